@@ -1,0 +1,1 @@
+"""Which sample, where, with which luck."""

@@ -1,0 +1,170 @@
+"""Samples of given indices, read by DataLoader workers, on the device: the same on any number of workers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
+
+from samestep.data.sample_rng import sample_luck
+from samestep.data.tree import move, tensors_of
+from samestep.errors import DataError, SampleError
+
+Collate = Callable[[list[object]], object]
+_MOST_WORKERS = 8
+
+
+class MapDataset(Protocol):
+    """Anything with a length and items, such as a torch Dataset or a list."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> object:
+        """The sample of this index."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch to read: which samples, of which epoch, under which setting."""
+
+    epoch: int
+    """The epoch, for the luck of each sample."""
+    indices: np.ndarray
+    """Dataset indices, padding included."""
+    setting: object
+    """The epoch's value of `settings`; it travels with the indices, so a prefetched batch cannot see a later one."""
+
+
+class Loader:
+    """Reads requests in order through one set of persistent workers.
+
+    One pass at a time: beginning another ends the one before.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, seed: int, rank: int, collate: Collate | None, workers: int, device: torch.device
+    ) -> None:
+        self._requests = _Requests()
+        self._device = device
+        self._loader: DataLoader[object] = DataLoader(
+            _Keyed(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # it has __getitems__, which is all that is called
+            batch_sampler=self._requests,
+            collate_fn=_Collate(collate or default_collate, rank),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # workers' base seeds must not use up the global generator
+        )
+
+    def read(self, requests: Iterator[Request]) -> Iterator[object]:
+        """The batches of `requests`, each on the device, the next one on its way while this one is used."""
+        self._requests.upcoming = requests
+        batches = iter(self._loader)
+        return _ahead(batches, self._device) if self._device.type == "cuda" else _moved(batches, self._device)
+
+
+def choose_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
+    """How many workers a rank gets, and why: one for each spare core, none where reading costs nothing."""
+    if isinstance(dataset, TensorDataset | Sequence):
+        return 0, "the data is in memory: reading it here is faster than through a worker"
+    share = cores // ranks
+    workers = max(0, min(_MOST_WORKERS, share - 1))
+    return (
+        workers,
+        f"{cores} cores for {ranks} rank(s) on this node leave {workers} spare each (at most {_MOST_WORKERS})",
+    )
+
+
+class _Requests(Sampler[Request]):
+    """What the DataLoader asks its batches from; `upcoming` is set anew for every pass."""
+
+    def __init__(self) -> None:
+        self.upcoming: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.upcoming
+
+
+@dataclass
+class _Keyed:
+    """The user's dataset, read under each sample's own luck; an error names the sample."""
+
+    dataset: MapDataset
+    seed: int
+    rank: int
+    _batched: Callable[[list[int]], list[object]] | None = field(default=None, init=False, repr=False)
+
+    def __getitems__(self, request: Request) -> list[object]:
+        batched = getattr(self.dataset, "__getitems__", None)
+        if callable(batched):
+            with sample_luck(self.seed, request.epoch, 0, request.setting):
+                return self._read(request.indices.tolist(), batched, list(request.indices))
+        return [self._one(index, request) for index in request.indices.tolist()]
+
+    def _one(self, index: int, request: Request) -> object:
+        with sample_luck(self.seed, request.epoch, index, request.setting):
+            return self._read(index, self.dataset.__getitem__, index)
+
+    def _read(self, key: object, function: Callable[..., object], shown: object) -> object:
+        try:
+            return function(key)
+        except Exception as error:
+            raise SampleError(
+                f"sample {shown} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """The user's collate; an error says that it was the collating that failed."""
+
+    collate: Collate
+    rank: int
+
+    def __call__(self, samples: list[object]) -> object:
+        try:
+            batch = self.collate(samples)
+        except Exception as error:
+            raise DataError(
+                f"collate could not make a batch of {len(samples)} samples on rank {self.rank}, {_worker()}: "
+                f"{type(error).__name__}: {error} (samples of different shapes? give run.shard a collate= that pads them)"
+            ) from error
+        tensors_of(batch)  # complains here, where the worker is known, if it is no tree of tensors
+        return batch
+
+
+def _worker() -> str:
+    info = get_worker_info()
+    return "in the training process" if info is None else f"worker {info.id}"
+
+
+def _moved(batches: Iterator[object], device: torch.device) -> Iterator[object]:
+    for batch in batches:
+        yield move(batch, device)
+
+
+def _ahead(batches: Iterator[object], device: torch.device) -> Iterator[object]:
+    """Copy the next batch on a stream of its own while the current one computes."""
+    stream = torch.cuda.Stream(device)
+
+    def fetch() -> object | None:
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(stream):
+            return move(batch, device)
+
+    following = fetch()
+    while following is not None:
+        current_stream = torch.cuda.current_stream(device)
+        current_stream.wait_stream(stream)
+        batch = following
+        for tensor in tensors_of(batch):
+            tensor.record_stream(current_stream)  # its memory must not be reused before this stream is done with it
+        yield batch
+        following = fetch()  # the GPU still computes what was queued for this batch

@@ -1,0 +1,1 @@
+"""What is true of this process and its machine: frozen dataclasses, without torch."""

@@ -1,0 +1,95 @@
+"""What this machine offers a job: cores, GPUs, a free port, the script itself."""
+
+import errno
+import socket
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+import psutil
+
+from samestep.errors import LaunchError
+from samestep.facts.hardware import read_hardware
+
+
+def count_cores() -> int:
+    """Cores that this process may keep busy: fewer than the machine's under SLURM or in a container."""
+    return read_hardware().cores.usable
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees, counted without touching any."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_script(path: str) -> None:
+    """Complain about a script that cannot be started."""
+    script = Path(path)
+    if script.is_dir():
+        raise LaunchError(
+            f"{path} is a folder, not a script: name a file in it, or type `samestep run -m PACKAGE` for a package"
+        )
+    if not script.is_file():
+        nearby = sorted(entry.name for entry in Path.cwd().glob("*.py"))[:5]
+        hint = f"here are {', '.join(nearby)}" if nearby else "no script lies here"
+        raise LaunchError(f"there is no script {path} in {Path.cwd()}: {hint}")
+
+
+def check_module(name: str) -> None:
+    """Complain about a module that `python -m` would not find; nothing is imported to find out."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:depth]), path)
+        path = list(spec.submodule_search_locations or []) if spec else None
+        if spec is None or (depth < len(parts) and not path):
+            raise LaunchError(
+                f"there is no module {'.'.join(parts[:depth])} in {Path.cwd()} or among what is installed: type its "
+                "dotted name as in `samestep run -m package.module`, from the folder that holds the package"
+            )
+    if path and _find_spec(f"{name}.__main__", path) is None:
+        raise LaunchError(f"{name} is a package without __main__.py: name a module in it, as in {name}.train")
+
+
+def check_port(port: int) -> None:
+    """Complain about a port that cannot be opened here."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except PermissionError as error:
+            raise LaunchError(f"port {port} may not be opened by this user: use one from 1024 up") from error
+        except OSError as error:
+            if family == socket.AF_INET6 and error.errno != errno.EADDRINUSE:
+                continue  # a machine without IPv6
+            raise LaunchError(
+                f"port {port} is taken{_holder(port)}: choose another, or leave the port out and a free one is found"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    try:
+        connections = psutil.net_connections("tcp")
+        pids = {
+            each.pid for each in connections if each.pid and each.status == psutil.CONN_LISTEN and each.laddr[1] == port
+        }
+        holders = [f"{psutil.Process(pid).name()}, pid {pid}" for pid in sorted(pids)]
+    except psutil.Error:  # whose it is may be hidden from this user
+        return ""
+    return f" (by {'; '.join(holders)})" if holders else ""
+
+
+def _find_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
+    here = PathFinder.find_spec(name, [str(Path.cwd())]) if path is None else None
+    if here is not None:
+        return here
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None

@@ -1,0 +1,80 @@
+"""The processes that ranks leave behind: found, ended and reaped."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Collection
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that none can slip away.
+
+    Linux alone knows this. Elsewhere a data worker whose rank was killed is found only while its rank still lives.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Process ids of all living descendants of this process."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def end_children(spare: Collection[int], patience: float) -> int:
+    """End every descendant but those to spare: ask, wait `patience` seconds, then kill.
+
+    Returns how many had to be killed.
+    """
+    stubborn: set[int] = set()
+    ask = patience > 0
+    while alive := _living(spare):
+        for process in alive:
+            _signal(process, ask)
+        if not ask:
+            stubborn |= {process.pid for process in alive}
+        psutil.wait_procs(alive, timeout=patience if ask else 1.0)
+        ask = False
+    _reap(spare)
+    return len(stubborn)
+
+
+def kill_children(spare: Collection[int]) -> None:
+    """Kill every descendant but those to spare, at once and without waiting."""
+    for process in _living(spare):
+        _signal(process, ask=False)
+
+
+def _living(spare: Collection[int]) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if each.pid not in spare and _is_alive(each)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, ask: bool) -> None:
+    try:
+        if ask:
+            process.terminate()
+        else:
+            process.kill()
+    except psutil.NoSuchProcess:  # it went by itself meanwhile
+        return
+
+
+def _reap(spare: Collection[int]) -> None:
+    """Collect the exit of ended children, adopted ones too: the first process of a container may not."""
+    for child in psutil.Process().children():
+        if child.pid not in spare and not _is_alive(child):
+            try:
+                os.waitpid(child.pid, os.WNOHANG)
+            except ChildProcessError:  # collected already
+                continue

@@ -1,0 +1,1 @@
+"""What to do: pure arithmetic on facts, without torch."""

@@ -1,0 +1,72 @@
+"""Which device this rank computes on and which backend connects the ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from samestep.errors import WorldError
+from samestep.facts.world import World
+
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """What torch sees on this node."""
+
+    cuda: int
+    """Number of CUDA devices visible to this process."""
+    mps: bool
+    """Whether Apple's GPU is usable."""
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """A device and a backend, with the reason."""
+
+    device: torch.device
+    """Where this rank computes."""
+    backend: str
+    """What connects the ranks: "gloo", "nccl", or "none" for one rank."""
+    reason: str
+    """Why, in words for a person."""
+    warning: str | None = None
+    """What the user should know about it, if anything."""
+
+
+def see_accelerators() -> Accelerators:
+    """Ask torch, without creating a context on any device."""
+    return Accelerators(cuda=torch.cuda.device_count(), mps=torch.backends.mps.is_available())
+
+
+def choose_device(world: World, seen: Accelerators, backend: str | None) -> DeviceChoice:
+    """Decide device and backend; `backend` is the user's wish or None."""
+    if backend is not None and backend not in BACKENDS:
+        raise WorldError(f"backend={backend!r} is not one that samestep uses: use {' or '.join(map(repr, BACKENDS))}")
+    if backend == "nccl" and not seen.cuda:
+        raise WorldError("backend='nccl' needs a CUDA device and torch sees none: leave backend out to use gloo")
+    if seen.cuda:
+        return _choose_cuda(world, seen.cuda, backend)
+    if seen.mps and world.size == 1:
+        return DeviceChoice(torch.device("mps"), "none", "one rank on Apple's GPU")
+    return DeviceChoice(torch.device("cpu"), _backend(world, "gloo"), f"{world.size} rank(s) on the CPU: no GPU is visible")
+
+
+def _choose_cuda(world: World, devices: int, wish: str | None) -> DeviceChoice:
+    device = torch.device("cuda", world.local_rank % devices)
+    if world.local_size <= devices:
+        chosen = _backend(world, wish or "nccl")
+        return DeviceChoice(device, chosen, f"a GPU for each of the {world.local_size} rank(s) of this node")
+    if wish == "nccl":
+        raise WorldError(
+            f"backend='nccl' cannot serve {world.local_size} ranks on {devices} GPU(s): NCCL wants a GPU for each rank; "
+            f"use --nproc-per-node {devices}, or leave backend out to use gloo"
+        )
+    crowd = f"{world.local_size} ranks share {devices} GPU(s)"
+    return DeviceChoice(
+        device, _backend(world, "gloo"), crowd, f"{crowd}: gloo connects them, slower than NCCL on a GPU each"
+    )
+
+
+def _backend(world: World, name: str) -> str:
+    return name if world.size > 1 else "none"

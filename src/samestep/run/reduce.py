@@ -1,0 +1,152 @@
+"""Numbers over all ranks: exact sums, means and maxima, each in one collective."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import GroupError
+from samestep.run.link import Link
+
+Number = bool | int | float
+Values = Number | torch.Tensor | Iterable[Number | torch.Tensor]
+Op = Literal["sum", "mean", "max", "min"]
+_OPS: dict[Op, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def mean(link: Link, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """The mean of all elements on all ranks, from one sum in float64 and one exact count."""
+    total, count, _ = _accumulate(values, keep)
+    parts = link.exchange("run.mean", [total, float(count)])
+    counted = sum(int(part[1]) for part in parts)
+    if counted == 0:
+        raise GroupError("run.mean got no values on any rank: the mean of nothing is not a number; is the data empty?")
+    return math.fsum(float(part[0]) for part in parts) / counted
+
+
+def total(link: Link, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> int | float:
+    """The sum of all elements on all ranks; whole numbers stay whole and exact."""
+    value, _, whole = _accumulate(values, keep)
+    bits = _pack(value)
+    parts = link.exchange("run.sum", torch.cat([bits, torch.tensor([float(whole)], dtype=torch.float64)]))
+    if all(bool(part[2]) for part in parts):
+        return sum(int(part[:1].view(torch.int64)) for part in parts)
+    return math.fsum(float(part[1]) for part in parts)
+
+
+def maximum(link: Link, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> int | float:
+    """The largest element on any rank."""
+    best: int | float | None = None
+    for value in _iterate(values):
+        if (tensor := keep(_tensor(value))).numel():
+            best = _larger(best, _largest(tensor))
+    whole = isinstance(best, int)
+    packed = _pack(best if best is not None else -math.inf)
+    flags = torch.tensor([float(best is not None), float(whole)], dtype=torch.float64)
+    parts = [part for part in link.exchange("run.max", torch.cat([packed, flags])) if bool(part[2])]
+    if not parts:
+        raise GroupError("run.max got no values on any rank: there is no largest of nothing; is the data empty?")
+    if all(bool(part[3]) for part in parts):
+        return max(int(part[:1].view(torch.int64)) for part in parts)
+    best = float(parts[0][1])
+    for part in parts[1:]:
+        best = _larger(best, float(part[1]))
+    return best
+
+
+def all_reduce(link: Link, tensor: torch.Tensor, op: Op, weight: float | None) -> torch.Tensor:
+    """One tensor reduced element by element; the given one is left as it is."""
+    if op not in _OPS:
+        raise GroupError(f"run.all_reduce does not know op={op!r}: use one of {', '.join(map(repr, _OPS))}")
+    if weight is not None and op != "mean":
+        raise GroupError(f"run.all_reduce takes weight= with op='mean' only, not with op={op!r}")
+    if op == "mean":
+        return _all_mean(link, tensor, 1.0 if weight is None else weight)
+    result = tensor.detach().clone()
+    return _reduce_in_place(link, result, op)
+
+
+def _all_mean(link: Link, tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    wide = tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else _double(tensor.detach())
+    carried = torch.cat([wide.reshape(-1) * weight, wide.new_tensor([weight])])  # the weights ride along: one collective
+    summed = _reduce_in_place(link, carried, "mean")
+    if not summed[-1].is_nonzero():
+        raise GroupError("run.all_reduce got weight=0 on every rank: a mean needs something that counts")
+    return (summed[:-1] / summed[-1]).reshape(tensor.shape)
+
+
+def _reduce_in_place(link: Link, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    if link.alone:
+        link.refuse_inside_once("run.all_reduce")
+        return tensor
+    home = tensor.device
+    carried = tensor.cpu() if home.type not in ("cpu", "cuda") or (home.type == "cuda" and link.backend == "gloo") else tensor
+    with link.together("run.all_reduce"):
+        dist.all_reduce(carried, op=_OPS[op])
+    return carried.to(home)
+
+
+def _accumulate(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int | float, int, bool]:
+    """(sum, count, whether all were whole numbers), on the values' device until the end: one transfer in all."""
+    sums: dict[tuple[torch.device, bool], torch.Tensor] = {}
+    count = 0
+    for value in _iterate(values):
+        tensor = keep(_tensor(value))
+        count += tensor.numel()
+        whole = not tensor.is_floating_point()
+        part = tensor.sum(dtype=torch.int64) if whole else _double(tensor).sum()
+        key = (part.device, whole)
+        sums[key] = sums[key] + part if key in sums else part
+    whole_sum = sum(int(s) for (_, whole), s in sums.items() if whole)
+    float_sums = [float(s) for (_, whole), s in sums.items() if not whole]
+    return (math.fsum([whole_sum, *float_sums]), count, False) if float_sums else (whole_sum, count, True)
+
+
+def _iterate(values: Values) -> Iterable[Number | torch.Tensor]:
+    if isinstance(values, torch.Tensor | bool | int | float):
+        return [values]
+    if isinstance(values, Iterable):
+        return values
+    raise GroupError(
+        f"cannot take numbers from {type(values).__name__}: give a number, a tensor, or an iterable of them, "
+        "such as `(net(x).argmax(-1) == y for x, y in test)`"
+    )
+
+
+def _tensor(value: object) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.is_complex():
+            raise GroupError("cannot order or average a complex tensor: give its real part or its absolute value")
+        return value.detach()
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    raise GroupError(
+        f"cannot take numbers from an iterable of {type(value).__name__}: its items must be numbers or tensors"
+    )
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # Apple's GPU has no float64
+
+
+def _largest(tensor: torch.Tensor) -> int | float:
+    best = tensor.max().item()
+    return float(best) if tensor.is_floating_point() else int(best)
+
+
+def _larger(one: int | float | None, other: int | float) -> int | float:
+    """The larger of two, where not-a-number wins: it must not vanish behind a number."""
+    return other if one is None or other > one or other != other else one
+
+
+def _pack(value: int | float) -> torch.Tensor:
+    """A number as exact whole and as float64, side by side."""
+    whole = torch.tensor([value if isinstance(value, int) else 0], dtype=torch.int64).view(torch.float64)
+    return torch.cat([whole, torch.tensor([float(value)], dtype=torch.float64)])

@@ -1,0 +1,215 @@
+"""The live training process: one object through which a script speaks to all of its ranks."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+import torch
+from torch import nn
+
+from samestep import __version__
+from samestep.data.loader import Collate, MapDataset, choose_workers
+from samestep.data.order import Order
+from samestep.errors import GroupError
+import os
+from samestep.facts.world import read_world, run_folder
+from samestep.log import Voice, notes_to
+from samestep.plan.batch import Cut
+from samestep.run.console import open_console
+from samestep.run.device import choose_device, see_accelerators
+from samestep.run.engine import RunEngine
+from samestep.run.group import Group
+from samestep.run.link import Link
+from samestep.run.logs import Writer
+from samestep.run.seed import seed_alike, seed_apart
+from samestep.run.shard import Settings, Shard, Source, check_dataset
+from samestep.run.sinks import open_sinks
+from samestep.run.wrap import wrap
+
+
+class Run(Group):
+    """A training process among its ranks; use it with `with`, or with `start()` and `close()`.
+
+    One rank needs no process group. After an exception nothing is destroyed, since that can deadlock the other ranks:
+    the exception ends this process, and the launcher the others.
+
+    >>> with Run(global_batch=4, seed=0) as run:
+    ...     run.say(f"{run.size} rank(s)")
+    1 rank(s)
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        folder: str | Path | None = None,
+        backend: str | None = None,
+        start_timeout: float = 1800.0,
+        step_timeout: float = 300.0,
+    ) -> None:
+        if global_batch < 1:
+            raise GroupError(f"global_batch={global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256")
+        self.global_batch, self.seed = global_batch, seed
+        world = read_world()
+        self._choice = choose_device(world, see_accelerators(), backend)
+        super().__init__(Link(world, self._choice.backend, start_timeout, step_timeout))
+        self._wished_folder = Path(folder) if folder is not None else run_folder()
+        self._folder: Path | None = None
+        self._voice = Voice()
+        self._engine: RunEngine | None = None
+        self._writer: Writer | None = None
+        self._began = time.monotonic()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._choice.device
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's logs lie, the same on every rank."""
+        self._started()
+        assert self._folder is not None
+        return self._folder
+
+    def start(self) -> Self:
+        """Connect the ranks; `with Run(...)` does it by itself."""
+        if self._engine is not None:
+            raise GroupError("this run was started already: a Run is started once, by `with` or by start()")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # before anything is allocated, or it would land on the first GPU
+        self._link.open(self.device)
+        self._check_alike()
+        seed_alike(self.seed)
+        self._folder = self.once(_choose_folder, self._wished_folder)
+        if self.first:
+            console = open_console(sys.stdout)
+            self._writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
+        self._engine = RunEngine(self._link, self.device, self._writer)
+        if self._choice.warning:
+            self._voice.warn_once(self._choice.warning)
+        return self
+
+    def close(self) -> None:
+        """End after success: write what is pending, wait for all ranks, disconnect."""
+        engine = self._started()
+        engine.close()
+        if self._writer is not None:
+            self._writer.close(self._summary("finished") if self._writer.opened else {})
+        self._link.close()
+        self._engine = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+            return
+        if self._engine is not None:
+            self._engine.detach()
+        self._link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
+        if self._writer is not None:
+            self._writer.close(self._summary("failed") if self._writer.opened else {})
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks."""
+        engine = self._started()
+        wrapped = wrap(self._link, model, self.device)
+        engine.models.append(wrapped)
+        seed_apart(self.seed, self.rank)
+        return wrapped.model
+
+    def shard(
+        self,
+        dataset: MapDataset,
+        *,
+        shuffle: bool = False,
+        weights: "torch.Tensor | None" = None,
+        collate: Collate | None = None,
+        workers: int | None = None,
+        drop_tail: bool = False,
+        micro_batch: int | None = None,
+        settings: Settings | None = None,
+    ) -> Shard:
+        """This rank's part of a map-style dataset, every sample exactly once over all ranks."""
+        engine = self._started()
+        n = check_dataset(dataset)
+        order = Order(n, self.seed, shuffle, None if weights is None else weights.numpy())
+        cut = Cut(n, self.global_batch, self.rank, self.size, micro_batch, drop_tail)
+        if workers is None:
+            workers, reason = choose_workers(dataset, len(os.sched_getaffinity(0)), self._link.world.local_size)
+            self.say(f"data workers: {workers} a rank ({reason}); set workers= to change it")
+        if cut.dropped:
+            self.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
+        return Shard(Source(dataset, order, collate, workers, settings, self.device), cut, engine)
+
+    @contextmanager
+    def evaluate(self, model: nn.Module) -> Iterator[nn.Module]:
+        """`model` in evaluation mode and without gradients, its forward pass free of collectives."""
+        inner = next((w.inner for w in self._started().models if w.model is model), model)
+        modes = {module: module.training for module in inner.modules()}
+        inner.eval()
+        try:
+            with torch.no_grad():
+                yield inner
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
+        """Log numbers by name; they are averaged over the ranks about once a second, or at once with `now=True`."""
+        engine = self._started()
+        for name, value in values.items():
+            engine.pulse.pending.add(engine.step_number if step is None else step, name, value)
+        if now:
+            engine.flush("run.log(now=True)")
+
+    def say(self, text: str) -> None:
+        """Print once, whatever the number of ranks, and keep it in the text log."""
+        if self._writer is not None:
+            self._writer.say(text)
+
+    def _started(self) -> RunEngine:
+        if self._engine is None:
+            raise GroupError("this run is not started: use `with Run(...) as run:`, or call run.start() first")
+        return self._engine
+
+    def _check_alike(self) -> None:
+        mine = [float(self.global_batch), float(self.seed)]
+        for rank, theirs in enumerate(self._link.exchange("Run.start", mine)):
+            if theirs.tolist() != mine:
+                raise GroupError(
+                    f"rank {self.rank} has Run(global_batch={self.global_batch}, seed={self.seed}) and rank {rank} has "
+                    f"Run(global_batch={theirs[0]:.0f}, seed={theirs[1]:.0f}): a step is global, so both must be alike on all ranks"
+                )
+
+    def _summary(self, status: str) -> dict[str, object]:
+        engine, world = self._engine, self._link.world
+        return {
+            "status": status,
+            "version": __version__,
+            "torch": torch.__version__,
+            "world_size": world.size,
+            "nodes": world.nodes,
+            "backend": self._choice.backend,
+            "device": str(self.device),
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "steps": engine.steps if engine else 0,
+            "samples": engine.samples if engine else 0,
+            "seconds": round(time.monotonic() - self._began, 3),
+            "metrics": self._writer.last if self._writer else {},
+        }
+
+
+def _choose_folder(wish: Path | None) -> Path:
+    if wish is not None:
+        return wish.absolute()
+    script = Path(sys.argv[0]).stem or "run"
+    return Path("runs").absolute() / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,24 @@
+"""One seed: the same initial weights on every rank, then different noise on each."""
+
+import random
+
+import numpy as np
+import torch
+
+_SPREAD = 0x9E3779B97F4A7C15  # odd, from the golden ratio: neighbouring ranks land far apart
+
+
+def seed_alike(seed: int) -> None:
+    """Make every rank draw the same numbers, so that models are built alike."""
+    _seed_all(seed)
+
+
+def seed_apart(seed: int, rank: int) -> None:
+    """Make each rank draw its own numbers, so that noise such as dropout differs between ranks."""
+    _seed_all((seed + (rank + 1) * _SPREAD) % (1 << 63))
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # every CUDA device as well

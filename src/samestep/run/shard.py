@@ -1,0 +1,197 @@
+"""This rank's part of a dataset: epochs of steps for training, a pass over everything for evaluation."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from samestep.data.keyed import sample_keys
+from samestep.data.loader import Collate, Loader, MapDataset, Request
+from samestep.data.order import Order
+from samestep.data.order_reader import OrderReader
+from samestep.errors import DataError, StateError
+from samestep.plan import batch as plan_batch
+from samestep.plan.batch import Cut, Pass
+from samestep.run.engine import RunEngine
+from samestep.run.step import MicroBatch, Step, StepPlace
+
+Settings = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a shard's samples come from and how they are read."""
+
+    dataset: MapDataset
+    """The user's dataset."""
+    order: Order
+    """Which sample stands at which position."""
+    collate: Collate | None
+    """Makes a batch of samples; None: torch's default."""
+    workers: int
+    """Data workers of this rank."""
+    settings: Settings | None
+    """A value for each epoch that reaches every sample of it."""
+    device: torch.device
+    """Where batches are wanted."""
+
+
+class Shard:
+    """This rank's part of a dataset, exactly once over all ranks.
+
+    `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over everything once, for evaluation.
+    """
+
+    def __init__(self, source: Source, cut: Cut, engine: RunEngine) -> None:
+        self._source, self._cut, self._engine = source, cut, engine
+        self._reader = OrderReader(source.order, cut.span, cut.steps)
+        self._loaders: dict[str, Loader] = {}
+        self._epoch = self._step = 0
+        self._open: Step | None = None
+        self._weights: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._pass())
+
+    def epochs(self, count: int) -> Iterator["Epoch"]:
+        """Epochs from where this shard stands up to `count` in all; a resumed one goes on at its next step."""
+        self._engine.expect(count * self._cut.steps, self._epoch * self._cut.steps + self._step)
+        while self._epoch < count:
+            number = self._engine.epoch = self._epoch
+            yield Epoch(self, number)
+            if self._epoch == number:  # the loop over its steps was left early
+                self._epoch, self._step = number + 1, 0
+
+    def __iter__(self) -> Iterator[object]:
+        """Everything once, in the order of the dataset, in batches of this rank; nothing padded counts."""
+        whole = self._pass()
+        setting = self._setting(self._engine.epoch)
+        requests = (Request(0, _rows(np.arange(*whole.span(k)), whole.batch(k), whole.span(k)[0]), setting) for k in range(len(whole)))
+        try:
+            for k, data in enumerate(self._loader("evaluation").read(requests)):
+                self._engine.padding_rows = whole.batch(k).padding
+                yield data
+        finally:
+            self._engine.padding_rows = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training stands, the same on every rank: valid on any world size and any number of workers."""
+        within = self._open is not None and self._open.done
+        return {
+            "epoch": self._epoch,
+            "step": self._step + int(within),
+            "seed": self._source.order.seed,
+            "n": self._cut.n,
+            "global_batch": self._cut.global_batch,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Stand where `state` was taken: the next step holds exactly the next samples."""
+        for name, here, remedy in (
+            ("n", self._cut.n, "give the same dataset, or begin anew in another folder"),
+            ("global_batch", self._cut.global_batch, f"pass Run(global_batch={state.get('global_batch')})"),
+            ("seed", self._source.order.seed, f"pass Run(seed={state.get('seed')})"),
+        ):
+            if state.get(name) != here:
+                raise StateError(
+                    f"the saved position has {name}={state.get(name)} and this shard has {name}={here}: the samples already seen "
+                    f"would not be the same; {remedy}"
+                )
+        self._epoch, self._step = state["epoch"], state["step"]
+
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """The steps of an epoch from where this shard stands."""
+        first = self._step
+        stream = self._micro_batches(epoch, first)
+        for index in range(first, self._cut.steps):
+            start, stop = self._cut.positions(index)
+            count = self._cut.shape(index)[0]
+            place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count)
+            step = self._open = Step(place, islice(stream, count), self._engine)
+            self._engine.begin_step(step)
+            yield step
+            step.drain()
+            self._open, self._step = None, index + 1
+            self._engine.end_step(step)
+        self._epoch, self._step = epoch + 1, 0
+
+    def steps_left(self) -> int:
+        """How many steps the epoch under way still has."""
+        return self._cut.steps - self._step
+
+    def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
+        asked: deque[tuple[int, np.ndarray]] = deque()
+        setting = self._setting(epoch)
+
+        def requests() -> Iterator[Request]:
+            for index in range(first, self._cut.steps):
+                indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
+                for part in self._cut.micro_batches(index):
+                    chosen = _rows(indices, part, start)
+                    asked.append((part.real, chosen))
+                    yield Request(epoch, chosen, setting)
+
+        for data in self._loader("training").read(requests()):
+            real, indices = asked.popleft()
+            keys = sample_keys(self._source.order.seed, epoch, indices).view(np.int64)
+            weights = self._row_weights(len(indices), real)
+            yield MicroBatch(data, weights, torch.from_numpy(keys).to(self._source.device), indices.tolist())
+
+    def _row_weights(self, rows: int, real: int) -> torch.Tensor:
+        if (rows, real) not in self._weights:
+            weights = (torch.arange(rows) < real).float()
+            self._weights[rows, real] = weights.to(self._source.device)
+        return self._weights[rows, real]
+
+    def _pass(self) -> Pass:
+        rows = self._cut.micro_batch or -(-self._cut.global_batch // self._cut.size)
+        return Pass(self._cut.n, rows, self._cut.rank, self._cut.size, lockstep=self._engine.lockstep)
+
+    def _setting(self, epoch: int) -> object:
+        return None if self._source.settings is None else self._source.settings(epoch)
+
+    def _loader(self, purpose: str) -> Loader:
+        """One set of workers for each purpose: an evaluation in the midst of an epoch must not disturb it."""
+        if purpose not in self._loaders:
+            source = self._source
+            self._loaders[purpose] = Loader(
+                source.dataset, source.order.seed, self._cut.rank, source.collate, source.workers, source.device
+            )
+        return self._loaders[purpose]
+
+
+class Epoch:
+    """One pass over the data in steps of the global batch; iterate over it once."""
+
+    def __init__(self, shard: Shard, number: int) -> None:
+        self._shard, self.number = shard, number
+
+    def __len__(self) -> int:
+        return self._shard.steps_left()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._shard.steps(self.number)
+
+
+def check_dataset(dataset: object) -> int:
+    """The length of a map-style dataset, or what is wrong with it."""
+    if not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{type(dataset).__name__} has no length, so its samples cannot be numbered: use run.stream(...) for an iterable dataset, "
+            "or give it a __len__"
+        )
+    if not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{type(dataset).__name__} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)")
+    length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__, as was just seen
+    if length == 0:
+        raise DataError(f"{type(dataset).__name__} is empty: there is nothing to shard; check the path it reads from")
+    return length
+
+
+def _rows(indices: np.ndarray, part: plan_batch.MicroBatch, start: int) -> np.ndarray:
+    """The dataset indices of a micro-batch's rows; `indices` are those of the positions from `start` on."""
+    real = indices[part.start - start : part.stop - start]
+    return real if not part.padding else np.concatenate([real, np.repeat(indices[part.pad - start], part.padding)])

@@ -1,0 +1,76 @@
+"""Where finished records go: one writer, however many ranks there are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from samestep.run.console import Console
+from samestep.run.metrics_file import MetricsFile
+from samestep.run.summary_file import write_summary
+from samestep.run.tensorboard_sink import open_tensorboard
+from samestep.run.text_log import TextLog
+
+METRICS = "metrics.jsonl"
+TEXT = "log.txt"
+CURVES = "tensorboard"
+SUMMARY = "summary.json"
+
+
+class Sink(Protocol):
+    """Takes finished records: names and plain numbers, already reduced over the ranks."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take one record."""
+        ...
+
+    def close(self, summary: Mapping[str, object]) -> None:
+        """Take leave; the summary is empty where the run ended with an exception."""
+        ...
+
+
+class Sinks:
+    """All sinks of a run's first rank as one.
+
+    `folder` is where the summary goes; without one there is none.
+    """
+
+    def __init__(self, console: Console, text: TextLog | None, others: Sequence[Sink], folder: Path | None) -> None:
+        self._console, self._text, self._folder = console, text, folder
+        self._all: tuple[Sink, ...] = (console, *([text] if text else []), *others)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand one record to every sink."""
+        for sink in self._all:
+            sink.write(step, values)
+
+    def say(self, text: str) -> None:
+        """Print text and keep it in the text log."""
+        self._console.say(text)
+        if self._text is not None:
+            self._text.say(text)
+
+    def keep(self, text: str) -> None:
+        """Keep text in the text log that was printed before there was one."""
+        if self._text is not None:
+            self._text.say(text)
+
+    def close(self, summary: Mapping[str, object]) -> None:
+        """Close every sink, also where one of them fails to, and write the summary unless it is empty."""
+        with ExitStack() as closing:
+            for sink in self._all:
+                closing.callback(sink.close, summary)
+            if summary and self._folder is not None:
+                closing.callback(write_summary, self._folder / SUMMARY, summary)
+
+
+def open_sinks(folder: Path | None, console: Console, warn: Callable[[str], None]) -> Sinks:
+    """Every sink there can be for a run's folder, or the console alone where there is none.
+
+    `warn` is told what has to be left out.
+    """
+    if folder is None:
+        return Sinks(console, None, (), None)
+    curves = open_tensorboard(folder / CURVES, warn)
+    others: list[Sink] = [MetricsFile(folder / METRICS), *([curves] if curves else [])]
+    return Sinks(console, TextLog(folder / TEXT), others, folder)

@@ -1,0 +1,233 @@
+"""One optimizer step: this rank's micro-batches of the global batch, and the mean over all of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from samestep.data import keyed
+from samestep.data.sample_rng import set_micro_batch
+from samestep.errors import StepError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this rank computes at once."""
+
+    data: object
+    """The batch, on the device."""
+    weights: torch.Tensor
+    """One weight a row: 1 for a sample, 0 for padding."""
+    keys: torch.Tensor
+    """One 64-bit key a row, from (seed, epoch, sample): the source of its luck."""
+    indices: list[int]
+    """The dataset indices of the rows."""
+
+
+@dataclass(frozen=True)
+class StepPlace:
+    """Which step this is; the same on every rank and every world size."""
+
+    number: int
+    """Optimizer steps before this one since training began."""
+    index: int
+    """Steps before this one in its epoch."""
+    epoch: int
+    """The epoch it belongs to."""
+    samples: int
+    """How many samples count in it, over all ranks."""
+    micro_batches: int
+    """How many micro-batches every rank runs for it."""
+
+
+class Engine(Protocol):
+    """What a step needs from its run."""
+
+    @property
+    def size(self) -> int:
+        """The world size."""
+        ...
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Called before each micro-batch: gradients travel with the last one only."""
+        ...
+
+    def end_micro_batches(self, step: "Step") -> None:
+        """Called when all micro-batches are done."""
+        ...
+
+    def abandon_step(self, step: "Step") -> None:
+        """Called when the step is left early."""
+        ...
+
+    def total(self, count: torch.Tensor) -> float:
+        """The sum of a count over all ranks, in one small collective."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient of the wrapped models."""
+        ...
+
+    def finite(self, step: "Step") -> bool:
+        """Whether loss and gradients are finite on all ranks."""
+        ...
+
+
+class Step:
+    """One optimizer step. Iterate over it once; each item is a micro-batch, already on the device."""
+
+    def __init__(self, place: StepPlace, micro_batches: Iterator[MicroBatch], engine: Engine) -> None:
+        self.place = place
+        self.done = False
+        self.losses: list[tuple[torch.Tensor, list[int]]] = []
+        self._source, self._engine = micro_batches, engine
+        self._current: MicroBatch | None = None
+        self._masked_count: torch.Tensor | None = None
+        self._means = self._masked_means = self._draws = 0
+        self._loss_sum: torch.Tensor | None = None
+        self._loss_factor = 1.0
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps before this one since training began, on any world size."""
+        return self.place.number
+
+    @property
+    def samples(self) -> int:
+        """How many samples this step's mean is over, on all ranks together."""
+        return self.place.samples
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """What this rank's calls of `mean` added up to, detached; its average over the ranks is the mean loss."""
+        return None if self._loss_sum is None else self._loss_sum * self._loss_factor
+
+    def __len__(self) -> int:
+        return self.place.micro_batches
+
+    def __iter__(self) -> Iterator[object]:
+        if self._current is not None or self.done:
+            raise StepError(f"step {self.number} was iterated twice: its micro-batches can be had once")
+        try:
+            for number, micro in enumerate(self._source):
+                self._current, self._draws = micro, 0
+                self._engine.begin_micro_batch(last=number == len(self) - 1)
+                set_micro_batch(micro.keys)
+                yield micro.data
+            self._settle_masked_mean()
+            self.done = True
+        finally:
+            self._current = None
+            set_micro_batch(None)
+            if not self.done:
+                self._engine.abandon_step(self)
+        self._engine.end_micro_batches(self)
+
+    def drain(self) -> None:
+        """Pass over micro-batches that were not asked for, so that the next step begins with its own."""
+        for _ in self._source:
+            pass
+
+    def mean(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global mean.
+
+        `losses` has one value a row, or more with `mask` (or none) saying which count; padding rows never count.
+        With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
+        brought to the mean when the loop over the micro-batches ends, and `step.loss` tells the true value.
+        """
+        weighted, weights = self._weigh(losses, mask)
+        self._means += 1
+        if mask is None:
+            per_row = losses[0].numel()
+            value = weighted.sum() * (self._engine.size / (self.samples * per_row))
+        elif len(self) == 1:
+            count = self._engine.total(weights.sum(dtype=torch.float64))
+            value = weighted.sum() * (self._engine.size / _positive(count, self.number))
+        else:
+            value = self._defer(weighted, weights)
+        self._loss_sum = value.detach() if self._loss_sum is None else self._loss_sum + value.detach()
+        return value
+
+    def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
+        weighted, _ = self._weigh(losses, mask)
+        return weighted.sum() * self._engine.size
+
+    def finite(self) -> bool:
+        """Whether this step's gradients are finite, the same answer on every rank; a warning tells where they are not.
+
+        Call it after the loop over the micro-batches: `if not step.finite(): optimizer.zero_grad(); continue`.
+        """
+        if not self.done:
+            raise StepError("step.finite() was called inside the loop over the micro-batches: call it after the loop")
+        return self._engine.finite(self)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Uniform numbers in [0, 1) of shape (rows, *shape): each row's from (seed, epoch, sample), on any layout.
+
+        Every call in a micro-batch draws new numbers.
+        """
+        return keyed.uniform(self._micro().keys, shape, self._next_draw())
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal numbers of shape (rows, *shape), drawn like `random`."""
+        return keyed.normal(self._micro().keys, shape, self._next_draw())
+
+    def rng(self, row: int) -> torch.Generator:
+        """A generator on the CPU for one row's sample, for what `random` and `normal` cannot draw."""
+        key = int(self._micro().keys[row]) ^ (self._next_draw() << 32)
+        return torch.Generator().manual_seed(key % (1 << 63))
+
+    def _next_draw(self) -> int:
+        self._draws += 1
+        return self._draws
+
+    def _micro(self) -> MicroBatch:
+        if self._current is None:
+            raise StepError(
+                f"step {self.number} has no current micro-batch: call this inside `for batch in step:`, with that step"
+            )
+        return self._current
+
+    def _weigh(self, losses: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(losses times weights, weights), of one shape, padding and masked values at zero."""
+        micro = self._micro()
+        rows = micro.weights.numel()
+        if losses.dim() == 0 or losses.shape[0] != rows:
+            what = "a scalar" if losses.dim() == 0 else f"shape {tuple(losses.shape)}"
+            raise StepError(
+                f"step.mean and step.sum need one loss for each of the {rows} rows of this micro-batch, got {what}: "
+                "use reduction='none' (and a mask for tokens that do not count)"
+            )
+        if mask is not None and mask.shape != losses.shape:
+            raise StepError(f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike")
+        self.losses.append((losses.detach(), micro.indices))
+        weights = micro.weights.reshape(-1, *([1] * (losses.dim() - 1))).expand(losses.shape)
+        if mask is not None:
+            weights = weights * mask
+        # a padded or masked loss may be inf or nan, and nan times zero is nan: put zero there instead
+        return torch.where(weights != 0, losses * weights, torch.zeros_like(losses)), weights
+
+    def _defer(self, weighted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self._masked_means += 1
+        count = weights.sum(dtype=torch.float64)
+        self._masked_count = count if self._masked_count is None else self._masked_count + count
+        return weighted.sum() * (self._engine.size / self.samples)
+
+    def _settle_masked_mean(self) -> None:
+        if self._masked_count is None:
+            return
+        if self._means != self._masked_means or self._masked_means != len(self):
+            raise StepError(
+                f"step {self.number} has {len(self)} micro-batches and mixes a masked mean with other means: their counts are "
+                "known only at its end, for one mean a micro-batch; add the losses up before step.mean, or use a larger micro_batch"
+            )
+        self._loss_factor = self.samples / _positive(self._engine.total(self._masked_count), self.number)
+        self._engine.scale_gradients(self._loss_factor)
+
+
+def _positive(count: float, number: int) -> float:
+    if count == 0:
+        raise StepError(f"the masks of step {number} leave nothing that counts on any rank: the mean of nothing is no number")
+    return count

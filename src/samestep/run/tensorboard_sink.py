@@ -1,0 +1,42 @@
+"""TensorBoard: the curves of a run in a browser, where tensorboard is installed."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+# A kill costs what was not yet written; the default of two minutes is much of a short run.
+_FLUSH_SECONDS = 10
+
+
+class TensorBoardSink:
+    """A sink that adds each number to an event file in `folder`.
+
+    Event files cannot be rewritten: after a restart from an older checkpoint a curve shows the repeated steps twice.
+    """
+
+    def __init__(self, writer: "SummaryWriter") -> None:
+        self._writer = writer
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to the curve of each name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def close(self, summary: Mapping[str, object]) -> None:
+        """Write what is still held back; the summary has a file of its own."""
+        del summary
+        self._writer.close()
+
+
+def open_tensorboard(folder: Path, warn: Callable[[str], None]) -> TensorBoardSink | None:
+    """A sink for `folder`, or None after a warning where tensorboard cannot be imported."""
+    try:
+        import tensorboard  # noqa: F401  # pyright: ignore[reportUnusedImport]  # torch's message for its absence is less clear
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        warn(f"TensorBoard curves are left out ({error}): to have them, pip install 'samestep[tensorboard]'")
+        return None
+    return TensorBoardSink(SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS))
