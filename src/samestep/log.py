@@ -76,6 +76,7 @@ class _Listener(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Hand over the text alone."""
         self._write(record.getMessage())
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 from weakref import WeakSet
 
 import numpy as np
@@ -27,17 +27,6 @@ CACHE_BYTES: Final = 32 << 20
 _KEYS_SHOWN: Final = 20
 _INTEGERS: Final = frozenset(f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64))
 _TENSOR_TYPES: Final = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
-
-
-class _Table(Protocol):
-    """What is used of an h5py Dataset."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def chunks(self) -> tuple[int, ...] | None: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -209,19 +198,19 @@ def _open_column(h5py: ModuleType, file: Any, path: Path, key: str) -> Any:
     if not table.shape:
         raise DataError(f"{key!r} in {path} is one value without rows: name a dataset with one row a sample")
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_chunk_cache(*_cache(table))
+    access.set_chunk_cache(*_cache(table.shape, table.chunks, table.dtype.itemsize))
     name, is_text = table.name, h5py.check_string_dtype(table.dtype) is not None
     del table  # while it is open, HDF5 would hand out the same dataset with the default cache again
     table = h5py.Dataset(h5py.h5d.open(file.id, name.encode(), access))
     return table.asstr() if is_text else table
 
 
-def _cache(table: _Table) -> tuple[int, int, float]:
+def _cache(shape: tuple[int, ...], chunks: tuple[int, ...] | None, itemsize: int) -> tuple[int, int, float]:
     """Slots, bytes and eviction (0.0: the least recently used) of a cache that holds all chunks of one row."""
-    if table.chunks is None or table.shape is None:
+    if chunks is None:
         return 1, 0, 0.0
-    chunk = max(1, math.prod(table.chunks) * table.dtype.itemsize)
-    across = math.prod(-(-size // step) for size, step in zip(table.shape[1:], table.chunks[1:], strict=True))
+    chunk = max(1, math.prod(chunks) * itemsize)
+    across = math.prod(-(-length // step) for length, step in zip(shape[1:], chunks[1:], strict=True))
     size = max(CACHE_BYTES, chunk * across)
     return 10 * (size // chunk) + 1, size, 0.0
 
@@ -235,13 +224,9 @@ def _common_length(file: Any, path: Path, keys: tuple[str, ...]) -> int:
 
 
 def _listed(h5py: ModuleType, group: Any) -> str:
-    names: list[str] = []
-
-    def keep(name: str, thing: object) -> None:
-        if isinstance(thing, h5py.Dataset):
-            names.append(f"{group.name.strip('/')}/{name}".lstrip("/"))
-
-    group.visititems(keep)
+    everything: list[str] = []
+    group.visit(everything.append)
+    names = [group[name].name.lstrip("/") for name in everything if isinstance(group[name], h5py.Dataset)]
     if not names:
         return "none"
     more = len(names) - _KEYS_SHOWN

@@ -69,7 +69,7 @@ def normal(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
     radius = (((words >> 24) & _LOW_40) + 1).to(torch.float32).mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     angle = (words & _LOW_24).to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
     pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
-    return pairs.view(len(keys), -1)[:, :count].reshape(len(keys), *shape)
+    return pairs.flatten(start_dim=1)[:, :count].reshape(len(keys), *shape)
 
 
 def _words(keys: Tensor, count: int, salt: int) -> Tensor:

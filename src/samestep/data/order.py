@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.feistel import LARGEST, feistel
+from samestep.data.feistel import LARGEST, Feistel, feistel
 from samestep.data.mix import key64, keyed_words
 from samestep.errors import DataError
 
@@ -47,7 +47,7 @@ class Order:
     weights: npt.NDArray[np.float64] | None = None
     """One number >= 0 for each sample; they need not add up to 1."""
     _bounds: npt.NDArray[np.float64] | None = field(init=False, repr=False, default=None)
-    _arrays: dict[int, npt.NDArray[np.uint32]] = field(init=False, repr=False, default_factory=dict)
+    _permutations: dict[int, "Feistel | _Table"] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -84,18 +84,27 @@ class Order:
             return _drawn(self._bounds, key64(_DRAW, self.seed, epoch), positions)
         if not self.shuffle:
             return positions.astype(np.int64)
-        if self.n <= SMALL:
-            return self._array(epoch)[positions].astype(np.int64)
-        return feistel(self.n, key64(_SHUFFLE, self.seed, epoch)).at(positions)
+        return self._permutation(epoch).at(positions)
 
-    def _array(self, epoch: int) -> npt.NDArray[np.uint32]:
-        array = self._arrays.get(epoch)
-        if array is None:
-            array = _shuffled(self.n, key64(_SHUFFLE, self.seed, epoch))
-            while len(self._arrays) >= _KEPT_EPOCHS:
-                self._arrays.pop(next(iter(self._arrays)))
-            self._arrays[epoch] = array
-        return array
+    def _permutation(self, epoch: int) -> "Feistel | _Table":
+        kept = self._permutations.get(epoch)
+        if kept is None:
+            key = key64(_SHUFFLE, self.seed, epoch)
+            kept = _Table(_shuffled(self.n, key)) if self.n <= SMALL else feistel(self.n, key)
+            while len(self._permutations) >= _KEPT_EPOCHS:
+                self._permutations.pop(next(iter(self._permutations)), None)
+            self._permutations[epoch] = kept
+        return kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """A permutation held in full."""
+
+    elements: npt.NDArray[np.uint32]
+
+    def at(self, positions: _Indices) -> _Indices:
+        return self.elements[positions].astype(np.int64)
 
 
 def _check_epoch(epoch: int) -> None:

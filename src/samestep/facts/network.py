@@ -32,6 +32,8 @@ class Choice:
     """The address it would use there."""
     reason: str
     """Why this one, or why none."""
+    variable: str | None = None
+    """The environment variable that decided it, if one did."""
 
     @property
     def loopback(self) -> bool:
@@ -113,13 +115,9 @@ _NCCL_ORDER = (
 def _named(variable: str, wish: str, matching: Sequence[Interface]) -> Choice:
     usable = [i for i in matching if i.up and i.addresses]
     if usable:
-        return Choice(usable[0].name, usable[0].addresses[0], f"{variable}={wish}")
-    if not matching:
-        return Choice(None, None, f"{variable}={wish} matches no interface")
-    first = matching[0]
-    return Choice(
-        None, None, f"{variable}={wish} matches {first.name}, which {'has no address' if first.up else 'is down'}"
-    )
+        return Choice(usable[0].name, usable[0].addresses[0], f"{variable}={wish}", variable)
+    told = [f"{i.name}, which {'has no address' if i.up else 'is down'}" for i in matching] or ["no interface"]
+    return Choice(None, None, f"{variable}={wish} matches {told[0]}", variable)
 
 
 def _matches(pattern: str, name: str) -> bool:

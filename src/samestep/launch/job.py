@@ -23,8 +23,6 @@ class Job:
     """What the script gets, untouched."""
     processes: int
     """How many ranks to start on this node."""
-    threads: int
-    """OMP_NUM_THREADS of each rank."""
     rendezvous: Rendezvous
     """How the launchers of several nodes find each other."""
     max_restarts: int
@@ -38,7 +36,7 @@ class Job:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Arguments of the python interpreter that runs a rank; unbuffered, so that a killed rank's last words are kept."""
+        """Arguments of the interpreter that runs a rank; unbuffered, so that a killed rank's last words are kept."""
         return ("-u", *(("-m",) if self.module else ()), self.target, *self.arguments)
 
     @property
@@ -56,7 +54,9 @@ def count_processes(asked: str, gpus: int, cores: int) -> int:
     (4, 3)
     """
     if asked == "gpu" and gpus == 0:
-        raise LaunchError("--nproc-per-node gpu needs a GPU and torch sees none: type --nproc-per-node cpu, or a number")
+        raise LaunchError(
+            "--nproc-per-node gpu needs a GPU and torch sees none: type --nproc-per-node cpu, or a number"
+        )
     named = {"auto": gpus or max(1, cores // 2), "gpu": gpus, "cpu": cores}
     if asked in named:
         return named[asked]
@@ -74,16 +74,10 @@ def count_threads(processes: int, cores: int) -> int:
     return max(1, cores // processes)
 
 
-def default_folder(target: str, now: datetime, runs: Path = Path("runs")) -> Path:
-    """A folder of its own for each run: its script and when it started.
+def folder_name(target: str, now: datetime) -> str:
+    """What a run's folder is called where the user gave no name: its script and when it started.
 
-    >>> str(default_folder("lab/train.py", datetime(2026, 1, 31, 9, 30, 5)))
-    'runs/train-20260131-093005'
+    >>> folder_name("lab/train.py", datetime(2026, 1, 31, 9, 30, 5))
+    'train-20260131-093005'
     """
-    name = f"{Path(target).stem if target.endswith('.py') else target}-{now:%Y%m%d-%H%M%S}"
-    number = 1
-    folder = runs / name
-    while folder.exists():
-        number += 1
-        folder = runs / f"{name}-{number}"
-    return folder
+    return f"{Path(target).stem if target.endswith('.py') else Path(target).name}-{now:%Y%m%d-%H%M%S}"

@@ -24,6 +24,26 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def make_folder(wanted: Path | None, name: str) -> Path:
+    """Make the run's folder: the one that is wanted, or a new one of its own among `runs`."""
+    number = 1
+    folder = wanted or Path("runs") / name
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=wanted is not None)
+        except FileExistsError as error:
+            if wanted is not None:
+                raise LaunchError(f"--folder {wanted} is a file: name a folder, or a new name") from error
+            number += 1  # two runs of one script have begun within a second
+            folder = Path("runs") / f"{name}-{number}"
+        except OSError as error:
+            raise LaunchError(
+                f"the run's folder {folder} cannot be made ({error.strerror}): name another --folder"
+            ) from error
+        else:
+            return folder
+
+
 def check_script(path: str) -> None:
     """Complain about a script that cannot be started."""
     script = Path(path)
@@ -74,10 +94,8 @@ def check_port(port: int) -> None:
 
 def _holder(port: int) -> str:
     try:
-        connections = psutil.net_connections("tcp")
-        pids = {
-            each.pid for each in connections if each.pid and each.status == psutil.CONN_LISTEN and each.laddr[1] == port
-        }
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pids = {each.pid for each in listening if each.pid and (*each.laddr, 0, 0)[1] == port}
         holders = [f"{psutil.Process(pid).name()}, pid {pid}" for pid in sorted(pids)]
     except psutil.Error:  # whose it is may be hidden from this user
         return ""

@@ -21,7 +21,7 @@ class Mirror(threading.Thread):
 
     def __init__(self, screen: int, log: Path) -> None:
         super().__init__(name="samestep-mirror", daemon=True)
-        self._screen = screen
+        self._screen, self._screen_is_there = screen, True
         self._inner, self._outer = pty.openpty()
         tty.setraw(self._outer)  # the real terminal translates line ends; twice would be once too often
         self.path = os.ttyname(self._outer)
@@ -51,10 +51,16 @@ class Mirror(threading.Thread):
 
     def _copy(self, data: bytes) -> None:
         self._log.write(data)
-        while data:
-            data = data[os.write(self._screen, data) :]
+        try:
+            while data and self._screen_is_there:
+                data = data[os.write(self._screen, data) :]
+        except OSError:  # the terminal was closed; under nohup the ranks go on, and their log with them
+            self._screen_is_there = False
 
     def _copy_size(self) -> None:
-        size = fcntl.ioctl(self._screen, termios.TIOCGWINSZ, bytes(8))
+        try:
+            size = fcntl.ioctl(self._screen, termios.TIOCGWINSZ, bytes(8))
+        except OSError:  # closed, as above
+            return
         if size != fcntl.ioctl(self._outer, termios.TIOCGWINSZ, bytes(8)):
             fcntl.ioctl(self._outer, termios.TIOCSWINSZ, size)

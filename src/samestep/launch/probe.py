@@ -22,9 +22,7 @@ Verdict = Literal["works", "cured", "dies", "unknown"]
 CURE = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 _SIZE = 64
-_PRODUCT = (
-    f"import torch; a = torch.ones({_SIZE}, {_SIZE}, dtype=torch.bfloat16); print(float((a @ a).float().sum()))"
-)
+_PRODUCT = f"import torch; a = torch.ones({_SIZE}, {_SIZE}, dtype=torch.bfloat16); print(float((a @ a).float().sum()))"
 _SECONDS = 120.0
 
 
@@ -63,7 +61,9 @@ def _try(environ: Mapping[str, str]) -> Bf16:
         return Bf16("unknown", f"a trial of bfloat16 ended with {first}, which says nothing about the CPU")
     told = " ".join(f"{name}={value}" for name, value in CURE.items())
     if _multiply({**environ, **CURE}) == 0:
-        return Bf16("cured", f"bfloat16 kills a process on this CPU (SIGILL: it advertises AMX and lacks it); {told} cures it")
+        return Bf16(
+            "cured", f"bfloat16 kills a process on this CPU (SIGILL: it advertises AMX and lacks it); {told} cures it"
+        )
     return Bf16("dies", f"bfloat16 kills a process on this CPU (SIGILL), even with {told}: use float32 or float16")
 
 

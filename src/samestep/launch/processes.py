@@ -8,15 +8,16 @@ from collections.abc import Collection
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ROUNDS = 3
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(wanted: bool) -> None:
     """Make this process the parent of every descendant whose own parent dies, so that none can slip away.
 
     Linux alone knows this. Elsewhere a data worker whose rank was killed is found only while its rank still lives.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def children() -> set[int]:
@@ -24,22 +25,23 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def end_children(spare: Collection[int], patience: float) -> int:
+def end_children(spare: Collection[int], patience: float) -> None:
     """End every descendant but those to spare: ask, wait `patience` seconds, then kill.
 
-    Returns how many had to be killed.
+    A process stuck in the kernel, as on a hung network drive, survives even that and is left after a few seconds.
     """
-    stubborn: set[int] = set()
-    ask = patience > 0
-    while alive := _living(spare):
+    asked = _living(spare)
+    for process in asked:
+        _signal(process, ask=True)
+    psutil.wait_procs(asked, timeout=patience)
+    for _ in range(_ROUNDS):  # a process that was just ending may have started another
+        alive = _living(spare)
+        if not alive:
+            break
         for process in alive:
-            _signal(process, ask)
-        if not ask:
-            stubborn |= {process.pid for process in alive}
-        psutil.wait_procs(alive, timeout=patience if ask else 1.0)
-        ask = False
+            _signal(process, ask=False)
+        psutil.wait_procs(alive, timeout=1.0)
     _reap(spare)
-    return len(stubborn)
 
 
 def kill_children(spare: Collection[int]) -> None:

@@ -57,7 +57,9 @@ class Rendezvous:
     def hosted_port(self) -> int | None:
         """The port that must be free on this node, or None where another may hold it or any will do."""
         alone = self.nodes_max == 1 and self.backend in ("c10d", "static")
-        hosts = alone or self.settings.get("rank") == 0 or str(self.settings.get("is_host", "")).lower() in ("1", "true")
+        hosts = (
+            alone or self.settings.get("rank") == 0 or str(self.settings.get("is_host", "")).lower() in ("1", "true")
+        )
         return _port_of(self.endpoint) or None if hosts else None
 
 
@@ -129,8 +131,8 @@ def _static_endpoint(asked: Asked) -> str:
         raise LaunchError(f"--master-port {asked.port} is not a port: type a number from 1 to 65535")
     if asked.address is None and parse_nodes(asked.nodes)[1] > 1:
         raise LaunchError(
-            f"--nnodes {asked.nodes} needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE:29400 "
-            "on every node"
+            f"--nnodes {asked.nodes} needs a place where the nodes meet: type the same "
+            "--rdzv-endpoint FIRST_NODE:29400 on every node"
         )
     return f"{asked.address or '127.0.0.1'}:{asked.port or _DEFAULT_STATIC_PORT}"
 
@@ -166,7 +168,9 @@ def _port_of(endpoint: str) -> int | None:
     if not colon or endpoint.endswith("]"):
         return None
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise LaunchError(f"{endpoint} is not a meeting place: type HOST:PORT with a port up to 65535, as in node1:29400")
+        raise LaunchError(
+            f"{endpoint} is not a meeting place: type HOST:PORT with a port up to 65535, as in node1:29400"
+        )
     return int(port)
 
 

@@ -4,6 +4,7 @@ import platform
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from samestep.facts.software import Software
 
 _PATIENCE_SECONDS = 5
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
+_PAIR = re.compile(r"GPU\d+ GPU\d+ (NV\d+|PIX|PXB|PHB|NODE|SYS)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class SmiGpu:
 
 def detect_software() -> Software:
     """The versions of this process, asking CUDA whether it works."""
-    usable = torch.cuda.is_available()
+    # Torch warns of what goes into `cuda_error` here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        usable = torch.cuda.is_available()
     return Software(
         python=platform.python_version(),
         system=platform.platform(),
@@ -85,20 +89,11 @@ def parse_memory(text: str) -> dict[str, SmiGpu]:
 def parse_links(text: str) -> dict[tuple[int, int], str]:
     """The upper half of the matrix that `nvidia-smi topo -m` prints, by the machine's own numbers of the GPUs."""
     rows = [[cell.strip() for cell in row.split("\t")] for row in _COLOUR.sub("", text).splitlines()]
-    heads = next(([_number(cell) for cell in row] for row in rows if "GPU0" in row[1:]), [])
-    found: dict[tuple[int, int], str] = {}
-    for row in rows:
-        first = _number(row[0])
-        for second, cell in zip(heads, row, strict=False):
-            if first is not None and second is not None and first < second and _LINK.fullmatch(cell):
-                found[first, second] = cell
-    return found
-
-
-def _number(cell: str) -> int | None:
-    """The number of the GPU in a head of the matrix, which has network cards too."""
-    match = re.fullmatch(r"GPU(\d+)", cell)
-    return int(match[1]) if match else None
+    heads = next((row for row in rows if "GPU0" in row[1:]), [])
+    cells = [(row[0], head, cell) for row in rows for head, cell in zip(heads, row, strict=False)]
+    # Network cards have rows and columns too; and what stands on the diagonal is no link.
+    links = {(int(a[3:]), int(b[3:])): cell for a, b, cell in cells if _PAIR.fullmatch(f"{a} {b} {cell}")}
+    return {pair: kind for pair, kind in links.items() if pair[0] < pair[1]}
 
 
 def _gpu(index: int, seen: Mapping[str, SmiGpu]) -> Gpu:

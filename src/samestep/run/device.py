@@ -49,7 +49,9 @@ def choose_device(world: World, seen: Accelerators, backend: str | None) -> Devi
         return _choose_cuda(world, seen.cuda, backend)
     if seen.mps and world.size == 1:
         return DeviceChoice(torch.device("mps"), "none", "one rank on Apple's GPU")
-    return DeviceChoice(torch.device("cpu"), _backend(world, "gloo"), f"{world.size} rank(s) on the CPU: no GPU is visible")
+    return DeviceChoice(
+        torch.device("cpu"), _backend(world, "gloo"), f"{world.size} rank(s) on the CPU: no GPU is visible"
+    )
 
 
 def _choose_cuda(world: World, devices: int, wish: str | None) -> DeviceChoice:

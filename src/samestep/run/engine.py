@@ -1,41 +1,30 @@
 """What happens around a step: when gradients travel, when ranks tell each other, what is counted and logged."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+import warnings
+from collections.abc import Mapping
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from samestep.errors import StepError
+from samestep.log import SamestepWarning
+from samestep.run.batchnorm import unsynchronised
 from samestep.run.link import Link
 from samestep.run.logs import Row, Writer
 from samestep.run.pulse import Pulse
+from samestep.run.finite import describe_not_finite
+from samestep.run.fingerprint import check_alike
 from samestep.run.step import Step
-
-
-class Trained(Protocol):
-    """A wrapped model, as far as steps know it."""
-
-    def sync(self, last: bool) -> None:
-        """Let gradients travel in the coming backward pass, or keep them here."""
-        ...
-
-    def gradients(self) -> Iterable[torch.Tensor]:
-        """The gradients that stand on this rank."""
-        ...
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise where an optimizer holds parameters that are no longer the model's."""
-        ...
+from samestep.run.wrapped import Wrapped, check_optimizer
 
 
 class RunEngine:
     """The part of a run that follows its steps."""
 
-    def __init__(self, link: Link, device: torch.device, writer: Writer | None) -> None:
-        self._link, self._device, self._writer = link, device, writer
-        self.models: list[Trained] = []
+    def __init__(self, link: Link, device: torch.device, writer: Writer | None, check_every: int) -> None:
+        self._link, self._device, self._writer, self._check_every = link, device, writer, check_every
+        self.models: list[Wrapped] = []
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.epoch = 0
@@ -87,6 +76,8 @@ class RunEngine:
 
     def end_micro_batches(self, step: Step) -> None:
         """Called when all micro-batches of a step are done, before the optimizer's turn."""
+        for model in self.models:
+            model.check_use(step.number, step.last_samples, self._link.world.rank)
         if step.loss is not None:
             self.pulse.pending.add(step.number, "train/loss", step.loss)
 
@@ -105,7 +96,11 @@ class RunEngine:
         self._link.stepping()
         if self._writer is not None:
             self._writer.advance(self.steps)
+        if self._check_every and self.steps % self._check_every == 0:
+            check_alike(self._link, self._replicated(), f"after step {step.number}")
         if (averages := self.pulse.step()) is not None:
+            for model in self.models:
+                model.check_unchanged()
             self._write(averages, with_speed=True)
 
     def flush(self, act: str) -> None:
@@ -123,8 +118,38 @@ class RunEngine:
                 gradient.mul_(factor)
 
     def finite(self, step: Step) -> bool:
-        """Whether this step's gradients are finite on all ranks."""
-        raise NotImplementedError
+        """Whether this step's gradients are finite on all ranks; a warning tells where they are not.
+
+        Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones and the
+        report of a fault need a collective.
+        """
+        healthy = all(bool(model.all_finite()) for model in self.models)
+        if any(model.sharded for model in self.models):
+            healthy = all(bool(part[0]) for part in self._link.exchange("step.finite", [float(healthy)]))
+        if not healthy:
+            report = describe_not_finite(self._link, step, self.models)
+            if self._writer is not None:
+                warnings.warn(report, SamestepWarning, stacklevel=3)
+        return healthy
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        """All that must hold the same bits on every rank: weights, buffers that no rank keeps for itself, optimizer state."""
+        found: dict[str, torch.Tensor] = {}
+        for at, model in enumerate(self.models):
+            own = {id(b) for norm in unsynchronised(model.inner).values() for b in norm.buffers()}
+            named = (*model.inner.named_parameters(), *model.inner.named_buffers())
+            found.update({name if at == 0 else f"model {at}: {name}": t for name, t in named if id(t) not in own})
+            for optimizer in self._optimizers:
+                for name, parameter in model.inner.named_parameters():
+                    state = optimizer.state.get(parameter, {})
+                    found.update(
+                        {
+                            f"{name} ({k} of {type(optimizer).__name__})": v
+                            for k, v in state.items()
+                            if torch.is_tensor(v)
+                        }
+                    )
+        return found
 
     def _write(self, averages: Mapping[Row, float], with_speed: bool) -> None:
         if self._writer is None:
@@ -141,14 +166,17 @@ class RunEngine:
             self._writer.write(records)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        if self.current is None:
+            return
         if (left := self._abandoned) is not None:
             raise StepError(
                 f"step {left.number} was left before its last micro-batch, and then {type(optimizer).__name__}.step() was called: "
                 "its gradients are not those of the global batch and were dropped; to skip a step, `continue` with the next one"
             )
         if not any(optimizer is known for known in self._optimizers):
+            check_optimizer(optimizer, self.models)
             for model in self.models:
-                model.check_optimizer(optimizer)
+                model.check_unchanged()
             self._optimizers.append(optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
@@ -160,6 +188,3 @@ class RunEngine:
         for at, group in enumerate(groups):
             name = prefix if len(groups) == 1 else f"{prefix}/{at}"
             self._own[self.current.number, name] = float(group["lr"])
-
-
-Say = Callable[[str], None]

@@ -19,7 +19,9 @@ from samestep.run.torch_private import set_group_timeout
 T = TypeVar("T")
 _LOOK_AROUND = 1.0  # seconds of waiting after which a rank asks where the others are
 _LABEL = 8  # leading words of a frame: 64 bytes that say who called from where
-_FRAME = 256  # words of 8 bytes in a frame: every small exchange has this size, so that unlike ones meet and are told apart
+_FRAME = (
+    256  # words of 8 bytes in a frame: every small exchange has this size, so that unlike ones meet and are told apart
+)
 _ROOM = _FRAME - _LABEL - 1
 _ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.first:`?)"
 
@@ -177,7 +179,11 @@ class Link:
         hosts = world.first and not world.agent_store
         try:
             return dist.TCPStore(
-                world.address, world.port, is_master=hosts, timeout=timedelta(seconds=self.start_timeout), wait_for_workers=False
+                world.address,
+                world.port,
+                is_master=hosts,
+                timeout=timedelta(seconds=self.start_timeout),
+                wait_for_workers=False,
             )
         except RuntimeError as error:
             what = (
@@ -217,9 +223,7 @@ class Link:
 
     def _compare_labels(self, mine: str, rank: int, theirs: str) -> None:
         if theirs != _shorten(mine):
-            raise GroupError(
-                f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {_ORDER_RULE}"
-            )
+            raise GroupError(f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {_ORDER_RULE}")
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         try:
@@ -239,8 +243,13 @@ class Link:
 
     def _raise_late(self, waited: float, cause: RuntimeError | None = None) -> NoReturn:
         assert self._places is not None
-        missing = {r: p for r, p in self._places.peers().items() if (p.count, p.state) < (self._places.here.count, "in")}
-        told = "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(missing.items())[:8]) or "no rank tells why"
+        missing = {
+            r: p for r, p in self._places.peers().items() if (p.count, p.state) < (self._places.here.count, "in")
+        }
+        told = (
+            "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(missing.items())[:8])
+            or "no rank tells why"
+        )
         which = "start_timeout" if self.timeout == self.start_timeout else "step_timeout"
         raise RankMissing(
             f"{self._here()} since {waited:.0f} s: {told}. If that rank does honest work, give it time with "
@@ -268,4 +277,8 @@ def _label_of(frame: torch.Tensor) -> str:
 
 def _shorten(label: str) -> str:
     """At most 64 bytes; the end says more (the line), so the middle gives way."""
-    return label if len(label.encode()) <= 8 * _LABEL else f"{label[:24]}~{label[-36:]}".encode()[: 8 * _LABEL].decode(errors="ignore")
+    return (
+        label
+        if len(label.encode()) <= 8 * _LABEL
+        else f"{label[:24]}~{label[-36:]}".encode()[: 8 * _LABEL].decode(errors="ignore")
+    )

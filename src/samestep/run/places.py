@@ -1,5 +1,6 @@
 """Where each rank is, told through the store, so that a rank that does not come can be named."""
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_NOT_THE_USERS = (str(Path(__file__).parent.parent), contextlib.__file__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Places:
     def peers(self) -> dict[int, Place]:
         """The last known place of every other rank."""
         keys = {rank: f"place/{rank}" for rank in range(self._size) if rank != self._rank}
-        return {rank: Place(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])}
+        return {
+            rank: Place(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
 
     def astray(self) -> dict[int, Place]:
         """Peers that will not come to this rank's act: they failed, ended, or wait somewhere else."""
@@ -82,6 +85,6 @@ class Places:
 def call_site() -> str:
     """The nearest line outside samestep on the stack, as `train.py:31`."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # inspect.stack reads source files: far too slow here
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

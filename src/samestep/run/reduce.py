@@ -75,7 +75,9 @@ def all_reduce(link: Link, tensor: torch.Tensor, op: Op, weight: float | None) -
 
 def _all_mean(link: Link, tensor: torch.Tensor, weight: float) -> torch.Tensor:
     wide = tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else _double(tensor.detach())
-    carried = torch.cat([wide.reshape(-1) * weight, wide.new_tensor([weight])])  # the weights ride along: one collective
+    carried = torch.cat(
+        [wide.reshape(-1) * weight, wide.new_tensor([weight])]
+    )  # the weights ride along: one collective
     summed = _reduce_in_place(link, carried, "mean")
     if not summed[-1].is_nonzero():
         raise GroupError("run.all_reduce got weight=0 on every rank: a mean needs something that counts")
@@ -87,7 +89,9 @@ def _reduce_in_place(link: Link, tensor: torch.Tensor, op: Op) -> torch.Tensor:
         link.refuse_inside_once("run.all_reduce")
         return tensor
     home = tensor.device
-    carried = tensor.cpu() if home.type not in ("cpu", "cuda") or (home.type == "cuda" and link.backend == "gloo") else tensor
+    carried = (
+        tensor.cpu() if home.type not in ("cpu", "cuda") or (home.type == "cuda" and link.backend == "gloo") else tensor
+    )
     with link.together("run.all_reduce"):
         dist.all_reduce(carried, op=_OPS[op])
     return carried.to(home)

@@ -2,11 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 import torch
 from torch import nn
@@ -15,20 +15,21 @@ from samestep import __version__
 from samestep.data.loader import Collate, MapDataset, choose_workers
 from samestep.data.order import Order
 from samestep.errors import GroupError
-import os
+from samestep.facts.hardware import read_hardware
 from samestep.facts.world import read_world, run_folder
-from samestep.log import Voice, notes_to
+from samestep.log import Voice
 from samestep.plan.batch import Cut
 from samestep.run.console import open_console
 from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
+from samestep.run.evaluate import evaluate
 from samestep.run.group import Group
 from samestep.run.link import Link
 from samestep.run.logs import Writer
 from samestep.run.seed import seed_alike, seed_apart
 from samestep.run.shard import Settings, Shard, Source, check_dataset
 from samestep.run.sinks import open_sinks
-from samestep.run.wrap import wrap
+from samestep.run.wrap import Strategy, Unused, Wish, wrap
 
 
 class Run(Group):
@@ -51,10 +52,13 @@ class Run(Group):
         backend: str | None = None,
         start_timeout: float = 1800.0,
         step_timeout: float = 300.0,
+        check_every: int = 100,
     ) -> None:
         if global_batch < 1:
-            raise GroupError(f"global_batch={global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256")
-        self.global_batch, self.seed = global_batch, seed
+            raise GroupError(
+                f"global_batch={global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256"
+            )
+        self.global_batch, self.seed, self._check_every = global_batch, seed, check_every
         world = read_world()
         self._choice = choose_device(world, see_accelerators(), backend)
         super().__init__(Link(world, self._choice.backend, start_timeout, step_timeout))
@@ -90,7 +94,7 @@ class Run(Group):
         if self.first:
             console = open_console(sys.stdout)
             self._writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
-        self._engine = RunEngine(self._link, self.device, self._writer)
+        self._engine = RunEngine(self._link, self.device, self._writer, self._check_every)
         if self._choice.warning:
             self._voice.warn_once(self._choice.warning)
         return self
@@ -107,7 +111,9 @@ class Run(Group):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
@@ -117,10 +123,23 @@ class Run(Group):
         if self._writer is not None:
             self._writer.close(self._summary("failed") if self._writer.opened else {})
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks."""
+    def wrap(
+        self,
+        model: nn.Module,
+        strategy: Strategy | None = None,
+        *,
+        unused: Unused = "error",
+        sync_batchnorm: bool = False,
+        offload: bool = False,
+        blocks: tuple[type[nn.Module], ...] = (),
+    ) -> nn.Module:
+        """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
+
+        One rank: the model itself. `strategy` is "ddp", "fsdp" or "hybrid" (shard in a node, replicate between nodes); None chooses.
+        """
         engine = self._started()
-        wrapped = wrap(self._link, model, self.device)
+        wish = Wish(strategy, unused, sync_batchnorm, offload, blocks)
+        wrapped = wrap(self._link, model, self.device, wish, lambda: engine.current is not None, self.say)
         engine.models.append(wrapped)
         seed_apart(self.seed, self.rank)
         return wrapped.model
@@ -143,24 +162,19 @@ class Run(Group):
         order = Order(n, self.seed, shuffle, None if weights is None else weights.numpy())
         cut = Cut(n, self.global_batch, self.rank, self.size, micro_batch, drop_tail)
         if workers is None:
-            workers, reason = choose_workers(dataset, len(os.sched_getaffinity(0)), self._link.world.local_size)
+            workers, reason = choose_workers(dataset, read_hardware().cores.usable, self._link.world.local_size)
             self.say(f"data workers: {workers} a rank ({reason}); set workers= to change it")
         if cut.dropped:
             self.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
         return Shard(Source(dataset, order, collate, workers, settings, self.device), cut, engine)
 
-    @contextmanager
-    def evaluate(self, model: nn.Module) -> Iterator[nn.Module]:
-        """`model` in evaluation mode and without gradients, its forward pass free of collectives."""
-        inner = next((w.inner for w in self._started().models if w.model is model), model)
-        modes = {module: module.training for module in inner.modules()}
-        inner.eval()
-        try:
-            with torch.no_grad():
-                yield inner
-        finally:
-            for module, training in modes.items():
-                module.training = training
+    def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """`model` in evaluation mode and without gradients: `with run.evaluate(model) as net:`; modes come back afterwards.
+
+        What it gives needs no other rank in its forward pass, so that ranks with more test samples than others cannot hang; a
+        sharded model does, and then all ranks pass over equally many batches, whose padding does not count in run.mean.
+        """
+        return evaluate(self._link, self._started(), model)
 
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
         """Log numbers by name; they are averaged over the ranks about once a second, or at once with `now=True`."""

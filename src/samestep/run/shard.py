@@ -69,7 +69,10 @@ class Shard:
         """Everything once, in the order of the dataset, in batches of this rank; nothing padded counts."""
         whole = self._pass()
         setting = self._setting(self._engine.epoch)
-        requests = (Request(0, _rows(np.arange(*whole.span(k)), whole.batch(k), whole.span(k)[0]), setting) for k in range(len(whole)))
+        requests = (
+            Request(0, _rows(np.arange(*whole.span(k)), whole.batch(k), whole.span(k)[0]), setting)
+            for k in range(len(whole))
+        )
         try:
             for k, data in enumerate(self._loader("evaluation").read(requests)):
                 self._engine.padding_rows = whole.batch(k).padding
@@ -184,7 +187,9 @@ def check_dataset(dataset: object) -> int:
             "or give it a __len__"
         )
     if not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{type(dataset).__name__} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)")
+        raise DataError(
+            f"{type(dataset).__name__} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)"
+        )
     length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__, as was just seen
     if length == 0:
         raise DataError(f"{type(dataset).__name__} is empty: there is nothing to shard; check the path it reads from")

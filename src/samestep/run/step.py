@@ -81,6 +81,7 @@ class Step:
         self.place = place
         self.done = False
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
+        self.last_samples: list[int] = []
         self._source, self._engine = micro_batches, engine
         self._current: MicroBatch | None = None
         self._masked_count: torch.Tensor | None = None
@@ -111,7 +112,7 @@ class Step:
             raise StepError(f"step {self.number} was iterated twice: its micro-batches can be had once")
         try:
             for number, micro in enumerate(self._source):
-                self._current, self._draws = micro, 0
+                self._current, self._draws, self.last_samples = micro, 0, micro.indices
                 self._engine.begin_micro_batch(last=number == len(self) - 1)
                 set_micro_batch(micro.keys)
                 yield micro.data
@@ -201,7 +202,9 @@ class Step:
                 "use reduction='none' (and a mask for tokens that do not count)"
             )
         if mask is not None and mask.shape != losses.shape:
-            raise StepError(f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike")
+            raise StepError(
+                f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike"
+            )
         self.losses.append((losses.detach(), micro.indices))
         weights = micro.weights.reshape(-1, *([1] * (losses.dim() - 1))).expand(losses.shape)
         if mask is not None:
@@ -229,5 +232,7 @@ class Step:
 
 def _positive(count: float, number: int) -> float:
     if count == 0:
-        raise StepError(f"the masks of step {number} leave nothing that counts on any rank: the mean of nothing is no number")
+        raise StepError(
+            f"the masks of step {number} leave nothing that counts on any rank: the mean of nothing is no number"
+        )
     return count

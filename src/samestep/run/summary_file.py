@@ -24,9 +24,8 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
     _bring_to_disk(path.parent)
 
 

@@ -1,54 +1,153 @@
-"""Wrapping a model for its ranks: the model itself on one, DistributedDataParallel on several."""
+"""Wrapping a model for its ranks: itself on one, DDP or FSDP2 on several, the same start everywhere."""
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer
 
 from samestep.errors import WrapError
+from samestep.run.batchnorm import unsynchronised
+from samestep.run.fingerprint import check_alike
+from samestep.run.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
+from samestep.run.fsdp import Sharding, shard_model
 from samestep.run.link import Link
+from samestep.run.torch_private import leave_to_their_own, without_buffer_broadcast
+from samestep.run.unused import Use
+from samestep.run.wrapped import Wrapped, guard_against_bypass
 
-Strategy = Literal["single", "ddp"]
-
-
-class Wrapped:
-    """A model and what its ranks made of it."""
-
-    def __init__(self, inner: nn.Module, model: nn.Module) -> None:
-        self.inner, self.model = inner, model
-
-    def sync(self, last: bool) -> None:
-        """Let gradients travel in the coming backward pass, or keep them here."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.require_backward_grad_sync = last
-
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """The gradients that stand on this rank."""
-        for parameter in self.inner.parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise where an optimizer holds parameters that are no longer the model's."""
+Strategy = Literal["single", "ddp", "fsdp", "hybrid"]
+Unused = Literal["error", "allow"]
+_STATE_FACTOR = 4  # weights, gradients and two moments of Adam, all of the weights' size
 
 
-def wrap(link: Link, model: nn.Module, device: torch.device) -> Wrapped:
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for in run.wrap."""
+
+    strategy: Strategy | None = None
+    """How ranks share the work; None: chosen."""
+    unused: Unused = "error"
+    """What happens when a step leaves a parameter unused."""
+    sync_batchnorm: bool = False
+    """Let BatchNorm see the rows of all ranks."""
+    offload: bool = False
+    """FSDP: keep what is not in use in host memory."""
+    blocks: tuple[type[nn.Module], ...] = ()
+    """FSDP: the classes that are sharded one by one."""
+
+
+def wrap(
+    link: Link,
+    model: nn.Module,
+    device: torch.device,
+    wish: Wish,
+    in_step: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Wrapped:
     """Move `model` to the device, give every rank the first rank's weights and buffers, and join their gradients."""
-    model.to(device)
+    _check_wish(wish, model)
+    strategy, reason = choose_strategy(link, model, device, wish.strategy)
+    if wish.sync_batchnorm and not link.alone:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    parts = frozen_parts(model)
+    keep_frozen_in_eval(model, parts)
+    if strategy not in ("fsdp", "hybrid") or not wish.offload:
+        model.to(device)
+    if strategy != "single":
+        _begin_alike(link, model, frozen_names(model, parts), device)
+        say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
+    if strategy in ("fsdp", "hybrid"):
+        shard_model(model, link.world, device, Sharding(strategy == "hybrid", wish.offload, None, wish.blocks))
+        return Wrapped(model, model, model, strategy, None)
+    joined = _join(model, device, wish, parts) if strategy == "ddp" else model
+    if joined is not model:
+        guard_against_bypass(model, joined, in_step)
+    use = Use(model) if wish.unused == "error" else None
+    return Wrapped(model, model, joined, strategy, use)
+
+
+def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: Strategy | None) -> tuple[Strategy, str]:
+    """The strategy and why: shard only what does not fit whole."""
     if link.alone:
-        return Wrapped(model, model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WrapError(f"{type(model).__name__} has no parameter that trains: call it as it is, without run.wrap")
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    joined = DistributedDataParallel(
+        return "single", "one rank"
+    if wish == "single":
+        raise WrapError(
+            f"strategy='single' is for one rank and there are {link.world.size}: use 'ddp', 'fsdp' or 'hybrid', or leave it out"
+        )
+    if wish is not None:
+        return wish, "as asked"
+    if device.type != "cuda":
+        return "ddp", "each rank holds the whole model"
+    state = _STATE_FACTOR * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    facts = f"weights, gradients and optimizer take {state / 2**30:.1f} GiB of {memory / 2**30:.1f} on a GPU"
+    return (
+        ("ddp", f"{facts}: each rank holds the whole model") if state < 0.5 * memory else ("fsdp", f"{facts}: sharded")
+    )
+
+
+def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, nn.Module]) -> DistributedDataParallel:
+    leave_to_their_own(model, frozen_names(model, parts))
+    return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        init_sync=False,  # done by _begin_alike, buffers included
+        find_unused_parameters=wish.unused == "allow",
         gradient_as_bucket_view=True,
+        **without_buffer_broadcast(),
     )
-    return Wrapped(model, joined)
+
+
+def _begin_alike(link: Link, model: nn.Module, frozen: list[str], device: torch.device) -> None:
+    """The first rank's weights and buffers on all ranks, checked; frozen parts were loaded, not drawn, and are only checked."""
+    del device
+    left = set(frozen)
+    named = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in left}
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()]
+    for rank, theirs in enumerate(link.exchange_objects("comparing models", shapes)):
+        if theirs != shapes:
+            mine, other = next(
+                ((a, b) for a, b in zip(shapes, theirs, strict=False) if a != b), (len(shapes), len(theirs))
+            )
+            raise WrapError(
+                f"rank {link.world.rank} and rank {rank} built different models: {mine} here, {other} there; build the model from the same "
+                "settings on every rank"
+            )
+    with torch.no_grad(), link.together("sending the first rank's weights"):
+        for tensor in named.values():
+            dist.broadcast(tensor, src=0)
+    check_alike(link, {n: t for n, t in (*model.named_parameters(), *model.named_buffers())}, "at the start")
+
+
+def _check_wish(wish: Wish, model: nn.Module) -> None:
+    for name, value, known in (
+        ("strategy", wish.strategy, (None, *get_args(Strategy))),
+        ("unused", wish.unused, get_args(Unused)),
+    ):
+        if value not in known:
+            choices = ", ".join(repr(choice) for choice in known if choice is not None)
+            raise WrapError(f"run.wrap does not know {name}={value!r}: use one of {choices}")
+    if wish.offload and wish.strategy not in ("fsdp", "hybrid"):
+        raise WrapError(
+            "offload=True moves sharded weights to host memory: use it with strategy='fsdp' or strategy='hybrid'"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise WrapError(f"{type(model).__name__} has no parameter that trains: call it as it is, without run.wrap")
+
+
+def _tell_frozen(parts: dict[str, nn.Module]) -> str:
+    if not parts:
+        return ""
+    count = sum(p.numel() for part in parts.values() for p in part.parameters())
+    return f"; frozen and left out: {', '.join(parts)} ({count:,} parameters)"
+
+
+def _tell_batchnorm(model: nn.Module) -> str:
+    names = list(unsynchronised(model))
+    if not names:
+        return ""
+    return f"; {len(names)} BatchNorm layer(s) see the rows of their own rank: sync_batchnorm=True lets them see all"

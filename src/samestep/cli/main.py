@@ -1,0 +1,81 @@
+"""The `samestep` command: which commands there are, and how mistakes are told."""
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+import click
+
+from samestep.errors import SamestepError
+
+# Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
+COMMANDS = {
+    "run": ("samestep.cli.run", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "doctor": ("samestep.cli.doctor", "Look at this machine and say what would go wrong, and what to do."),
+    "audit": ("samestep.cli.audit", "Count which samples a run has seen: each exactly once?"),
+}
+
+
+class Commands(click.Group):
+    """The commands of the table above."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one of them."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List them in the help without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that was typed, or say which there are."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            meant = f"; did you mean `samestep {near[0]}`?" if near else ""
+            raise click.UsageError(f"there is no command {args[0]}: there are {', '.join(COMMANDS)}{meant}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="samestep", message="%(package)s %(version)s")
+def samestep() -> None:
+    """N GPUs, the same step: train on any number of processes with the same result."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is its own, 2 after a mistake that one line explains, or 130 after Ctrl-C."""
+    try:
+        code = samestep.main(arguments, prog_name="samestep", standalone_mode=False)
+    except SamestepError as error:
+        return _complain(str(error))
+    except click.NoSuchOption as error:
+        return _complain(f"there is no option {error.option_name}: there are {', '.join(_options(error.ctx))}")
+    except click.ClickException as error:
+        return _complain(error.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _complain(text: str) -> int:
+    print(f"samestep: {text}", file=sys.stderr)
+    return 2
+
+
+def _options(ctx: click.Context | None) -> list[str]:
+    if ctx is None:
+        return []
+    parameters = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option)]
+    return sorted(name for each in parameters for name in each.opts if name.startswith("--"))

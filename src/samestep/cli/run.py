@@ -1,0 +1,114 @@
+"""`samestep run`: start a script as ranks on this machine, or on several nodes together."""
+
+import io
+import sys
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import click
+
+from samestep.errors import LaunchError
+from samestep.facts.world import environment, export
+from samestep.launch.job import Job, count_processes, folder_name
+from samestep.launch.local import check_module, check_port, check_script, count_cores, count_gpus, make_folder
+from samestep.launch.probe import probe_bf16
+from samestep.launch.rendezvous import Asked, choose_rendezvous
+from samestep.launch.stop import Stop, Stopped
+from samestep.launch.torchrun import launch
+from samestep.launch.variables import choose_variables
+
+_PATIENCE = 5  # seconds that ranks get to end by themselves after Ctrl-C
+
+
+def _with_dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@click.command(
+    context_settings={
+        # Everything from the script on is the script's; torchrun's underscores are as good as dashes.
+        "allow_interspersed_args": False,
+        "token_normalize_func": _with_dashes,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog="Everything after the script goes to it untouched. Examples: samestep run train.py --lr 0.1; "
+    "samestep run --nproc-per-node 2 -m lab.train; samestep run --nnodes 2 --rdzv-endpoint node1:29400 train.py",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
+@click.option(
+    "--nproc-per-node", "processes", default="auto", show_default=True, metavar="auto|gpu|cpu|N",
+    help="Ranks on this node; auto: one for each GPU, or one for two cores.",
+)  # fmt: skip
+@click.option("--nnodes", "nodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Nodes of the job.")
+@click.option("--standalone", is_flag=True, help="This machine alone, on a free port; so it is without --nnodes too.")
+@click.option(
+    "--rdzv-backend", "backend", metavar="NAME", help="How nodes find each other: c10d, static, etcd, etcd-v2."
+)
+@click.option("--rdzv-endpoint", "endpoint", metavar="HOST:PORT", help="Where the nodes meet; the same on every node.")
+@click.option("--rdzv-id", "id", metavar="NAME", help="Name of the job; the same on every node.")
+@click.option("--rdzv-conf", "settings", default="", metavar="KEY=VALUE,...", help="Further settings of the backend.")
+@click.option("--node-rank", type=int, metavar="N", help="This node's number, with --master-addr.")
+@click.option("--master-addr", "address", metavar="HOST", help="The first node's host.")
+@click.option("--master-port", "port", type=int, metavar="PORT", help="The first node's port.")
+@click.option("--local-addr", "local_address", metavar="HOST", help="How other nodes reach this one.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+              help="How often all ranks are started anew after a failure.")  # fmt: skip
+@click.option("--folder", type=click.Path(path_type=Path), help="The run's folder; default runs/SCRIPT-DATE-TIME.")
+@click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
+              help="Whose output the console shows; every rank's is kept in the folder.")  # fmt: skip
+@click.option("--verbose", is_flag=True, help="Let torch's agent speak too.")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def command(**typed: Any) -> int:
+    """Start SCRIPT as ranks that train together; the exit code is the first failing rank's."""
+    if not typed["script"]:
+        raise LaunchError("no script was named: type `samestep run train.py`, or `samestep run -m package.module`")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a rank's line is shown when it comes, also through a pipe
+    job, cores, gpus = _decide(typed)
+    with Stop(_patience()) as stop:
+        try:
+            variables = choose_variables(job, environment(), cores, gpus, probe_bf16())
+            export(variables.values)
+            _say(f"samestep: logs in {job.folder / 'logs'}; the ranks get {variables.reason}")
+            return launch(job, stop, _say)
+        except Stopped as stopped:
+            _say(f"samestep: stopped by {stopped.sigval.name}; every rank has ended")
+            return 128 + stopped.sigval
+
+
+def _decide(typed: dict[str, Any]) -> tuple[Job, int, int]:
+    """The job, and the cores and GPUs it was decided for; mistakes are told before torch is loaded, where possible."""
+    target, *arguments = typed["script"]
+    (check_module if typed["module"] else check_script)(target)
+    asked = Asked(**{field.name: typed[field.name] for field in fields(Asked)})
+    rendezvous = choose_rendezvous(asked, fresh_id=uuid4().hex)
+    if rendezvous.hosted_port is not None:
+        check_port(rendezvous.hosted_port)
+    cores = count_cores()
+    count_processes(typed["processes"], gpus=1, cores=cores)  # a mistyped number is told before torch is loaded
+    gpus = count_gpus()
+    job = Job(
+        target=target,
+        module=typed["module"],
+        arguments=tuple(arguments),
+        processes=count_processes(typed["processes"], gpus, cores),
+        rendezvous=rendezvous,
+        max_restarts=typed["max_restarts"],
+        folder=make_folder(typed["folder"], folder_name(target, datetime.now().astimezone())).absolute(),
+        show=typed["show"],
+        verbose=typed["verbose"],
+    )
+    return job, cores, gpus
+
+
+def _patience() -> int:
+    """The user may set it as for torchrun."""
+    told = environment().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return int(told) if told.isdecimal() else _PATIENCE
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,227 @@
+"""A stream cut into global steps: the same global batches on any number of ranks and workers, nothing twice or lost.
+
+By position (any iterable): element i of the stream belongs to step i // G, and within it to the rank that the same even
+cut gives it as in a dataset with a length. Every rank and every worker reads the whole stream and keeps its own part,
+so each sees its end by itself and no collective is needed. The price: the stream is read ranks x workers times. It pays
+to yield cheap records (a path, undecoded bytes) and to leave the costly part to `decode`, which sees kept ones only.
+
+By shards, where the dataset declares them (`num_shards`, and `shard(i)` gives an iterable): each shard feeds a fixed
+part of every step, so a rank reads only the shards that feed its own part, and global batches are still the same on any
+layout. The price: where shards differ in length the last steps are smaller, and only all ranks together know how many
+samples a step has: its `count` is None, and a rank may end before others do.
+
+Neither can know that a dataset gives another order in each process (a shuffle seeded by the clock, a split by RANK of
+its own): such a stream loses and repeats samples. Its order must follow from what is the same everywhere; where it has
+`set_epoch(epoch)`, that is called before it is read.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, count
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from samestep.data.sample_rng import sample_luck
+from samestep.data.stream_kinds import Seekable, Sharded, Stateful, check_stream, is_sharded
+from samestep.data.unsplit import unsplit
+from samestep.errors import DataError, SampleError, StateError
+from samestep.log import note
+from samestep.plan.batch import Cut, Span, split_evenly
+
+
+class _End(Enum):
+    """What no stream yields."""
+
+    REACHED = "end of the stream"
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """One rank's part of one global step of a stream."""
+
+    number: int
+    samples: list[object]
+    """What this rank keeps, decoded; may be empty."""
+    positions: Sequence[int]
+    """The global position of each sample: with seed and epoch the key of its randomness."""
+    count: int | None
+    """Samples in the whole step over all ranks; None where ranks can only find it together, by a sum."""
+    state: object
+    """Where a stream with `state_dict` stands after this step, to be given as `start_state`; None for others."""
+
+
+@dataclass(frozen=True, eq=False)
+class StreamCut(IterableDataset[StreamStep]):
+    """One rank's part of every global step of a stream, in order; for a DataLoader with `batch_size=None`.
+
+    Worker w of W gives every W-th step, which the DataLoader's turns put in order again. Each holds up to one global
+    batch of undecoded records at a time.
+
+    >>> class Count(IterableDataset[int]):
+    ...     def __iter__(self) -> Iterator[int]:
+    ...         return iter(range(7))
+    >>> [step.samples for step in StreamCut(Count(), rank=0, size=2, global_batch=4)]
+    [[0, 1], [4, 5]]
+    >>> [step.samples for step in StreamCut(Count(), rank=1, size=2, global_batch=4)]
+    [[2, 3], [6]]
+    """
+
+    dataset: Iterable[object]
+    rank: int
+    size: int
+    """Number of ranks in the world."""
+    global_batch: int
+    start_step: int = 0
+    """The step to begin with. A stream with neither `seek` nor `start_state` is read from its beginning up to there."""
+    start_state: object = None
+    """The `state` of step number `start_step` - 1."""
+    seed: int = 0
+    epoch: int = 0
+    decode: Callable[[object], object] | None = None
+    """Called with each record that this rank keeps; `sample_rng()` works in it as it does in the stream itself."""
+    drop_tail: bool = False
+    """Leave out a last step of fewer than `global_batch` samples."""
+
+    def __post_init__(self) -> None:
+        check_stream(self.dataset)
+        Cut(1, self.global_batch, self.rank, self.size)  # complains of a rank or a global batch that cannot be
+        if self.start_step < 0:
+            raise StateError(f"step {self.start_step} does not exist: steps are counted from 0")
+        if self.drop_tail and is_sharded(self.dataset):
+            raise DataError(
+                "drop_tail=True needs to know which step is the last, and shards end one by one: leave drop_tail out, "
+                "or take num_shards from the dataset and yield everything in its __iter__"
+            )
+        if self.rank == 0 and self._replayed:
+            note(
+                f"{type(self.dataset).__name__} cannot jump: to continue at step {self.start_step} it is read from its "
+                "beginning (a seek(position), or state_dict() and load_state_dict(), would spare that)"
+            )
+
+    def __iter__(self) -> Iterator[StreamStep]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self.epoch)
+        if is_sharded(self.dataset):
+            return self._by_shards(self.dataset, worker, workers)
+        return self._by_position(worker, workers)
+
+    @property
+    def _replayed(self) -> int:
+        """How many steps are read and thrown away before the first."""
+        jumps = not is_sharded(self.dataset) and (
+            isinstance(self.dataset, Seekable) or (isinstance(self.dataset, Stateful) and self.start_state is not None)
+        )
+        return 0 if jumps else self.start_step
+
+    def _by_position(self, worker: int, workers: int) -> Iterator[StreamStep]:
+        records = self._begin()
+        for number in count(self.start_step - self._replayed):
+            mine = self._is_mine(number, worker, workers)
+            places = range(number * self.global_batch, (number + 1) * self.global_batch)
+            # A tail has fewer samples, which moves a rank's part towards the front and never further back.
+            keep = split_evenly(self.global_batch, self.size, self.rank)[1] if mine else 0
+            found, kept = self._take(records, places, (0, keep))
+            ends = found < self.global_batch
+            counts = found > 0 and not (ends and self.drop_tail)
+            if ends and number + counts < self.start_step:
+                raise self._too_short(places.start + found)
+            if mine and counts:
+                start, stop = split_evenly(found, self.size, self.rank)
+                yield self._step(number, places[start:stop], kept[start:stop], found)
+            if ends:
+                return
+
+    def _by_shards(self, dataset: Sharded, worker: int, workers: int) -> Iterator[StreamStep]:
+        lanes = list(_lanes(dataset, self.global_batch, self.rank, self.size))
+        for number in count():
+            mine = self._is_mine(number, worker, workers)
+            any_found, positions, samples = 0, list[int](), list[object]()
+            for (start, stop), (keep_from, keep_to), records in lanes:
+                places = range(number * self.global_batch + start, number * self.global_batch + stop)
+                found, kept = self._take(records, places, (keep_from, keep_to) if mine else (0, 0))
+                any_found += found
+                positions += places[keep_from : keep_from + len(kept)]
+                samples += kept
+            if not any_found:
+                return
+            if mine:
+                yield self._step(number, positions, samples, None)
+
+    def _begin(self) -> Iterator[object]:
+        """The stream from where it is read: its beginning, or the start step where it can jump there."""
+        position = self.start_step * self.global_batch
+        try:
+            if isinstance(self.dataset, Seekable):
+                self.dataset.seek(position)
+            elif isinstance(self.dataset, Stateful) and self.start_state is not None:
+                self.dataset.load_state_dict(self.start_state)
+            with unsplit():
+                return iter(self.dataset)
+        except Exception as error:
+            raise self._failed("the stream cannot begin", position, error) from error
+
+    def _is_mine(self, number: int, worker: int, workers: int) -> bool:
+        return number >= self.start_step and (number - self.start_step) % workers == worker
+
+    def _take(self, records: Iterator[object], positions: range, keep: Span) -> tuple[int, list[object]]:
+        """How many of these positions the stream still has, and the records at the kept ones of them."""
+        kept, position = list[object](), positions.start
+        try:
+            with unsplit():
+                for place, position in enumerate(positions):
+                    with sample_luck(self.seed, self.epoch, position):
+                        record = next(records, _End.REACHED)
+                    if record is _End.REACHED:
+                        return place, kept
+                    if keep[0] <= place < keep[1]:
+                        kept.append(record)
+        except Exception as error:
+            raise self._failed("the stream failed", position, error) from error
+        return len(positions), kept
+
+    def _step(self, number: int, positions: Sequence[int], records: list[object], found: int | None) -> StreamStep:
+        samples = [self._decoded(record, position) for record, position in zip(records, positions, strict=True)]
+        return StreamStep(number, samples, positions, found, self._state())
+
+    def _state(self) -> object:
+        if isinstance(self.dataset, Seekable) or is_sharded(self.dataset):
+            return None
+        return self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None
+
+    def _decoded(self, record: object, position: int) -> object:
+        if self.decode is None:
+            return record
+        try:
+            with sample_luck(self.seed, self.epoch, position):
+                return self.decode(record)
+        except Exception as error:
+            raise self._failed("decode failed", position, error) from error
+
+    def _failed(self, what: str, position: int, error: Exception) -> SampleError:
+        info = get_worker_info()
+        where = "in the training process" if info is None else f"worker {info.id}"
+        return SampleError(
+            f"{what} at position {position} on rank {self.rank}, {where}: {type(error).__name__}: {error}"
+        )
+
+    def _too_short(self, end: int) -> StateError:
+        return StateError(
+            f"the stream ends at position {end} and was to continue at {self.start_step * self.global_batch}: it is "
+            "not the stream that was saved; give the same data, or start anew in another folder"
+        )
+
+
+def _lanes(dataset: Sharded, global_batch: int, rank: int, size: int) -> Iterator[tuple[Span, Span, Iterator[object]]]:
+    """For each part of a step that some shards feed: its places, those of them this rank keeps, and the records."""
+    lanes = min(dataset.num_shards, global_batch)
+    low, high = split_evenly(global_batch, size, rank)
+    for lane in range(lanes):
+        start, stop = split_evenly(global_batch, lanes, lane)
+        keep = max(start, low) - start, min(stop, high) - start
+        if keep[0] < keep[1]:
+            shards = range(lane, dataset.num_shards, lanes)
+            yield (start, stop), keep, chain.from_iterable(dataset.shard(index) for index in shards)

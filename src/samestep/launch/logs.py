@@ -1,0 +1,120 @@
+"""Where each rank's output goes: its own files in the run's folder, and for some ranks the console too."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from samestep.launch.job import Show
+from samestep.launch.mirror import Mirror
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one rank in one attempt."""
+
+    folder: Path
+    """Where they lie: the attempt's folder."""
+    rank: int
+    """Its number among all ranks."""
+
+    @property
+    def out(self) -> Path:
+        """What it printed on stdout."""
+        return self.folder / f"rank-{self.rank}.out"
+
+    @property
+    def err(self) -> Path:
+        """What it printed on stderr."""
+        return self.folder / f"rank-{self.rank}.err"
+
+    @property
+    def screen(self) -> Path:
+        """What it printed on its terminal, where it has one."""
+        return self.folder / f"rank-{self.rank}.log"
+
+    @property
+    def error(self) -> Path:
+        """The exception that ended it, in torch's form, where it wrote one."""
+        return self.folder / f"rank-{self.rank}.error.json"
+
+    def set_aside(self) -> None:
+        """Keep the files of an earlier run or attempt of the same name, by another name."""
+        for path in (self.out, self.err, self.screen, self.error):
+            if path.exists():
+                taken = sum(1 for _ in self.folder.glob(f"{path.name}.*"))
+                path.rename(path.with_name(f"{path.name}.{taken + 1}"))
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Paths of one attempt's output by local rank, in torch's terms; an empty path is the launcher's own stream."""
+
+    stdouts: dict[int, str]
+    """Where stdout goes."""
+    stderrs: dict[int, str]
+    """Where stderr goes."""
+    error_files: dict[int, str]
+    """Where a rank may write the exception that ended it."""
+
+
+class RankLogs:
+    """Opens the files of each attempt, and shows the console what was asked for while the ranks write them."""
+
+    def __init__(self, folder: Path, show: Show) -> None:
+        self.folder = folder
+        self.files: dict[int, RankFiles] = {}
+        self._show: Show = show
+        self._mirror: Mirror | None = None
+        self._tails: list[TailLog] = []
+
+    def open(self, envs: Mapping[int, Mapping[str, str]]) -> Streams:
+        """Prepare an attempt, whose ranks are given by their variables; an attempt before it is closed."""
+        self.close()
+        attempt = self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
+        attempt.mkdir(parents=True, exist_ok=True)
+        local = {local_rank: RankFiles(attempt, int(env["RANK"])) for local_rank, env in envs.items()}
+        self.files = {files.rank: files for files in local.values()}
+        for files in local.values():
+            files.set_aside()
+        return Streams(
+            stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
+            stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
+            error_files={each: str(files.error) for each, files in local.items()},
+        )
+
+    def close(self) -> None:
+        """Show what has been written up to now, then stop following."""
+        for tail in self._tails:
+            tail.stop()
+        self._tails = []
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+
+    def _connect(self, paths: dict[int, Path], console: TextIO, local: dict[int, RankFiles]) -> dict[int, str]:
+        """Where one stream of each local rank goes, with those that are shown joined to the console."""
+        streams = {each: str(path) for each, path in paths.items()}
+        if self._show == "first" and console.isatty():
+            return streams | {0: self._terminal(console, local[0])}
+        prefixes = {each: f"[rank {files.rank}] " if self._show == "all" else "" for each, files in local.items()}
+        self._follow(streams if self._show == "all" else {0: streams[0]}, console, prefixes)
+        return streams
+
+    def _terminal(self, console: TextIO, files: RankFiles) -> str:
+        if self._mirror is None:
+            try:
+                self._mirror = Mirror(console.fileno(), files.screen)
+            except OSError:  # no pseudo-terminal to be had: the rank gets the real one, and no log of its own
+                return ""
+            self._mirror.start()
+        return self._mirror.path
+
+    def _follow(self, paths: dict[int, str], console: TextIO, prefixes: dict[int, str]) -> None:
+        from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+        self._tails.append(TailLog("rank", paths, console, prefixes).start())

@@ -1,0 +1,149 @@
+"""A job run by torch's elastic agent, from the first rank's start to the last process's end."""
+
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import LaunchError
+from samestep.launch.failure import Failure, by_cause, tell
+from samestep.launch.job import Job
+from samestep.launch.logs import RankLogs
+from samestep.launch.stop import Stop, Stopped
+from samestep.launch.traces import last_words
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+Say = Callable[[str], None]
+
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+
+
+def launch(job: Job, stop: Stop, say: Say) -> int:
+    """Run the job to its end; the exit code is 0 or the first failing rank's. A signal raises Stopped, all ranks ended.
+
+    The launcher's own words go through `say`. Nothing that a failed or stopped job started is left behind; after
+    success, what a rank meant to outlive it may live on.
+    """
+    logs = RankLogs(job.folder / "logs", job.show)
+    logs.folder.mkdir(exist_ok=True)
+    failures = _run_agent(job, logs, stop, say)
+    if not failures:
+        return 0
+    say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))
+    return by_cause(failures)[0].exit_code
+
+
+def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
+    """Failures of the last attempt, with every process ended; none after success."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    if not job.verbose:
+        _redirect_agent_log(logs.folder / f"launcher-{socket.gethostname()}.log")
+    config = _config(job, _specs(logs, stop, say), stop.patience)
+    # torch fills in ${local_rank} as string.Template does; doubling each $ brings the arguments through untouched.
+    arguments = [argument.replace("$", "$$") for argument in job.command]
+    stop.raise_as(SignalException)
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        stop.end_leftovers()
+        return [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
+    except SignalException as error:
+        stop.end_leftovers()
+        raise Stopped(str(error), error.sigval) from error
+    except (RendezvousError, DistError) as error:
+        raise LaunchError(_explain(job, error)) from error
+    finally:
+        stop.raise_as(None)
+        logs.close()
+    return []
+
+
+def _config(job: Job, logs_specs: "LogsSpecs", patience: int) -> "LaunchConfig":
+    from torch.distributed.launcher.api import LaunchConfig
+
+    known = {field.name for field in fields(LaunchConfig)}
+    newer: dict[str, Any] = {
+        "shutdown_timeout": patience,  # since torch 2.12
+        "signals_to_handle": "SIGQUIT",  # the others are held by Stop, which also knows a second Ctrl-C
+    }
+    meeting = job.rendezvous
+    return LaunchConfig(
+        min_nodes=meeting.nodes_min,
+        max_nodes=meeting.nodes_max,
+        nproc_per_node=job.processes,
+        run_id=meeting.id,
+        role="rank",
+        rdzv_backend=meeting.backend,
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_configs=dict(meeting.settings),
+        max_restarts=job.max_restarts,
+        local_addr=meeting.local_address,
+        logs_specs=logs_specs,
+        **{name: value for name, value in newer.items() if name in known},
+    )
+
+
+def _specs(logs: RankLogs, stop: Stop, say: Say) -> "LogsSpecs":
+    """What torch asks where the output of each attempt's ranks should go; asked once an attempt, before it starts."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class Specs(LogsSpecs):
+        """Our files, in torch's form."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            """Open the files of an attempt."""
+            stop.check()
+            if logs.files:
+                stop.end_leftovers()
+                say(f"samestep: the ranks are started anew; logs of the attempt before: {logs.folder}")
+            streams = logs.open(envs)
+            for local_rank, path in streams.error_files.items():
+                envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
+            return LogsDest(streams.stdouts, streams.stderrs, {}, {}, streams.error_files)
+
+        @property
+        def root_log_dir(self) -> str:
+            """Where all logs of the run lie."""
+            return str(logs.folder)
+
+    return Specs()
+
+
+def _failure(rank: int, failure: "ProcessFailure", logs: RankLogs) -> Failure:
+    said, traceback = last_words(logs.files[rank], crashed=failure.exitcode < 0)
+    return Failure(rank, failure.pid, failure.exitcode, failure.timestamp, said, traceback)
+
+
+def _explain(job: Job, error: Exception) -> str:
+    meeting = job.rendezvous
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return (
+        f"the launchers of {meeting.nodes_min} to {meeting.nodes_max} node(s) did not meet at {meeting.endpoint} "
+        f"({type(error).__name__}: {reason}): check that --rdzv-endpoint and --rdzv-id are the same on every node and "
+        "that its port can be reached, or type --verbose to hear torch's agent"
+    )
+
+
+def _redirect_agent_log(path: Path) -> None:
+    """Write down what the agent says, instead of letting it bury a rank's own traceback."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False

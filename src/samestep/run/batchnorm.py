@@ -1,0 +1,34 @@
+"""BatchNorm over several ranks: converted to see all of them, or its running statistics averaged."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the only name for all of its kinds
+
+from samestep.run.link import Link
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers that learn statistics, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
+
+
+def unsynchronised(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Those that see the rows of their own rank only."""
+    return {name: norm for name, norm in batch_norms(model).items() if not isinstance(norm, nn.SyncBatchNorm)}
+
+
+def average_statistics(link: Link, model: nn.Module) -> None:
+    """Give every rank the average of all ranks' running statistics, in one collective; frozen layers are left alone."""
+    moving = [norm for norm in unsynchronised(model).values() if norm.training]
+    buffers = [b for norm in moving for b in (norm.running_mean, norm.running_var) if b is not None]
+    if link.alone or not buffers:
+        return
+    flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers]).cpu()
+    with link.together("averaging BatchNorm statistics"):
+        dist.all_reduce(flat)
+    at = 0
+    for buffer in buffers:
+        mean = flat[at : at + buffer.numel()] / link.world.size
+        buffer.copy_(mean.reshape(buffer.shape))
+        at += buffer.numel()

@@ -1,0 +1,31 @@
+"""A model for evaluation: right mode, no gradients, nothing in its forward pass that could hang."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from samestep.run.batchnorm import average_statistics
+from samestep.run.engine import RunEngine
+from samestep.run.link import Link
+
+
+@contextmanager
+def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what to call; every submodule's mode is restored afterwards, also after an exception."""
+    wrapped = next((known for known in engine.models if model in (known.model, known.inner)), None)
+    net = model if wrapped is None else wrapped.core
+    if wrapped is not None:
+        average_statistics(link, wrapped.inner)
+    modes = [(module, module.training) for module in net.modules()]
+    before = engine.lockstep
+    engine.lockstep = not link.alone and wrapped is not None and wrapped.sharded
+    net.eval()
+    try:
+        with torch.no_grad():
+            yield net
+    finally:
+        engine.lockstep = before
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,40 @@
+"""Frozen parts of a model: found, kept in evaluation mode, left out of what ranks send each other."""
+
+from torch import nn
+
+
+def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The largest submodules that have parameters and none that trains, by name."""
+    found: dict[str, nn.Module] = {}
+    _collect(model, "", found)
+    return found
+
+
+def frozen_names(model: nn.Module, parts: dict[str, nn.Module]) -> list[str]:
+    """Full names of the parameters and buffers inside frozen parts."""
+    inside = {id(t) for part in parts.values() for t in (*part.parameters(), *part.buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in named if id(tensor) in inside]
+
+
+def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
+    """Put frozen parts into evaluation mode, now and before every forward pass: `model.train()` must not wake them."""
+    if not parts:
+        return
+
+    def still(*_: object) -> None:
+        for part in parts.values():
+            if part.training:
+                part.eval()
+
+    still()
+    model.register_forward_pre_hook(still)
+
+
+def _collect(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters) and name:
+        found[name] = module
+        return
+    for child_name, child in module.named_children():
+        _collect(child, f"{name}.{child_name}" if name else child_name, found)

@@ -1,0 +1,71 @@
+"""FSDP2: weights, gradients and optimizer state sharded over the ranks, block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from samestep.errors import WrapError
+from samestep.facts.world import World
+from samestep.run.frozen import frozen_parts
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded."""
+
+    hybrid: bool
+    """Shard inside a node and replicate between nodes."""
+    offload: bool
+    """Keep what is not in use in host memory."""
+    dtype: torch.dtype | None
+    """What weights are computed in; gradients are reduced in fp32 all the same. None: as they are."""
+    blocks: tuple[type[nn.Module], ...]
+    """Classes that are sharded one by one; empty: the repeated children of the largest containers."""
+
+
+def shard_model(model: nn.Module, world: World, device: torch.device, sharding: Sharding) -> None:
+    """Shard `model` in place; the first rank's weights must already stand on every rank."""
+    mesh = _mesh(world, device, sharding.hybrid)
+    policy = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=torch.float32 if sharding.dtype else None)
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
+    ignored = {p for part in frozen_parts(model).values() for p in part.parameters()}
+    for block in find_blocks(model, sharding.blocks):
+        if any(p.requires_grad for p in block.parameters()):
+            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+
+
+def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
+    """The modules that are gathered one at a time: those of `classes`, or the members of every ModuleList of two and more."""
+    if classes:
+        found = [module for module in model.modules() if isinstance(module, tuple(classes)) and module is not model]
+        if not found:
+            names = ", ".join(sorted(kind.__name__ for kind in classes))
+            raise WrapError(
+                f"{type(model).__name__} has no submodule of class {names}: give blocks= the classes that repeat in it"
+            )
+        return found
+    return [
+        block
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and module is not model
+        for block in module
+        if any(True for _ in block.parameters())
+    ]
+
+
+def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:
+    if not hybrid:
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    if world.nodes < 2 or world.size % world.nodes:
+        raise WrapError(
+            f"strategy='hybrid' shards inside a node and replicates between nodes: {world.size} rank(s) on {world.nodes} node(s) cannot "
+            "be split so; use strategy='fsdp'"
+        )
+    return init_device_mesh(
+        device.type, (world.nodes, world.size // world.nodes), mesh_dim_names=("replicate", "shard")
+    )

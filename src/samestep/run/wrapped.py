@@ -1,0 +1,135 @@
+"""A wrapped model: what its ranks made of it, and what must stay true of it while it trains."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from samestep.errors import WrapError
+from samestep.run.unused import Use
+
+_SHOWN = 6
+
+
+class Wrapped:
+    """The user's module (`inner`), the callable that trains it (`model`), and the watch over both."""
+
+    def __init__(self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, use: Use | None) -> None:
+        self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
+        self._use = use
+        self._alone = strategy == "single"
+        self._known = {id(p): p.requires_grad for p in inner.parameters()}
+        self._names = {id(p): name for name, p in inner.named_parameters()}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the weights, so that the forward pass needs all ranks."""
+        return isinstance(self.inner, FSDPModule)
+
+    def sync(self, last: bool) -> None:
+        """Let gradients travel in the coming backward pass, or keep them here."""
+        if self._use is not None and last:
+            self._use.begin()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = last
+        elif isinstance(self.inner, FSDPModule):
+            self.inner.set_requires_gradient_sync(last)
+            self.inner.set_is_last_backward(last)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What trains."""
+        return (parameter for parameter in self.inner.parameters() if parameter.requires_grad)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients that stand on this rank."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+
+    def first_not_finite(self) -> str | None:
+        """The name of the first parameter whose gradient holds inf or nan on this rank."""
+        for name, parameter in self.inner.named_parameters():
+            if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all()):
+                return name
+        return None
+
+    def all_finite(self) -> torch.Tensor:
+        """Whether every gradient of this rank is finite, as a tensor on the device: no transfer."""
+        grads = [local(gradient) for gradient in self.gradients()]
+        if not grads:
+            return torch.tensor(True)
+        norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in grads])
+        return norms.isfinite().all()
+
+    def check_use(self, number: int, samples: Sequence[int], rank: int) -> None:
+        """Raise where the step left parameters unused."""
+        if self._use is not None:
+            self._use.check(self.inner, number, samples, rank)
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is one that this wrapper knew from the start."""
+        return id(parameter) in self._known
+
+    def check_unchanged(self) -> None:
+        """Raise where a parameter was replaced, added or unfrozen since the model was wrapped."""
+        for name, parameter in self.inner.named_parameters():
+            known = self._known.get(id(parameter))
+            if known is None:
+                raise WrapError(
+                    f"parameter {name!r} was replaced or added after run.wrap, so its gradient stays on each rank and the ranks drift "
+                    "apart: change the model first, then wrap it, then build the optimizer"
+                )
+            if parameter.requires_grad and not known:
+                raise WrapError(
+                    f"parameter {name!r} was frozen when the model was wrapped and trains now, so its gradient stays on each rank: "
+                    "unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer"
+                )
+
+
+def check_optimizer(optimizer: Optimizer, models: Sequence[Wrapped]) -> None:
+    """Raise where an optimizer steps parameters that no wrapped model holds."""
+    strays = [
+        (at, parameter)
+        for at, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad and not any(model.owns(parameter) for model in models)
+    ]
+    if not strays:
+        return
+    told = ", ".join(f"{tuple(parameter.shape)} in group {at}" for at, parameter in strays[:_SHOWN])
+    kind = type(optimizer).__name__
+    raise WrapError(
+        f"{kind} holds {len(strays)} parameter(s) that no wrapped model has: shape {told}. If it was built before run.wrap, build it "
+        f"after: {kind}(model.parameters(), ...); if they belong to another module, wrap that too: its gradients stay on each rank"
+    )
+
+
+def guard_against_bypass(inner: nn.Module, model: nn.Module, in_step: Callable[[], bool]) -> None:
+    """Raise where the inner module is called in training past its wrapper: its gradients would not be averaged."""
+    inside = [False]
+
+    def enter(*_: object) -> None:
+        inside[0] = True
+
+    def leave(*_: object) -> None:
+        inside[0] = False
+
+    def look(*_: object) -> None:
+        if not inside[0] and inner.training and torch.is_grad_enabled() and in_step():
+            raise WrapError(
+                f"{type(inner).__name__} was called past its wrapper in a training step (model.module(x)?): its gradients would not be "
+                "averaged over the ranks; call the model that run.wrap returned"
+            )
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+    inner.register_forward_pre_hook(look)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if callable(to_local) else tensor  # pyright: ignore[reportReturnType]  # DTensor's own method

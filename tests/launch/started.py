@@ -1,0 +1,103 @@
+"""A real `samestep run` in a folder of its own, whose every process can be found again by a variable it carries."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from uuid import uuid4
+
+import psutil
+
+MARK = "SAMESTEP_TEST_RUN"
+LAUNCHERS = (
+    "SLURM_",
+    "TORCHELASTIC_",
+    "TORCH_",
+    "GROUP_",
+    "MASTER_",
+    "LOCAL_",
+    "RANK",
+    "WORLD_SIZE",
+    "OMP_",
+    "SAMESTEP_",
+)
+
+
+@dataclass(frozen=True)
+class Started:
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+
+    def finish(self, seconds: float = 40.0) -> "Ended":
+        """Wait for its end; whatever happens, nothing of it outlives this call."""
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        finally:
+            left = self.processes()
+            for each in left:
+                each.kill()
+        return Ended(self.process.returncode, out, err, self.folder, [each.pid for each in left])
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that carries this run's mark, its launcher included; zombies have none."""
+        return [each for each in psutil.process_iter() if variable(each, MARK) == self.mark]
+
+    def ranks_are_up(self, count: int, seconds: float = 30.0) -> None:
+        """Wait until so many ranks have written a file `up-RANK`."""
+        wait_for(lambda: len(list(self.folder.glob("up-*"))) >= count, seconds)
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+    folder: Path
+    left: list[int]
+
+    def logs(self, attempt: int = 0) -> dict[str, str]:
+        """Name and text of each log of an attempt."""
+        folder = self.folder / "kept" / "logs" / f"attempt-{attempt}"
+        return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | None = None, **popen: object) -> Started:
+    """Start `samestep run --folder kept OPTIONS train.py`; options may hold their own script instead."""
+    (folder / "train.py").write_text(dedent(script))
+    mark = uuid4().hex
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samestep", "run", "--folder", "kept", *(options or ("train.py",))],
+        cwd=folder,
+        env={**inherited, **(env or {}), MARK: mark},
+        start_new_session=True,
+        preexec_fn=hear_signals,
+        **streams,  # type: ignore[call-overload]
+    )
+    return Started(process, folder, mark)
+
+
+def hear_signals() -> None:
+    """A test runner in the background of a shell ignores Ctrl-C, and its children would with it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except (psutil.Error, OSError):
+        return None
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        time.sleep(0.05)

@@ -1,0 +1,277 @@
+"""Real launches; the ranks do without torch, which they do not need in order to fail."""
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.started import Started, start
+
+HOST = socket.gethostname()
+
+RAISES = """
+    import os, sys, time
+    rank = os.environ["RANK"]
+    print("rank", rank, "says hello")
+    print("threads", os.environ["OMP_NUM_THREADS"], "folder", os.environ["SAMESTEP_FOLDER"], file=sys.stderr)
+    def deep():
+        raise ValueError("boom on " + rank)
+    if rank == "1":
+        deep()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def answers_are_kept_for_all_tests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """The trial of bfloat16 costs seconds: once for all tests, and not in the home of whoever runs them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_a_rank_that_raises_has_its_traceback_last(tmp_path: Path):
+    ended = start(tmp_path, RAISES, "--nproc-per-node", "2", "train.py").finish()
+    assert ended.code == 1
+    traceback = f"""
+rank 1 on {HOST}, exit code 1:
+Traceback (most recent call last):
+  File "{tmp_path}/train.py", line 9, in <module>
+    deep()
+  File "{tmp_path}/train.py", line 7, in deep
+    raise ValueError("boom on " + rank)
+ValueError: boom on 1
+"""
+    assert ended.err.endswith(traceback)
+    assert ended.err.count("Traceback") == 1
+    assert (
+        f"samestep: 1 of 2 rank(s) on {HOST} failed; what each of them printed is in {tmp_path}/kept/logs\n"
+        in ended.err
+    )
+    assert re.search(
+        r"  rank 1    pid \d+ +exit code 1  <- first failure\n  rank 0    pid \d+ +ended by the laun", ended.err
+    )
+    assert ended.left == []
+
+
+def test_every_rank_has_logs_and_the_console_shows_the_first(tmp_path: Path):
+    script = """
+        import os, sys
+        print("rank", os.environ["RANK"], "says hello")
+        print("threads", os.environ["OMP_NUM_THREADS"], "in", os.environ["SAMESTEP_FOLDER"], file=sys.stderr)
+    """
+    ended = start(tmp_path, script, "--nproc-per-node", "2", "train.py").finish()
+    assert (ended.code, ended.out) == (0, "rank 0 says hello\n")
+    told = re.search(
+        r"^samestep: logs in (.*); the ranks get OMP_NUM_THREADS=(\d+) \(\d+ cores? for 2 ranks, .*\)\n", ended.err
+    )
+    assert told
+    assert told[1] == f"{tmp_path}/kept/logs"
+    heard = f"threads {told[2]} in {tmp_path}/kept\n"
+    assert ended.err == told[0] + heard
+    assert ended.logs() == {
+        "rank-0.out": "rank 0 says hello\n",
+        "rank-0.err": heard,
+        "rank-1.out": "rank 1 says hello\n",
+        "rank-1.err": heard,
+    }
+
+
+def test_threads_that_the_user_set_are_kept(tmp_path: Path):
+    ended = start(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", env={"OMP_NUM_THREADS": "7"}).finish()
+    assert ended.out == "7\n"
+    assert "the ranks get OMP_NUM_THREADS=7 (as you set it)" in ended.err
+
+
+def test_a_killed_rank_is_told_with_its_last_lines_and_its_workers_end_too(tmp_path: Path):
+    script = """
+        import os, signal, subprocess, time
+        if os.environ["RANK"] == "1":
+            subprocess.Popen(["sleep", "300"])
+            subprocess.Popen(["sleep", "300"], start_new_session=True)
+            print("last words")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    ended = start(tmp_path, script, "--nproc-per-node", "2", "train.py").finish()
+    assert ended.code == 128 + signal.SIGKILL
+    killed = "killed by SIGKILL: often the kernel's out-of-memory killer"
+    assert ended.err.endswith(f"\nrank 1 on {HOST}, {killed}; its last lines:\nlast words\n")
+    assert f"{killed}  <- first failure" in ended.err
+    assert ended.left == []
+
+
+def test_a_ranks_own_exit_code_is_the_launchers(tmp_path: Path):
+    ended = start(tmp_path, "import sys; print('no luck'); sys.exit(7)", "--nproc-per-node", "1", "train.py").finish()
+    assert ended.code == 7
+    assert ended.err.endswith(f"\nrank 0 on {HOST}, exit code 7; its last lines:\nno luck\n")
+
+
+def test_the_error_file_of_torch_comes_before_the_log(tmp_path: Path):
+    script = """
+        import json, os, sys
+        kept = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...\\nValueError: recorded", "timestamp": "1"}}
+        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": kept}))
+        raise ValueError("printed")
+    """
+    ended = start(tmp_path, script, "--nproc-per-node", "1", "train.py").finish()
+    assert ended.code == 1
+    assert ended.err.endswith(f"\nrank 0 on {HOST}, exit code 1:\nTraceback ...\nValueError: recorded\n")
+
+
+# Rank 0 and its worker end when asked; rank 1 and its worker, in a session of its own, ignore everything but SIGKILL.
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    rank = os.environ["RANK"]
+    worker = "import time; time.sleep(300)"
+    if rank == "1":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", worker], start_new_session=rank == "1")
+    open("up-" + rank, "w").close()
+    while True:
+        time.sleep(1)
+"""
+
+
+def group_interrupt(run: Started) -> None:
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+    ids=["Ctrl-C", "SIGINT to the launcher", "SIGTERM to the launcher"],
+)
+def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, whole_group: bool, code: int):
+    run = start(tmp_path, STUBBORN, "--nproc-per-node", "2", "train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"})
+    run.ranks_are_up(2)
+    assert len(run.processes()) == 5  # the launcher, two ranks and their workers
+    since = time.monotonic()
+    (os.killpg if whole_group else os.kill)(run.process.pid, number)
+    ended = run.finish(10.0)
+    assert ended.left == []
+    assert time.monotonic() - since < 6.0
+    assert ended.code == code
+    assert ended.err.endswith(f"samestep: stopped by {number.name}; every rank has ended\n")
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path):
+    run = start(tmp_path, STUBBORN, "--nproc-per-node", "2", "train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"})
+    run.ranks_are_up(2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    ended = run.finish(10.0)
+    assert (ended.code, ended.left) == (130, [])
+
+
+def test_a_module_gets_its_arguments_untouched(tmp_path: Path):
+    package = tmp_path / "lab"
+    package.mkdir()
+    (package / "train.py").write_text("import json, sys; print(json.dumps([sys.argv[1:], sys.path[0], __name__]))")
+    arguments = ["--help", "--nproc_per_node=3", "-m", "a b", "", "--", "$HOME ${local_rank} $$", "--verbose"]
+    ended = start(tmp_path, "", "--nproc_per_node=1", "-m", "lab.train", *arguments).finish()
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out) == [arguments, str(tmp_path), "__main__"]
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path):
+    script = """
+        import os, time
+        open("up-" + os.environ["TORCHELASTIC_RUN_ID"], "w").close()
+        while len([name for name in os.listdir() if name.startswith("up-")]) < 2:
+            time.sleep(0.05)
+        print(os.environ["MASTER_PORT"], os.environ["WORLD_SIZE"], os.environ["SAMESTEP_FOLDER"])
+    """
+    runs = [start(tmp_path, script, "--folder", "", "train.py") for _ in range(2)]
+    told = [run.finish().out.split() for run in runs]
+    assert told[0][0] != told[1][0]
+    assert told[0][1] == told[1][1]
+    assert told[0][2] != told[1][2]
+
+
+def test_a_failed_attempt_is_followed_by_another_and_its_logs_are_kept(tmp_path: Path):
+    script = """
+        import os, subprocess, sys, time
+        rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("rank", rank, "attempt", attempt)
+        if (rank, attempt) == ("1", "0"):
+            subprocess.Popen(["sleep", "300"])
+            sys.exit("not yet")
+        time.sleep(1)
+    """
+    ended = start(
+        tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "1", "--show-ranks", "all", "train.py"
+    ).finish()
+    assert (ended.code, ended.left) == (0, [])
+    assert "[rank 0] rank 0 attempt 1\n" in ended.out
+    assert "[rank 1] rank 1 attempt 1\n" in ended.out
+    assert "[rank 1] not yet\n" in ended.err
+    assert f"samestep: the ranks are started anew; logs of the attempt before: {tmp_path}/kept/logs\n" in ended.err
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (the store that torch shares with its agent keeps dead" in ended.err
+    assert ended.logs(0)["rank-1.err"] == "not yet\n"
+    assert ended.logs(1)["rank-1.out"] == "rank 1 attempt 1\n"
+
+
+def test_logs_of_an_earlier_run_in_the_same_folder_are_kept(tmp_path: Path):
+    for word in ("early", "late"):
+        assert start(tmp_path, f"print('{word}')", "--nproc-per-node", "1", "train.py").finish().code == 0
+    logs = start(tmp_path, "", "--nproc-per-node", "1", "train.py").finish().logs()
+    assert (logs["rank-0.out.1"], logs["rank-0.out.2"], logs["rank-0.out"]) == ("early\n", "late\n", "")
+
+
+def test_on_a_terminal_the_first_rank_has_one_too_and_still_a_log(tmp_path: Path):
+    script = """
+        import os, sys
+        print(os.environ["RANK"], "on a terminal:", sys.stdout.isatty(), sys.stderr.isatty(), *os.get_terminal_size(2))
+        print("half a bar", end="\\r", file=sys.stderr)
+        if os.environ["RANK"] == "0":
+            raise ValueError("boom")
+    """
+    inner, outer = pty.openpty()
+    os.set_blocking(inner, True)
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(outer, termios.TIOCSWINSZ, struct.pack("4H", 33, 77, 0, 0))
+    run = start(tmp_path, script, "--nproc-per-node", "1", "train.py", stdout=outer, stderr=outer)
+    os.close(outer)
+    seen = b""
+    try:
+        while chunk := os.read(inner, 4096):
+            seen += chunk
+    except OSError:  # how Linux says that a terminal has no other end any more
+        pass
+    finally:
+        os.close(inner)
+    ended = run.finish()
+    screen = seen.decode().replace("\r\n", "\n")
+    assert ended.code == 1
+    assert "0 on a terminal: True True 77 33\nhalf a bar\r" in screen
+    assert screen.endswith(f'    raise ValueError("boom")\nValueError: boom\n')
+    assert screen.count("ValueError: boom\n") == 2  # where it happened, and last
+    assert ended.logs()["rank-0.log"].startswith("0 on a terminal: True True 77 33\nhalf a bar\r")
+
+
+def test_nodes_that_do_not_meet_are_told_in_one_line(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+        conf = "is_host=0,read_timeout=1"
+        ended = start(
+            tmp_path, "", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "train.py"
+        ).finish()
+    assert ended.code == 2
+    last = ended.err.splitlines()[-1]
+    assert last.startswith(
+        f"samestep: the launchers of 2 to 2 node(s) did not meet at {endpoint} (RendezvousConnectionE"
+    )
+    assert last.endswith(
+        "are the same on every node and that its port can be reached, or type --verbose to hear torch's agent"
+    )

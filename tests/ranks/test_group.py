@@ -1,0 +1,345 @@
+"""What ranks do together: values, one for all, agreement, and what is said when a rank is not there."""
+
+import time
+
+import pytest
+import torch
+
+from samestep import Run
+from samestep.errors import GroupError
+
+
+def reduce_uneven():
+    with Run(global_batch=8) as run:
+        mine = [torch.full((2 * run.rank + 1,), float(run.rank))]  # rank r holds 2r+1 values, all r
+        return run.mean(mine), run.sum(mine), run.max(mine), run.mean(iter(mine))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_mean_weighs_every_element_alike_however_ranks_are_filled(ranks, size):
+    values = [float(r) for r in range(size) for _ in range(2 * r + 1)]
+    for mean, total, top, again in ranks(size, reduce_uneven):
+        assert mean == again == sum(values) / len(values)
+        assert total == sum(values)
+        assert top == size - 1
+
+
+def reduce_whole_numbers():
+    with Run(global_batch=8) as run:
+        big = (1 << 60) + run.rank
+        whole = run.all_reduce(torch.tensor([1 + run.rank, 2]), "mean")
+        return run.sum(big), run.max(big), run.mean(1 + run.rank), whole.tolist(), str(whole.dtype)
+
+
+def test_whole_numbers_are_summed_exactly_and_never_floored(ranks):
+    for total, top, mean, whole, dtype in ranks(2, reduce_whole_numbers):
+        assert total == (1 << 61) + 1
+        assert top == (1 << 60) + 1
+        assert mean == 1.5
+        assert whole == [1.5, 2.0]
+        assert dtype == "torch.float64"
+
+
+def reduce_with_one_empty_rank():
+    with Run(global_batch=8) as run:
+        values = [] if run.rank == 1 else [True, False, True]
+        return run.mean(values), run.sum(values), run.max(values)
+
+
+def test_a_rank_without_values_does_not_count(ranks):
+    for mean, total, top in ranks(2, reduce_with_one_empty_rank):
+        assert (mean, total, top) == (2 / 3, 2, 1)
+
+
+def reduce_tensors():
+    with Run(global_batch=8) as run:
+        mine = torch.tensor([1.0, 2.0]) * (run.rank + 1)
+        kept = mine.clone()
+        answers = [run.all_reduce(mine, op).tolist() for op in ("sum", "mean", "max", "min")]
+        weighted = run.all_reduce(mine, "mean", weight=3.0 if run.rank == 0 else 1.0).tolist()
+        assert torch.equal(mine, kept)
+        return answers, weighted
+
+
+def test_all_reduce_gives_a_new_tensor_for_each_op(ranks):
+    for answers, weighted in ranks(2, reduce_tensors):
+        assert answers == [[3, 6], [1.5, 3], [2, 4], [1, 2]]
+        assert weighted == [1.25, 2.5]
+
+
+def test_empty_and_wrong_values_are_explained():
+    with Run(global_batch=8) as run:
+        with pytest.raises(GroupError, match="run.mean got no values on any rank"):
+            run.mean([])
+        with pytest.raises(GroupError, match="run.max got no values on any rank"):
+            run.max([])
+        with pytest.raises(
+            GroupError, match="cannot take numbers from NoneType: give a number, a tensor, or an iterable"
+        ):
+            run.mean(None)
+        with pytest.raises(GroupError, match="an iterable of str: its items must be numbers or tensors"):
+            run.mean(["a"])
+        with pytest.raises(GroupError, match="complex tensor"):
+            run.mean(torch.tensor([1j]))
+        with pytest.raises(GroupError, match="does not know op='median': use one of 'sum', 'mean', 'max', 'min'"):
+            run.all_reduce(torch.ones(1), "median")
+        with pytest.raises(GroupError, match="takes weight= with op='mean' only"):
+            run.all_reduce(torch.ones(1), "sum", weight=2.0)
+        with pytest.raises(GroupError, match="got weight=0 on every rank"):
+            run.all_reduce(torch.ones(1), "mean", weight=0.0)
+
+
+def test_not_a_number_is_not_hidden_by_max():
+    with Run(global_batch=8) as run:
+        assert run.max([float("nan"), 1.0]) != run.max([float("nan"), 1.0])
+        assert run.max([1.0, float("nan")]) != run.max([1.0, float("nan")])
+
+
+def once_value(per):
+    with Run(global_batch=8) as run:
+        calls = []
+        value = run.once(lambda: calls.append(1) or {"from": run.rank, "blob": b"x" * 9_000_000}, per=per)
+        return value["from"], len(value["blob"]), len(calls)
+
+
+def test_once_runs_on_the_first_rank_and_all_get_its_value(ranks):
+    assert ranks(3, once_value, "run") == [(0, 9_000_000, 1), (0, 9_000_000, 0), (0, 9_000_000, 0)]
+
+
+def test_once_per_node_runs_on_the_first_rank_of_each_node(ranks):
+    given = ranks(4, once_value, "node", nodes=2)
+    assert [(source, calls) for source, _, calls in given] == [(0, 1), (0, 0), (2, 1), (2, 0)]
+
+
+def download_missing():
+    raise FileNotFoundError("no such shard: part-7")
+
+
+def once_raises(per="run"):
+    with Run(global_batch=8) as run:
+        run.once(download_missing, per=per)
+
+
+def test_once_that_raises_raises_the_same_error_on_every_rank(ranks):
+    for text in ranks.errors(2, once_raises):
+        assert "FileNotFoundError: no such shard: part-7" in text
+        assert "raised on rank 0 in run.once(download_missing), for every rank:" in text
+        assert 'raise FileNotFoundError("no such shard: part-7")' in text
+
+
+class Unportable(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def raise_unportable():
+    raise Unportable(1, 2)
+
+
+def once_raises_unportable():
+    with Run(global_batch=8) as run:
+        run.once(raise_unportable)
+
+
+def test_an_error_that_cannot_travel_arrives_as_its_text(ranks):
+    for text in ranks.errors(2, once_raises_unportable):
+        assert "samestep.errors.OnceFailed: raised on rank 0 in run.once(raise_unportable)" in text
+        assert "Unportable: 1 and 2" in text
+
+
+def fail_on_second_node(rank):
+    if rank() == 1:
+        raise ValueError("disk of node 1 is full")
+
+
+def once_fails_on_one_node():
+    with Run(global_batch=8) as run:
+        run.once(fail_on_second_node, lambda: run.rank, per="node")
+
+
+def test_a_failure_on_one_node_reaches_all_nodes(ranks):
+    for text in ranks.errors(2, once_fails_on_one_node, nodes=2):
+        assert "ValueError: disk of node 1 is full" in text
+        assert "raised on rank 1 in run.once(fail_on_second_node)" in text
+
+
+def once_under_condition():
+    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+        if run.first:
+            run.once(int)
+        run.barrier()
+
+
+def test_once_under_a_rank_condition_is_explained_on_every_rank_at_once(ranks):
+    began = time.monotonic()
+    first, second = ranks.errors(2, once_under_condition)
+    assert "GroupError: rank 0 came to run.once(int) at test_group.py:" in first
+    assert "while rank 1 came to run.barrier at test_group.py:" in first
+    assert "every rank must make the same calls in the same order (is one of them under `if run.first:`?)" in first
+    assert "rank 1 came to run.barrier at test_group.py:" in second
+    assert time.monotonic() - began < 15  # far less than the timeout of 30 s
+
+
+def mean_under_condition():
+    with Run(global_batch=8, step_timeout=30) as run:
+        if run.first:
+            run.mean(1.0)
+        run.mean(2.0)
+
+
+def test_the_same_act_from_another_line_is_not_mixed_up(ranks):
+    for text in ranks.errors(2, mean_under_condition):
+        assert "came to run.mean at test_group.py:" in text
+
+
+def skip_last_call():
+    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+        if run.first:
+            run.agree(False)
+
+
+def test_a_rank_that_ends_early_is_told_from_one_that_waits(ranks):
+    first, second = ranks.errors(2, skip_last_call)
+    assert "rank 0 came to run.agree" in first
+    assert "rank 1 came to" in second
+
+
+def nested_once():
+    with Run(global_batch=8) as run:
+        run.once(lambda: run.once(int))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nested_once_is_refused_with_its_reason(ranks, size):
+    for text in ranks.errors(size, nested_once):
+        assert "GroupError: run.once(int) at test_group.py:" in text
+        assert "was called inside run.once(<lambda>): one rank alone is there and the others would never come" in text
+
+
+def late_rank():
+    with Run(global_batch=8, start_timeout=2, step_timeout=2) as run:
+        if run.rank == 1:
+            time.sleep(6)
+        run.barrier()
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_last_place(ranks):
+    first = ranks.errors(2, late_rank)[0]
+    assert "RankMissing: rank 0 waits in run.barrier at test_group.py:" in first
+    assert "rank 1 was last in" in first
+    assert "give it time with Run(start_timeout=...)" in first
+
+
+def failing_rank():
+    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+        if run.rank == 1:
+            raise ValueError("bad luck in rank 1")
+        run.barrier()
+
+
+def test_the_failure_of_a_peer_is_told_within_seconds(ranks):
+    began = time.monotonic()
+    first, second = ranks.errors(2, failing_rank)
+    assert "ValueError: bad luck in rank 1" in second
+    assert "rank 0 waits in run.barrier" in first
+    assert "rank 1 failed: ValueError: bad luck in rank 1" in first
+    assert time.monotonic() - began < 15
+
+
+def slow_once():
+    with Run(global_batch=8, start_timeout=20, step_timeout=1) as run:
+        run._link.stepping()
+        return run.once(lambda: time.sleep(3) or "done")
+
+
+def test_once_may_take_longer_than_a_step(ranks):
+    assert ranks(2, slow_once) == ["done", "done"]
+
+
+def agree_and_wait():
+    with Run(global_batch=8) as run:
+        run.barrier()
+        return run.agree(run.rank == 1), run.agree(False), run.first, run.node_first, run.rank, run.size
+
+
+def test_agree_is_true_on_all_if_true_on_any(ranks):
+    assert ranks(2, agree_and_wait) == [(True, False, True, True, 0, 2), (True, False, False, False, 1, 2)]
+    assert ranks(1, agree_and_wait) == [(False, False, True, True, 0, 1)]
+
+
+def seeds():
+    with Run(global_batch=8, seed=7) as run:
+        alike = torch.rand(2).tolist()
+        run.wrap(torch.nn.Linear(2, 1))
+        return alike, torch.rand(2).tolist()
+
+
+def test_weights_begin_alike_and_noise_differs(ranks):
+    (alike0, noise0), (alike1, noise1) = ranks(2, seeds)
+    assert alike0 == alike1
+    assert noise0 != noise1
+    assert ranks(1, seeds)[0] == (alike0, noise0)
+
+
+def unlike_settings():
+    import os
+
+    with Run(global_batch=8 + int(os.environ["RANK"])):
+        pass
+
+
+def test_ranks_with_unlike_settings_do_not_start(ranks):
+    for text in ranks.errors(2, unlike_settings):
+        assert "GroupError: rank " in text
+        assert "Run(global_batch=8, seed=0)" in text
+        assert "Run(global_batch=9, seed=0)" in text
+
+
+def start_and_close():
+    run = Run(global_batch=8)
+    run.start()
+    value = run.sum(1)
+    run.close()
+    return value
+
+
+def test_start_and_close_serve_scripts_without_with(ranks):
+    assert ranks(2, start_and_close) == [2, 2]
+    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+        Run(global_batch=8).wrap(torch.nn.Linear(1, 1))
+    run = Run(global_batch=8).start()
+    with pytest.raises(GroupError, match="started already"):
+        run.start()
+    run.close()
+
+
+def adopt():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    with Run(global_batch=8) as run:
+        total = run.sum(run.rank + 1)
+    alive = dist.is_initialized()
+    dist.destroy_process_group()
+    return total, alive
+
+
+def test_a_group_that_stands_already_is_used_and_left_standing(ranks):
+    assert ranks(2, adopt) == [(3, True), (3, True)]
+
+
+def leave_with_exit():
+    with Run(global_batch=8) as run:
+        run.barrier()
+        raise SystemExit(0)
+
+
+def exit_quietly():
+    try:
+        leave_with_exit()
+    except SystemExit:
+        return "left"
+
+
+def test_an_exit_with_success_closes_the_run(ranks):
+    assert ranks(2, exit_quietly) == ["left", "left"]

@@ -1,0 +1,332 @@
+"""The console on a real terminal, in a pipe, and by a clock of our own."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+
+import pytest
+
+from samestep.run.console import Cadence, LineConsole, fit, open_console
+from samestep.run.pace import Pace
+
+PRELUDE = """
+import sys, time
+from samestep.run.console import open_console
+console = open_console(sys.stdout)
+"""
+TRAINING = """
+console.expect(1000)
+console.say("two ranks [bold] on gloo")
+for step in range(1, 101):
+    console.advance(step)
+    if step % 10 == 0:
+        record = {"train/loss": 1 / step, "lr": 3e-4, "samples_per_s": 15321.0, "memory_bytes": 1.25 * 2**30}
+        console.write(step, record)
+print("printed by the script")
+console.write(3, {"test/accuracy": 0.75})
+"""
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def on_terminal(script, columns=120, end=None, **variables):
+    """What a script writes to a pseudo-terminal, and how it ended; `end` is a signal sent after the word "ready"."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    child = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + script],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**environment, "TERM": "xterm-256color", **variables},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while True:
+            assert select.select([ours], [], [], 20)[0], f"no word from the child in 20 s; so far: {written!r}"
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # Linux says so when the last writer has gone
+                break
+            if not part:
+                break
+            written += part
+            if end is not None and b"ready" in written:
+                child.send_signal(end)
+                end = None
+    finally:
+        os.close(ours)
+        if child.poll() is None:
+            child.wait(timeout=20)
+    return written.decode(), child.returncode
+
+
+def shown(written):
+    """The text without its colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
+
+
+def screen(written, columns=120):
+    """The lines a person sees in the end: a terminal as simple as the bar needs."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", written):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token.startswith("\x1b"):
+            if token == "\x1b[2K":
+                lines[row] = ""
+            elif token.endswith("A"):
+                row -= int(token[2:-1] or 1)
+        else:
+            end = column + len(token)
+            assert end <= columns, f"a line is wider than the terminal: {token!r}"
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][end:]
+            column = end
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+# On a terminal
+
+
+def test_a_terminal_shows_one_bar_below_everything_that_was_said():
+    written, code = on_terminal(TRAINING + "console.close({})")
+    assert code == 0
+    *above, bar = screen(written)
+    assert above == ["two ranks [bold] on gloo", "printed by the script", "step 3 | test/accuracy 0.7500"]
+    assert bar.lstrip("━╸╺ ").startswith("step 100/1,000  loss 0.0100  15,321 samples/s  ETA 0:0")
+    assert bar.endswith("lr 3.0e-04  1.2 GiB")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80])
+def test_a_narrow_terminal_shows_what_matters_most_on_one_line(columns):
+    written, code = on_terminal(TRAINING + "console.close({})", columns=columns)
+    assert code == 0
+    bars = [line for line in screen(written, 10**6) if "step 100" in line]
+    assert len(bars) == 1
+    assert len(bars[0]) <= columns
+    assert ("loss 0.0100" in bars[0]) == (columns >= 40)
+    assert ("15,321 samples/s" in bars[0]) == (columns >= 60)
+
+
+def test_the_bar_goes_on_from_a_checkpoint_and_never_back():
+    script = """
+console.expect(1000, start=900)
+console.advance(950)
+console.write(2, {"train/loss": 0.5, "val/loss": 0.75})
+console.close({})
+"""
+    written, _ = on_terminal(script)
+    above, bar = screen(written)
+    assert above == "step 2 | train/loss 0.5000 | val/loss 0.7500"
+    assert "step 950/1,000" in bar
+    assert "step 2/" not in shown(written)
+
+
+def test_the_last_evaluation_is_shown_however_soon_it_follows():
+    script = """
+for epoch in range(3):
+    console.write(epoch, {"test/accuracy": epoch / 4})
+console.close({})
+"""
+    written, _ = on_terminal(script)
+    assert screen(written) == ["step 0 | test/accuracy 0", "step 2 | test/accuracy 0.5000"]
+
+
+def test_without_an_end_there_is_no_time_left():
+    written, _ = on_terminal('console.write(10, {"train/loss": 0.5})\nconsole.close({})')
+    (bar,) = screen(written)
+    assert bar.endswith("step 10  loss 0.5000")
+
+
+def test_a_console_that_shows_nothing_leaves_nothing():
+    written, code = on_terminal("console.close({})\nconsole.close({})")
+    assert (written, code) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["console.close({})", "raise ValueError('broken')", "sys.exit(3)", "pass"],
+    ids=["close", "exception", "exit", "forgotten"],
+)
+def test_the_terminal_is_whole_after_every_ending(ending):
+    written, code = on_terminal(TRAINING + ending)
+    assert code == {"raise ValueError('broken')": 1, "sys.exit(3)": 3}.get(ending, 0)
+    assert "\x1b[?25l" not in written, "the cursor was hidden"
+    assert written.endswith("\n"), "the prompt would stand behind the bar"
+    if "broken" in ending:
+        assert "ValueError: broken" in screen(written)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_cursor_is_there_also_after_a_kill(end):
+    written, code = on_terminal(TRAINING + "print('ready')\ntime.sleep(30)", end=end)
+    assert code == -end
+    assert "step 100/1,000" in shown(written)
+    assert "\x1b[?25l" not in written
+
+
+def test_a_fork_while_the_bar_is_shown_can_print():
+    script = (
+        TRAINING
+        + """
+import os
+child = os.fork()
+if not child:
+    print("from the child", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+console.close({})
+"""
+    )
+    written, code = on_terminal(script)
+    assert code == 0
+    assert "from the child" in shown(written)
+
+
+def test_standard_error_that_goes_to_a_file_arrives_there(tmp_path):
+    path = tmp_path / "errors.txt"
+    script = f"sys.stderr = open({str(path)!r}, 'w', buffering=1)\n" + TRAINING + "print('oops', file=sys.stderr)"
+    written, _ = on_terminal(script)
+    assert path.read_text() == "oops\n"
+    assert "oops" not in written
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
+    written, _ = on_terminal(TRAINING + "console.close({})", TERM="dumb")
+    assert "\x1b" not in written
+    assert "step 100/1,000 | train/loss 0.0100 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB | ETA 0:0" in written
+
+
+# In a pipe
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"CI": "true", "TERM": "xterm"}])
+def test_a_pipe_gets_lines_on_standard_output(variables):
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + TRAINING + "console.close({})"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=True,
+    )
+    assert done.stderr == ""
+    first, record, *rest = done.stdout.splitlines()
+    assert first == "two ranks [bold] on gloo"
+    assert record.startswith("step 10/1,000 | train/loss 0.1000 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB")
+    assert rest[:2] == ["printed by the script", "step 3 | test/accuracy 0.7500"]
+    assert rest[2].startswith("step 100/1,000 | train/loss 0.0100")
+    assert len(rest) == 3
+
+
+def test_lines_reach_a_reader_at_once():
+    script = PRELUDE + 'console.say("ready"); console.write(1, {"train/loss": 0.5}); sys.stdin.read()'
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    )
+    assert select.select([child.stdout], [], [], 20)[0], "the line waits in a buffer"
+    assert child.stdout.readline() == "ready\n"
+    assert child.stdout.readline() == "step 1 | train/loss 0.5000\n"
+    child.communicate()
+
+
+def test_a_line_a_second_of_each_kind_and_always_the_last():
+    clock, stream = Clock(), io.StringIO()
+    console = LineConsole(stream, clock)
+    for step in range(25):
+        clock.now = step / 10
+        console.write(step, {"train/loss": 0.5})
+        if step == 1:
+            console.write(0, {"test/accuracy": 0.5})
+        if step == 2:
+            console.write(1, {"test/accuracy": 0.75})
+    console.close({})
+    console.close({})
+    assert stream.getvalue().splitlines() == [
+        "step 0 | train/loss 0.5000",
+        "step 0 | test/accuracy 0.5000",
+        "step 10 | train/loss 0.5000",
+        "step 20 | train/loss 0.5000",
+        "step 1 | test/accuracy 0.7500",
+        "step 24 | train/loss 0.5000",
+    ]
+
+
+def test_what_was_shown_later_is_not_shown_again():
+    clock = Clock()
+    cadence = Cadence(clock, interval=1.0)
+    assert cadence.offer(["a"], "first") == ["first"]
+    assert cadence.offer(["a"], "second") == []
+    clock.now = 1.0
+    assert cadence.offer(["a"], "third") == ["third"]
+    assert cadence.rest() == []
+
+
+def test_a_stream_that_is_no_terminal_gets_lines():
+    stream = io.StringIO()
+    console = open_console(stream)
+    console.expect(10)
+    console.advance(1)
+    console.say("hello")
+    console.close({})
+    assert stream.getvalue() == "hello\n"
+
+
+# The time left
+
+
+def test_the_time_left_follows_the_speed_of_the_last_minute():
+    clock = Clock()
+    pace = Pace(clock)
+    pace.expect(1000, start=100)
+    assert pace.seconds_left() is None
+    clock.now = 50.0  # a slow start: one step in 50 s
+    pace.reach(101)
+    assert pace.seconds_left() == pytest.approx(899 * 50)
+    for step in range(102, 302):
+        clock.now += 1.0
+        pace.reach(step)
+    assert pace.seconds_left() == pytest.approx(699, rel=0.02)
+
+
+def test_the_time_left_is_never_below_zero_and_needs_an_end():
+    clock = Clock()
+    pace = Pace(clock)
+    pace.reach(3)
+    clock.now = 1.0
+    pace.reach(5)
+    assert pace.seconds_left() is None
+    pace.expect(10, start=5)
+    clock.now = 2.0
+    pace.reach(12)
+    assert pace.seconds_left() == 0
+
+
+def test_words_are_left_out_from_the_end():
+    words = ["step 3", "loss 0.5", "lr 3.0e-04"]
+    assert [fit(words, width) for width in (3, 15, 16, 28)] == [
+        "step 3",
+        "step 3",
+        "step 3  loss 0.5",
+        "step 3  loss 0.5  lr 3.0e-04",
+    ]

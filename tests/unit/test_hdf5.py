@@ -1,0 +1,343 @@
+"""HDF5Dataset: right rows in every process, few decompressions, errors that say what to do."""
+
+import copy
+import multiprocessing.forkserver
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from samestep.data.hdf5 import HDF5Dataset
+from samestep.errors import DataError
+
+N = 97
+IO_COUNTS = Path("/proc/self/io")
+OPEN_FILES = Path("/proc/self/fd")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Images whose every pixel is the label, so that a wrong row shows."""
+    file_path = tmp_path / "data.h5"
+    labels = np.random.default_rng(0).permutation(N)
+    with h5py.File(file_path, "w") as file:
+        file.create_dataset(
+            "images",
+            data=np.repeat(labels, 48).reshape(N, 4, 12).astype(np.float32),
+            chunks=(10, 4, 5),
+            compression="gzip",
+        )
+        file["meta/labels"] = labels
+        file["names"] = [f"face {label}" for label in labels]
+        file["codes"] = np.array([f"c{label}" for label in labels], dtype="S4")
+        file["big_endian"] = labels.astype(">i4")
+        file["flags"] = labels % 2 == 0
+        file["pairs"] = np.array([(label, label) for label in labels], dtype=[("a", "i4"), ("b", "f8")])
+        file["short"] = labels[:-1]
+        file["single"] = 3.0
+        ragged = file.create_dataset("ragged", (N,), dtype=h5py.vlen_dtype(np.int32))
+        for row, label in enumerate(labels):
+            ragged[row] = np.arange(label % 3)
+    return file_path
+
+
+def labels_of(path: Path) -> list[int]:
+    with h5py.File(path, "r", locking=False) as file:
+        return file["meta/labels"][:].tolist()
+
+
+def matching(batches) -> list[int]:
+    """The labels of these batches, once it is sure that each image carries its own."""
+    labels = []
+    for images, batch_labels in batches:
+        assert (images == batch_labels.float()[:, None, None]).all()
+        labels += batch_labels.tolist()
+    return labels
+
+
+def test_a_sample_is_a_tuple_in_the_order_of_the_keys(path):
+    dataset = HDF5Dataset(path, keys=["meta/labels", "images"])
+    label, image = dataset[5]
+    assert label.shape == ()
+    assert label == labels_of(path)[5]
+    assert image.shape == (4, 12)
+    assert image.dtype == torch.float32
+    assert len(dataset) == N
+    assert [label.item() for label, _ in dataset] == labels_of(path)
+
+
+def test_every_kind_of_column_comes_as_torch_or_python_knows_it(path):
+    keys = ["names", "codes", "big_endian", "flags", "pairs", "ragged"]
+    name, code, big_endian, flag, pair, ragged = HDF5Dataset(path, keys)[7]
+    label = labels_of(path)[7]
+    assert (name, code) == (f"face {label}", f"c{label}")
+    assert big_endian.dtype == torch.int32
+    assert big_endian == label
+    assert flag.dtype == torch.bool
+    assert flag == (label % 2 == 0)
+    assert pair["a"] == pair["b"] == label
+    assert ragged.tolist() == list(range(label % 3))
+
+
+def test_a_batch_keeps_its_order_and_its_repetitions(path):
+    dataset, labels = HDF5Dataset(path, ["meta/labels"]), labels_of(path)
+    indices = [50, 3, 4, 96, 3, 0, 51]
+    assert [label.item() for (label,) in dataset.__getitems__(indices)] == [labels[index] for index in indices]
+    assert dataset.__getitems__([]) == []
+
+
+def test_samples_share_no_memory(path):
+    dataset = HDF5Dataset(path, ["images"])
+    (first,), (again,), (neighbour,) = dataset.__getitems__([3, 3, 4])
+    expected = neighbour.clone()
+    first.fill_(-1)
+    assert (again != -1).all()
+    assert torch.equal(neighbour, expected)
+    assert torch.equal(dataset[4][0], expected)
+    assert neighbour.untyped_storage().nbytes() == 4 * 12 * 4
+
+
+@pytest.fixture
+def no_server() -> Iterator[None]:
+    """End the process that forkserver keeps for later workers."""
+    yield
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_read_the_right_rows_even_where_the_parent_has_read_before(path, method):
+    dataset = HDF5Dataset(path, ["images", "meta/labels"])
+    matching([[column[None] for column in dataset[11]]])
+    loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context=method)
+    assert matching(loader) == labels_of(path)
+    assert matching(DataLoader(dataset, batch_size=8)) == labels_of(path)
+
+
+def test_parent_and_forked_workers_read_the_same_file_at_the_same_time(path):
+    first, second = HDF5Dataset(path, ["images", "meta/labels"]), HDF5Dataset(path, ["images", "meta/labels"])
+    labels = labels_of(path)
+    assert first[0][1] == second[0][1] == labels[0]
+    order = np.random.default_rng(1).permutation(N).tolist()
+    batches = iter(DataLoader(Subset(second, order), batch_size=5, num_workers=2, multiprocessing_context="fork"))
+    got = []
+    for batch in batches:
+        got += matching([batch])
+        assert matching([[column[None] for column in first[len(got) % N]]]) == [labels[len(got) % N]]
+    assert got == [labels[index] for index in order]
+
+
+def descriptors(path: Path) -> set[str]:
+    return {link.name for link in OPEN_FILES.iterdir() if link.resolve() == path.resolve()}
+
+
+def tell_descriptors(path: Path, dataset: HDF5Dataset, answer) -> None:
+    inherited = descriptors(path)
+    sample = dataset[1][0].item()
+    answer.put((inherited, sample, len(descriptors(path))))
+
+
+@pytest.mark.skipif(not OPEN_FILES.exists(), reason="open files are listed in /proc on Linux")
+def test_no_handle_is_inherited_over_a_fork(path):
+    first, second = HDF5Dataset(path, ["meta/labels"]), HDF5Dataset(path, ["meta/labels"])
+    assert first[0][0] == second[0][0]
+    assert descriptors(path)
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=tell_descriptors, args=(path, first, answer))
+    child.start()
+    inherited, sample, opened = answer.get()
+    child.join()
+    assert inherited == set()
+    assert (sample, opened) == (labels_of(path)[1], 1)
+    assert second[2][0] == labels_of(path)[2]
+
+
+def test_an_open_dataset_can_be_pickled_and_copied_without_its_handle(path):
+    dataset = HDF5Dataset(path, ["meta/labels"])
+    dataset[0]
+    assert pickle.loads(pickle.dumps(dataset))[3] == copy.copy(dataset)[3] == dataset[3]
+
+
+def test_a_relative_path_means_the_folder_it_was_given_in(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    dataset = HDF5Dataset("data.h5", ["meta/labels"])
+    monkeypatch.chdir("/")
+    assert dataset[2][0] == labels_of(path)[2]
+    assert repr(dataset) == f"HDF5Dataset('{path}', keys=['meta/labels'])"
+
+
+def test_a_closed_dataset_opens_again_when_read(path):
+    dataset = HDF5Dataset(path, ["meta/labels"])
+    dataset[0]
+    dataset.close()
+    dataset.close()
+    assert dataset[1][0] == labels_of(path)[1]
+
+
+def test_read_only_storage_will_do(path):
+    path.chmod(0o444)
+    path.parent.chmod(0o555)
+    try:
+        assert HDF5Dataset(path, ["meta/labels"])[0][0] == labels_of(path)[0]
+    finally:
+        path.parent.chmod(0o755)
+
+
+def test_a_handle_of_the_users_own_on_the_same_file_is_no_obstacle(path):
+    with h5py.File(path, "r") as file:
+        assert HDF5Dataset(path, ["meta/labels"])[0][0] == file["meta/labels"][0]
+
+
+def bytes_read() -> int:
+    return int(IO_COUNTS.read_text().split()[1])
+
+
+@pytest.fixture
+def large_chunks(tmp_path: Path) -> Path:
+    """Two chunks of rows, each of 10 MiB that no compression makes smaller: more than HDF5 keeps of its own accord."""
+    file_path = tmp_path / "large.h5"
+    values = np.random.default_rng(0).integers(0, 256, (256, 10 << 13), dtype=np.uint8)
+    with h5py.File(file_path, "w") as file:
+        file.create_dataset("x", data=values, chunks=(128, 10 << 12), compression="gzip", compression_opts=1)
+    return file_path
+
+
+@pytest.mark.skipif(not IO_COUNTS.exists(), reason="reads are counted in /proc on Linux")
+@pytest.mark.parametrize("way", ["one by one", "as one shuffled batch"])
+def test_no_chunk_is_decompressed_twice(large_chunks, way):
+    dataset = HDF5Dataset(large_chunks, ["x"])
+    dataset[0]
+    before = bytes_read()
+    if way == "one by one":
+        for index in range(len(dataset)):
+            dataset[index]
+    else:
+        dataset.__getitems__(np.random.default_rng(0).permutation(len(dataset)).tolist())
+    assert bytes_read() - before < 1.2 * large_chunks.stat().st_size
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none\.h5 does not exist: check the path, and that this node has it"):
+        HDF5Dataset(tmp_path / "none.h5", ["x"])
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="cannot be opened: it is a folder: name the file in it"):
+        HDF5Dataset(tmp_path, ["x"])
+
+
+def test_a_missing_key_lists_those_there_are(path):
+    with pytest.raises(DataError, match=r"has no dataset 'labels': it has .*'images', 'meta/labels', 'names'"):
+        HDF5Dataset(path, ["images", "labels"])
+    with pytest.raises(DataError, match="has no dataset 'images/x'"):
+        HDF5Dataset(path, ["images/x"])
+
+
+def test_a_file_without_datasets_says_so_and_many_are_cut_short(tmp_path):
+    with h5py.File(tmp_path / "empty.h5", "w"):
+        pass
+    with pytest.raises(DataError, match="has no dataset 'x': it has none"):
+        HDF5Dataset(tmp_path / "empty.h5", ["x"])
+    with h5py.File(tmp_path / "many.h5", "w") as file:
+        for number in range(25):
+            file[f"d{number:02}"] = [0]
+    with pytest.raises(DataError, match=r"'d19' and 5 more$"):
+        HDF5Dataset(tmp_path / "many.h5", ["x"])
+
+
+def test_a_group_is_no_dataset(path):
+    with pytest.raises(DataError, match=r"'meta' in .* is a group, not a dataset: name one of .* 'meta/labels'"):
+        HDF5Dataset(path, ["meta"])
+
+
+def test_a_single_value_is_no_dataset(path):
+    with pytest.raises(DataError, match=r"'single' in .* is one value without rows: name a dataset with one row"):
+        HDF5Dataset(path, ["single"])
+
+
+def test_lengths_that_disagree_are_all_listed(path):
+    with pytest.raises(DataError, match="disagree in length: 'images' has 97, 'short' has 96, 'names' has 97"):
+        HDF5Dataset(path, ["images", "short", "names"])
+
+
+def test_a_truncated_file_is_told_from_one_that_is_not_hdf5(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(DataError, match=r"cannot be opened: it is truncated, its end is missing .*: copy or write"):
+        HDF5Dataset(path, ["images"])
+    path.write_bytes(b"PK" + whole[2:2000])
+    with pytest.raises(DataError, match=r"cannot be opened: it is not an HDF5 file \(2000 bytes without"):
+        HDF5Dataset(path, ["images"])
+
+
+def test_a_damaged_chunk_is_named_when_it_is_read(path):
+    with h5py.File(path, "r") as file:
+        chunk = file["images"].id.get_chunk_info_by_coord((10, 0, 0))
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(b"\xff" * chunk.size)
+    dataset = HDF5Dataset(path, ["images"])
+    dataset[9]
+    with pytest.raises(DataError, match=r"rows 12 to 13 of 'images' in .* cannot be read: .*: write or copy it anew"):
+        dataset.__getitems__([13, 12])
+
+
+def test_a_file_that_changed_its_length_is_noticed(path):
+    dataset = HDF5Dataset(path, ["meta/labels"])
+    with h5py.File(path, "r+") as file:
+        del file["meta/labels"]
+        file["meta/labels"] = [1, 2, 3]
+    with pytest.raises(DataError, match="had 97 samples and now has 3: start again with it"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("index", [-1, N, 10**12])
+def test_an_index_out_of_range_is_an_error(path, index):
+    with pytest.raises(DataError, match=f"index {index} is out of range: .* has samples 0 to 96"):
+        HDF5Dataset(path, ["meta/labels"])[index]
+
+
+def test_keys_must_be_a_list_of_names(path):
+    with pytest.raises(DataError, match=r"keys='images' is one string .* write keys=\['images'\]"):
+        HDF5Dataset(path, "images")
+    with pytest.raises(DataError, match="keys is empty: name at least one dataset"):
+        HDF5Dataset(path, [])
+
+
+def test_without_h5py_the_extra_is_named(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(DataError, match=r"need h5py, which is not installed: pip install 'samestep\[hdf5\]'"):
+        HDF5Dataset(path, ["images"])
+
+
+def test_it_cannot_be_subclassed():
+    with pytest.raises(DataError, match="Augmented subclasses HDF5Dataset: write a Dataset that holds one"):
+        type("Augmented", (HDF5Dataset,), {})
+
+
+class Doubled(Dataset):
+    """What a user writes around it."""
+
+    def __init__(self, rows: HDF5Dataset):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        (label,) = self.rows[index]
+        return 2 * label
+
+
+def test_a_dataset_around_it_is_pickled_with_it(path):
+    rows = HDF5Dataset(path, ["meta/labels"])
+    rows[0]
+    loader = DataLoader(pickle.loads(pickle.dumps(Doubled(rows))), batch_size=50)
+    assert torch.cat(list(loader)).tolist() == [2 * label for label in labels_of(path)]

@@ -1,0 +1,417 @@
+"""Records on their way to files: names and numbers, metrics.jsonl, log.txt, TensorBoard, summary.json."""
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.errors import LogError
+from samestep.run.console import open_console
+from samestep.run.metric_values import checked_step, checked_values
+from samestep.run.metrics_file import MetricsFile, read_metrics
+from samestep.run.readable import line, plain
+from samestep.run.sinks import open_sinks
+from samestep.run.summary_file import write_summary
+from samestep.run.tensorboard_sink import open_tensorboard
+from samestep.run.text_log import TextLog
+from samestep.units import bytes_text, duration
+
+
+def strict(text):
+    """JSON as the standard has it: Python's own reader also takes NaN and Infinity."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# Names and numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (0.5, 0.5),
+        (3, 3),
+        (True, 1),
+        (np.float32(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.array([2.0]), 2.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([[4]]), 4),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (Fraction(1, 4), 0.25),
+        (math.inf, math.inf),
+    ],
+)
+def test_one_number_is_logged_whatever_carries_it(value, number):
+    assert checked_values({"val/accuracy": value}) == {"val/accuracy": number}
+
+
+def test_nan_is_news_and_no_error():
+    assert math.isnan(checked_values({"train/loss": torch.tensor(math.nan)})["train/loss"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(3), '"accuracy" is a tensor of shape (3,): log one number, e.g. x.mean()'),
+        (torch.zeros(0), '"accuracy" is a tensor of shape (0,): log one number, e.g. x.mean()'),
+        (np.zeros((2, 2)), '"accuracy" is an array of shape (2, 2): log one number, e.g. x.mean()'),
+        (None, "\"accuracy\" is None: leave it out, or log float('nan') for a missing number"),
+        ("good", '"accuracy" is a str: log one number; text goes to run.say(...)'),
+        (
+            {"top1": 0.5},
+            '"accuracy" is a dict: log each of its numbers under a name of its own, e.g. "val/accuracy"',
+        ),
+        ([0.5, 0.6], '"accuracy" is a list: log one number, e.g. sum(x) / len(x)'),
+        (1j, '"accuracy" is a complex: log one real number, e.g. abs(x)'),
+        (torch.tensor(1j), '"accuracy" is a complex: log one real number, e.g. abs(x)'),
+        (object(), '"accuracy" is an object: log one number, e.g. float(x)'),
+    ],
+)
+def test_what_is_not_one_number_is_named_with_its_kind_and_a_way_out(value, message):
+    with pytest.raises(LogError) as caught:
+        checked_values({"accuracy": value})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["loss", "train/loss", "val/top-5_acc", "a/b/c.d", "lr/0"])
+def test_names_may_have_groups(name):
+    assert checked_values({name: 1}) == {name: 1}
+
+
+@pytest.mark.parametrize("name", ["", "/loss", "train/", "train//loss", "val/top 5", "val/größe", "loss\n"])
+def test_a_name_that_some_sink_would_change_is_refused(name):
+    with pytest.raises(LogError) as caught:
+        checked_values({name: 1})
+    assert str(caught.value) == (
+        f'"{name}" cannot name a metric: use letters, digits, "_", "-" and "." in parts joined by "/", '
+        'e.g. "val/accuracy"'
+    )
+
+
+@pytest.mark.parametrize("name", ["step", "time", "infinite"])
+def test_a_name_of_our_own_fields_is_refused(name):
+    with pytest.raises(LogError) as caught:
+        checked_values({name: 1})
+    assert str(caught.value) == (
+        f'"{name}" is a field of metrics.jsonl and cannot name a metric: use e.g. "train/{name}"'
+    )
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(LogError) as caught:
+        checked_values({3: 1})
+    assert str(caught.value) == 'a metric is named by a int (3): use a text such as "val/accuracy"'
+
+
+@pytest.mark.parametrize("step", [12, np.int64(12), torch.tensor(12)])
+def test_a_whole_number_is_a_step(step):
+    assert json.dumps(checked_step(step)) == "12"
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, None, True, "3"])
+def test_anything_else_is_no_step(step):
+    with pytest.raises(LogError) as caught:
+        checked_step(step)
+    assert str(caught.value) == (f"step={step!r} is not a step: give a whole number from 0 on, e.g. step=epoch.number")
+
+
+# How they read
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.43117, "0.4312"),
+        (12, "12"),
+        (64000.0, "64,000"),
+        (0.0, "0"),
+        (12345.678, "12,345.7"),
+        (0.00012, "1.200e-04"),
+        (1.5e9 + 0.5, "1.500e+09"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_numbers_are_short_and_whole_ones_whole(value, text):
+    assert plain(value) == text
+
+
+def test_a_line_knows_rates_speed_and_memory_by_their_names():
+    values = {"train/loss": 0.43117, "lr": 3e-4, "train/samples_per_s": 15321.4, "train/memory_bytes": 1.25 * 2**30}
+    assert line(120, values) == "step 120 | train/loss 0.4312 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB"
+    assert (
+        line(120, {"lr/1": 1e-3, "samples_per_s": 2.5}, total=1000) == "step 120/1,000 | lr/1 1.0e-03 | 2.50 samples/s"
+    )
+
+
+def test_amounts_read_in_their_largest_unit():
+    assert [bytes_text(n) for n in (512, 2048, 64 * 2**20, 3 * 2**40)] == ["512 B", "2.0 KiB", "64.0 MiB", "3.0 TiB"]
+    assert [duration(s) for s in (0, 59.6, 3599, 3600, 90061)] == ["0:00", "1:00", "59:59", "1:00:00", "25:01:01"]
+
+
+# metrics.jsonl
+
+
+def test_each_record_is_a_line_of_its_own_and_there_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = MetricsFile(path, clock=lambda: 1767225600.1234)
+    sink.write(12, {"train/loss": 0.5, "train/seen": 64})
+    assert path.read_text() == '{"step": 12, "time": 1767225600.123, "train/loss": 0.5, "train/seen": 64}\n'
+    sink.write(13, {"train/loss": 0.25})
+    assert len(path.read_text().splitlines()) == 2
+    sink.close({})
+    sink.close({})
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path)
+    sink.write(0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    sink.close({})
+    written = strict(path.read_text())
+    assert [written[name] for name in "abcd"] == [None, None, None, 1.0]
+    (read,) = read_metrics(path)
+    assert math.isnan(read["a"])
+    assert [read[name] for name in "bcd"] == [math.inf, -math.inf, 1.0]
+    assert sorted(read) == ["a", "b", "c", "d", "step", "time"]
+
+
+@pytest.mark.parametrize("kept", range(1, 60, 7))
+def test_a_line_torn_by_a_kill_is_left_out_and_the_next_writer_starts_afresh(tmp_path, kept):
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path, clock=lambda: 1.0)
+    sink.write(1, {"train/loss": 0.5})
+    whole = path.stat().st_size
+    sink.write(2, {"train/loss": 0.25, "val/accuracy": 0.125})
+    sink.close({})
+    with path.open("r+b") as file:
+        file.truncate(whole + kept)
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    again = MetricsFile(path)
+    again.write(3, {"train/loss": 0.125})
+    again.close({})
+    assert [(record["step"], record["train/loss"]) for record in read_metrics(path)] == [(1, 0.5), (3, 0.125)]
+
+
+def test_a_writer_killed_in_the_middle_loses_no_record_it_had_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import sys, pathlib\n"
+        "from samestep.run.metrics_file import MetricsFile\n"
+        "sink = MetricsFile(pathlib.Path(sys.argv[1]))\n"
+        "for step in range(10**9):\n"
+        "    sink.write(step, {'train/loss': 1 / (step + 1)})\n"
+        "    print(step, flush=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    told = [int(writer.stdout.readline()) for _ in range(200)]
+    writer.kill()
+    told += [int(step) for step in writer.stdout.read().split("\n")[:-1]]
+    writer.wait()
+    writer.stdout.close()
+    steps = [record["step"] for record in read_metrics(path)]
+    assert steps[: len(told)] == told
+    assert steps == list(range(len(steps)))
+
+
+def test_by_step_the_last_value_of_each_name_wins(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path, clock=lambda: 1.0)
+    sink.write(2, {"train/loss": 2.0, "val/accuracy": 0.5})
+    sink.write(3, {"train/loss": 3.0})
+    sink.write(1, {"train/loss": 1.0})
+    sink.write(2, {"train/loss": 2.5})
+    sink.close({})
+    assert read_metrics(str(path), by_step=True) == [
+        {"step": 1, "time": 1.0, "train/loss": 1.0},
+        {"step": 2, "time": 1.0, "train/loss": 2.5, "val/accuracy": 0.5},
+        {"step": 3, "time": 1.0, "train/loss": 3.0},
+    ]
+    assert [record["step"] for record in read_metrics(path)] == [2, 3, 1, 2]
+
+
+def test_zeros_that_a_crash_of_the_machine_left_are_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "time": 1.0}\n' + b"\0" * 40)
+    assert read_metrics(path) == [{"step": 1, "time": 1.0}]
+
+
+@pytest.mark.parametrize("text", ["step,loss\n1,0.5\n", "[1, 2]\n", '{"loss": 1}\n'])
+def test_a_file_that_is_no_metrics_file_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(LogError) as caught:
+        read_metrics(path)
+    assert str(caught.value) == (
+        f'{path}, line 1 is not a record like {{"step": 12, "train/loss": 0.43}}: give the metrics.jsonl of a run'
+    )
+
+
+def test_a_missing_metrics_file_is_said_to_be_missing(tmp_path):
+    with pytest.raises(LogError) as caught:
+        read_metrics(tmp_path / "metrics.jsonl")
+    assert str(caught.value) == (
+        f"there is no file {tmp_path / 'metrics.jsonl'}: give the metrics.jsonl that lies in a run's folder"
+    )
+
+
+def test_reading_metrics_needs_no_torch(tmp_path):
+    script = "import sys, samestep.run.metrics_file; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# log.txt
+
+
+def test_the_text_log_has_times_records_and_what_was_said(tmp_path):
+    path = tmp_path / "log.txt"
+    sink = TextLog(path, clock=lambda: 0.0)
+    sink.say("two ranks\non one node")
+    sink.write(120, {"train/loss": 0.4312, "lr": 3e-4})
+    sink.close({"epochs": 3, "best": "val/accuracy", "loss": 0.25})
+    sink.close({})
+    stamps = {text[:19] for text in path.read_text().splitlines() if text[0].isdigit()}
+    (stamp,) = stamps
+    gap = " " * 19
+    assert path.read_text().splitlines() == [
+        f"{stamp}  two ranks",
+        f"{gap}  on one node",
+        f"{stamp}  step 120 | train/loss 0.4312 | lr 3.0e-04",
+        f"{stamp}  summary",
+        f"{gap}  best val/accuracy",
+        f"{gap}  epochs 3",
+        f"{gap}  loss 0.2500",
+    ]
+
+
+def test_the_text_log_is_continued_and_takes_any_text(tmp_path):
+    path = tmp_path / "log.txt"
+    for text in ("größer", "a path \udcff that is no UTF-8"):
+        sink = TextLog(path)
+        sink.say(text)
+        assert len(path.read_text(encoding="utf-8").splitlines()) >= 1
+        sink.close({})
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    assert first.endswith("  größer")
+    assert second.endswith(r"  a path \udcff that is no UTF-8")
+
+
+# TensorBoard
+
+
+def test_tensorboard_reads_back_every_point(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told = []
+    sink = open_tensorboard(tmp_path, told.append)
+    for step in range(3):
+        sink.write(step, {"train/loss": 1 / (step + 1), "lr": 3e-4})
+    sink.write(3, {"train/loss": math.nan})
+    sink.close({})
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert sorted(read.Tags()["scalars"]) == ["lr", "train/loss"]
+    points = read.Scalars("train/loss")
+    assert [point.step for point in points] == [0, 1, 2, 3]
+    assert [point.value for point in points[:3]] == pytest.approx([1, 0.5, 1 / 3])
+    assert math.isnan(points[3].value)
+    assert told == []
+
+
+def test_without_tensorboard_the_curves_are_left_out_with_a_word(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    told = []
+    assert open_tensorboard(tmp_path, told.append) is None
+    (text,) = told
+    assert text.startswith("TensorBoard curves are left out (")
+    assert text.endswith("): to have them, pip install 'samestep[tensorboard]'")
+
+
+# summary.json
+
+
+def test_the_summary_is_sorted_indented_and_strict(tmp_path):
+    path = tmp_path / "run" / "summary.json"
+    write_summary(path, {"seconds": 1.5, "best": {"b": math.nan, "a": (1, None)}, "folder": tmp_path, "done": True})
+    assert path.read_text() == (
+        '{\n  "best": {\n    "a": [\n      1,\n      null\n    ],\n    "b": null\n  },\n'
+        f'  "done": true,\n  "folder": "{tmp_path}",\n  "seconds": 1.5\n}}\n'
+    )
+    assert [found.name for found in path.parent.iterdir()] == ["summary.json"]
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_draft(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_summary(path, {"loss": 1})
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_summary(path, {"loss": 2})
+    assert json.loads(path.read_text()) == {"loss": 1}
+    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_summary_of_something_else_names_its_place(tmp_path):
+    with pytest.raises(LogError) as caught:
+        write_summary(tmp_path / "summary.json", {"best": [1, torch.zeros(2)]})
+    assert str(caught.value) == (
+        "summary['best'][1] is a Tensor, which JSON cannot hold: "
+        "give a number, a text, or lists and dicts of them, e.g. float(x)"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# All of them
+
+
+def test_every_sink_gets_every_record(tmp_path, capsys):
+    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+    sinks.say("hello")
+    sinks.write(1, {"train/loss": 0.5})
+    sinks.close({"steps": 1})
+    assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
+    assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
+    assert "hello" in (tmp_path / "log.txt").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sinks = open_sinks(None, open_console(sys.stdout), warnings.warn)
+    sinks.say("hello")
+    sinks.write(1, {"train/loss": 0.5})
+    sinks.close({"steps": 1})
+    assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
+    assert list(Path().iterdir()) == []
+
+
+def test_after_an_exception_there_is_no_summary(tmp_path):
+    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+    sinks.close({})
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_sink_that_cannot_close_keeps_no_other_from_closing(tmp_path):
+    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+    sinks.write(1, {"train/loss": 0.5})
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(OSError, match="summary"):
+        sinks.close({"steps": 1})
+    with pytest.raises(ValueError, match="closed file"):
+        sinks.say("too late")
