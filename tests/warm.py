@@ -27,6 +27,7 @@ START_SECONDS = 120.0  # importing torch four times on a busy machine takes its 
 # Once a rank has failed, the others first get this long to fail by themselves; then the failed one is ended, as its own
 # process would have ended, and they get as long again to notice.
 GRACE_SECONDS = 2.0
+MEND_SECONDS = 3.0
 LAUNCHERS = ("SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 
 
@@ -111,15 +112,29 @@ def perform(job: Job) -> Answer:
 
     sys.path[:] = job.path
     with surroundings(job):
+        error = None
         try:
             function, arguments = pickle.loads(job.work)
             value = pickle.dumps(function(*arguments))
         except BaseException:  # noqa: BLE001 the parent raises it
-            return Answer(error=traceback.format_exc(), spent=dist.is_initialized())
-        gc.collect()
+            error = traceback.format_exc()
+        gc.collect()  # what a job held, such as data workers, goes with it, also where it failed
+        if error is not None:
+            return Answer(error=error, spent=dist.is_initialized())
         if dist.is_initialized():
             return Answer(error=f"{function.__qualname__} returned with its process group still open", spent=True)
         return Answer(value=value)
+
+
+def leave_group() -> None:
+    """Drop a group that a failed job left open: it costs milliseconds, a new process seconds."""
+    import gc
+
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -284,10 +299,19 @@ class Ranks:
             if rank not in answers:
                 hung = f"gave no answer in {time.monotonic() - start:.1f} s and stands at\n{process.stack()}"
                 answers[rank] = Answer(error=hung, spent=True)
-        for rank, answer in answers.items():
-            if answer.spent:
-                self._drop(rank)
+        self._mend([rank for rank, answer in answers.items() if answer.spent])
         return answers
+
+    def _mend(self, spent: list[int]) -> None:
+        """Let failed ranks drop the group they left open, now that none of them needs it; end those that cannot."""
+        held = {rank: process for rank in spent if (process := self._processes[rank]) is not None}
+        work = pickle.dumps((leave_group, ()))
+        for process in held.values():
+            process.take(Job(work, forget_launchers(os.environ), Path.cwd(), list(sys.path)))
+        ready = self._gather(list(held.values()), MEND_SECONDS, hurry=False)
+        for at, rank in enumerate(held):
+            if at not in ready or ready[at].error is not None:
+                self._drop(rank)
 
     def _gather(self, processes: list[WarmProcess], timeout: float, *, hurry: bool) -> dict[int, Answer]:
         """Collect answers as they come; after a failure in a hurry, do not wait the whole time for the rest."""

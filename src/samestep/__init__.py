@@ -16,7 +16,7 @@ _HOMES = {
     "sample_rng": "samestep.data.sample_rng",
     "sample_numpy_rng": "samestep.data.sample_rng",
     "current_setting": "samestep.data.sample_rng",
-    "read_metrics": "samestep.run.metrics_file",
+    "read_metrics": "samestep.sinks.metrics_file",
 }
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError
     from samestep.facts.world import World
     from samestep.log import SamestepWarning
-    from samestep.run.metrics_file import read_metrics
+    from samestep.sinks.metrics_file import read_metrics
     from samestep.run.run import Run
     from samestep.run.shard import Shard
     from samestep.run.step import Step

@@ -64,29 +64,26 @@ class Ended:
     def logs(self, attempt: int = 0) -> dict[str, str]:
         """Name and text of each log of an attempt."""
         folder = self.folder / "kept" / "logs" / f"attempt-{attempt}"
-        return {path.name: path.read_text() for path in folder.iterdir()}
+        return {path.name: path.read_bytes().decode() for path in folder.iterdir()}
 
 
 def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | None = None, **popen: object) -> Started:
-    """Start `samestep run --folder kept OPTIONS train.py`; options may hold their own script instead."""
+    """Start `samestep run OPTIONS`, where the options end with train.py or a module."""
     (folder / "train.py").write_text(dedent(script))
     mark = uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
+    # A test runner in the background of a shell ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
-        [sys.executable, "-m", "samestep", "run", "--folder", "kept", *(options or ("train.py",))],
+        [sys.executable, "-m", "samestep", "run", *options],
         cwd=folder,
         env={**inherited, **(env or {}), MARK: mark},
         start_new_session=True,
-        preexec_fn=hear_signals,
         **streams,  # type: ignore[call-overload]
     )
+    signal.signal(signal.SIGINT, before)
     return Started(process, folder, mark)
-
-
-def hear_signals() -> None:
-    """A test runner in the background of a shell ignores Ctrl-C, and its children would with it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def variable(process: psutil.Process, name: str) -> str | None:

@@ -14,12 +14,12 @@ from fcntl import ioctl
 
 import pytest
 
-from samestep.run.console import Cadence, LineConsole, fit, open_console
-from samestep.run.pace import Pace
+from samestep.sinks.console import Cadence, LineConsole, fit, open_console
+from samestep.sinks.pace import Pace
 
 PRELUDE = """
 import sys, time
-from samestep.run.console import open_console
+from samestep.sinks.console import open_console
 console = open_console(sys.stdout)
 """
 TRAINING = """
@@ -269,6 +269,24 @@ def test_a_line_a_second_of_each_kind_and_always_the_last():
         "step 20 | train/loss 0.5000",
         "step 1 | test/accuracy 0.7500",
         "step 24 | train/loss 0.5000",
+    ]
+
+
+def test_lines_of_training_tell_the_last_known_speed_whether_or_not_it_came_with_them():
+    clock, stream = Clock(), io.StringIO()
+    console = LineConsole(stream, clock)
+    for step in range(3):
+        clock.now = float(step)
+        console.write(step, {"train/loss": 0.5})
+        if step == 1:
+            console.write(step, {"train/loss": 0.5, "train/samples_per_s": 100.0})
+            console.write(step, {"test/accuracy": 0.5})
+    console.close({})
+    assert stream.getvalue().splitlines() == [
+        "step 0 | train/loss 0.5000",
+        "step 1 | train/loss 0.5000",
+        "step 1 | test/accuracy 0.5000",
+        "step 2 | train/loss 0.5000 | 100 samples/s",
     ]
 
 

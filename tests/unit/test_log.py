@@ -8,9 +8,9 @@ import warnings
 import pytest
 
 import samestep.log
-import samestep.run.console
-import samestep.run.metric_values
-import samestep.run.readable
+import samestep.sinks.console
+import samestep.sinks.values
+import samestep.sinks.readable
 import samestep.units
 from samestep.log import SamestepWarning, Voice, note, notes_to, warn
 
@@ -70,9 +70,9 @@ def test_the_users_own_logging_hears_notes_and_is_left_as_it_was(caplog):
     [
         samestep.log,
         samestep.units,
-        samestep.run.readable,
-        samestep.run.metric_values,
-        samestep.run.console,
+        samestep.sinks.readable,
+        samestep.sinks.values,
+        samestep.sinks.console,
     ],
     ids=lambda module: module.__name__,
 )

@@ -1,5 +1,7 @@
 """The keyed permutation that needs no memory: a bijection for every n, equal to its definition."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,3 +70,11 @@ def test_blocks_join_without_a_seam(count: int) -> None:
     positions = np.arange(count) + 123
     halves = np.concatenate([network.at(positions[: count // 3]), network.at(positions[count // 3 :])])
     assert np.array_equal(network.at(positions), halves)
+
+
+def test_threads_that_share_a_network_do_not_disturb_each_other() -> None:
+    network = feistel(10**9, key=12)
+    expected = [network.at(np.arange(BLOCK) + BLOCK * number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: network.at(np.arange(BLOCK) + BLOCK * (number % 8)), range(64)))
+    assert all(np.array_equal(array, expected[number % 8]) for number, array in enumerate(found))

@@ -32,7 +32,7 @@ def networks(n: int, keys: int) -> Permutations:
     return np.stack([feistel(n, key64(1, seed, 0)).at(positions) for seed in range(keys)])
 
 
-both = pytest.mark.parametrize(
+two_ways = pytest.mark.parametrize(
     ("make", "n", "keys"), [(arrays, 20, 10_000), (networks, 20, 5_000), (networks, 37, 5_000)]
 )
 Make = Callable[[int, int], Permutations]
@@ -49,7 +49,7 @@ def test_both_orders_of_two_elements_come_up_equally_often() -> None:
     assert stats.binomtest(int(arrays(2, 10_000)[:, 0].sum()), 10_000).pvalue > LEAST_P
 
 
-@both
+@two_ways
 def test_each_element_is_as_likely_at_each_position(make: Make, n: int, keys: int) -> None:
     orders = make(n, keys)
     counts = np.stack([np.bincount(orders[:, position], minlength=n) for position in range(n)])
@@ -59,7 +59,7 @@ def test_each_element_is_as_likely_at_each_position(make: Make, n: int, keys: in
     assert stats.chi2.cdf(statistic, (n - 1) ** 2) > LEAST_P  # too even would be no chance either
 
 
-@both
+@two_ways
 @pytest.mark.parametrize("places", [(0, 1), (0, -1), (3, 11)])
 def test_each_pair_is_as_likely_at_two_positions(make: Make, n: int, keys: int, places: tuple[int, int]) -> None:
     orders = make(n, keys)
@@ -69,7 +69,7 @@ def test_each_pair_is_as_likely_at_two_positions(make: Make, n: int, keys: int, 
     assert stats.chisquare(pairs[apart]).pvalue > LEAST_P
 
 
-@both
+@two_ways
 def test_neighbours_differ_by_every_distance_equally(make: Make, n: int, keys: int) -> None:
     distances = np.diff(make(n, keys), axis=1) % n
     counts = np.bincount(distances.ravel(), minlength=n)
@@ -77,7 +77,7 @@ def test_neighbours_differ_by_every_distance_equally(make: Make, n: int, keys: i
     assert stats.chisquare(counts[1:]).pvalue > LEAST_P
 
 
-@both
+@two_ways
 def test_as_many_elements_stay_in_place_as_chance_leaves(make: Make, n: int, keys: int) -> None:
     fixed = (make(n, keys) == np.arange(n)).sum(axis=1)
     counts = np.bincount(np.minimum(fixed, 5), minlength=6)  # derangements are those with none

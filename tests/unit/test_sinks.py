@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from samestep.errors import LogError
-from samestep.run.console import open_console
-from samestep.run.metric_values import checked_step, checked_values
-from samestep.run.metrics_file import MetricsFile, read_metrics
-from samestep.run.readable import line, plain
-from samestep.run.sinks import open_sinks
-from samestep.run.summary_file import write_summary
-from samestep.run.tensorboard_sink import open_tensorboard
-from samestep.run.text_log import TextLog
+from samestep.sinks.console import open_console
+from samestep.sinks.values import checked_step, checked_values
+from samestep.sinks.metrics_file import MetricsFile, read_metrics
+from samestep.sinks.readable import line, plain
+from samestep.sinks.sinks import open_sinks
+from samestep.sinks.summary_file import write_summary
+from samestep.sinks.tensorboard import open_tensorboard
+from samestep.sinks.text_log import TextLog
 from samestep.units import bytes_text, duration
 
 
@@ -209,7 +209,7 @@ def test_a_writer_killed_in_the_middle_loses_no_record_it_had_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import sys, pathlib\n"
-        "from samestep.run.metrics_file import MetricsFile\n"
+        "from samestep.sinks.metrics_file import MetricsFile\n"
         "sink = MetricsFile(pathlib.Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    sink.write(step, {'train/loss': 1 / (step + 1)})\n"
@@ -268,7 +268,7 @@ def test_a_missing_metrics_file_is_said_to_be_missing(tmp_path):
 
 
 def test_reading_metrics_needs_no_torch(tmp_path):
-    script = "import sys, samestep.run.metrics_file; sys.exit('torch' in sys.modules)"
+    script = "import sys, samestep.sinks.metrics_file; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

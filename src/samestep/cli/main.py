@@ -48,10 +48,13 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="samestep", message="%(package)s %(version)s")
-def samestep() -> None:
+@click.pass_context
+def samestep(ctx: click.Context) -> None:
     """N GPUs, the same step: train on any number of processes with the same result."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

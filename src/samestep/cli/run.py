@@ -2,18 +2,24 @@
 
 import io
 import sys
-from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 from uuid import uuid4
 
 import click
 
 from samestep.errors import LaunchError
 from samestep.facts.world import environment, export
-from samestep.launch.job import Job, count_processes, folder_name
-from samestep.launch.local import check_module, check_port, check_script, count_cores, count_gpus, make_folder
+from samestep.launch.job import Job, Show, count_processes, folder_name
+from samestep.launch.local import (
+    check_module,
+    check_port,
+    check_script,
+    count_cores,
+    count_gpus,
+    make_folder,
+)
 from samestep.launch.probe import probe_bf16
 from samestep.launch.rendezvous import Asked, choose_rendezvous
 from samestep.launch.stop import Stop, Stopped
@@ -21,6 +27,28 @@ from samestep.launch.torchrun import launch
 from samestep.launch.variables import choose_variables
 
 _PATIENCE = 5  # seconds that ranks get to end by themselves after Ctrl-C
+
+
+class Typed(TypedDict):
+    """What was typed, by the names that the options below give it."""
+
+    module: bool
+    processes: str
+    nodes: str
+    standalone: bool
+    backend: str | None
+    endpoint: str | None
+    id: str | None
+    settings: str
+    node_rank: int | None
+    address: str | None
+    port: int | None
+    local_address: str | None
+    max_restarts: int
+    folder: Path | None
+    show: Show
+    verbose: bool
+    script: tuple[str, ...]
 
 
 def _with_dashes(name: str) -> str:
@@ -61,7 +89,7 @@ def _with_dashes(name: str) -> str:
               help="Whose output the console shows; every rank's is kept in the folder.")  # fmt: skip
 @click.option("--verbose", is_flag=True, help="Let torch's agent speak too.")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def command(**typed: Any) -> int:
+def command(**typed: Unpack[Typed]) -> int:
     """Start SCRIPT as ranks that train together; the exit code is the first failing rank's."""
     if not typed["script"]:
         raise LaunchError("no script was named: type `samestep run train.py`, or `samestep run -m package.module`")
@@ -79,17 +107,16 @@ def command(**typed: Any) -> int:
             return 128 + stopped.sigval
 
 
-def _decide(typed: dict[str, Any]) -> tuple[Job, int, int]:
+def _decide(typed: Typed) -> tuple[Job, int, int]:
     """The job, and the cores and GPUs it was decided for; mistakes are told before torch is loaded, where possible."""
     target, *arguments = typed["script"]
     (check_module if typed["module"] else check_script)(target)
-    asked = Asked(**{field.name: typed[field.name] for field in fields(Asked)})
-    rendezvous = choose_rendezvous(asked, fresh_id=uuid4().hex)
+    rendezvous = choose_rendezvous(_asked(typed), fresh_id=uuid4().hex)
     if rendezvous.hosted_port is not None:
         check_port(rendezvous.hosted_port)
     cores = count_cores()
     count_processes(typed["processes"], gpus=1, cores=cores)  # a mistyped number is told before torch is loaded
-    gpus = count_gpus()
+    gpus = count_gpus(quiet=not typed["verbose"])
     job = Job(
         target=target,
         module=typed["module"],
@@ -102,6 +129,21 @@ def _decide(typed: dict[str, Any]) -> tuple[Job, int, int]:
         verbose=typed["verbose"],
     )
     return job, cores, gpus
+
+
+def _asked(typed: Typed) -> Asked:
+    return Asked(
+        nodes=typed["nodes"],
+        standalone=typed["standalone"],
+        backend=typed["backend"],
+        endpoint=typed["endpoint"],
+        id=typed["id"],
+        settings=typed["settings"],
+        node_rank=typed["node_rank"],
+        address=typed["address"],
+        port=typed["port"],
+        local_address=typed["local_address"],
+    )
 
 
 def _patience() -> int:

@@ -1,14 +1,14 @@
 """Samples of given indices, read by DataLoader workers, on the device: the same on any number of workers."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from samestep.data.sample_rng import sample_luck
+from samestep.data.sample_rng import batch_luck, sample_luck
 from samestep.data.tree import move, tensors_of
 from samestep.errors import DataError, SampleError
 
@@ -97,26 +97,27 @@ class _Keyed:
     dataset: MapDataset
     seed: int
     rank: int
-    _batched: Callable[[list[int]], list[object]] | None = field(default=None, init=False, repr=False)
 
     def __getitems__(self, request: Request) -> list[object]:
         batched = getattr(self.dataset, "__getitems__", None)
-        if callable(batched):
-            with sample_luck(self.seed, request.epoch, 0, request.setting):
-                return self._read(request.indices.tolist(), batched, list(request.indices))
-        return [self._one(index, request) for index in request.indices.tolist()]
+        if not callable(batched):
+            return [self._one(index, request) for index in request.indices.tolist()]
+        indices = request.indices.tolist()
+        try:
+            with batch_luck(request.setting):
+                return list(cast("Iterable[object]", batched(indices)))
+        except Exception as error:
+            raise self._failed(f"one of the samples {indices}", error) from error
 
     def _one(self, index: int, request: Request) -> object:
-        with sample_luck(self.seed, request.epoch, index, request.setting):
-            return self._read(index, self.dataset.__getitem__, index)
-
-    def _read(self, key: object, function: Callable[..., object], shown: object) -> object:
         try:
-            return function(key)
+            with sample_luck(self.seed, request.epoch, index, request.setting):
+                return self.dataset[index]
         except Exception as error:
-            raise SampleError(
-                f"sample {shown} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}"
-            ) from error
+            raise self._failed(f"sample {index}", error) from error
+
+    def _failed(self, what: str, error: Exception) -> SampleError:
+        return SampleError(f"{what} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,7 @@ def _moved(batches: Iterator[object], device: torch.device) -> Iterator[object]:
 def _ahead(batches: Iterator[object], device: torch.device) -> Iterator[object]:
     """Copy the next batch on a stream of its own while the current one computes."""
     stream = torch.cuda.Stream(device)
-
-    def fetch() -> object | None:
-        batch = next(batches, None)
-        if batch is None:
-            return None
-        with torch.cuda.stream(stream):
-            return move(batch, device)
-
-    following = fetch()
+    following = _send(batches, device, stream)
     while following is not None:
         current_stream = torch.cuda.current_stream(device)
         current_stream.wait_stream(stream)
@@ -167,4 +160,13 @@ def _ahead(batches: Iterator[object], device: torch.device) -> Iterator[object]:
         for tensor in tensors_of(batch):
             tensor.record_stream(current_stream)  # its memory must not be reused before this stream is done with it
         yield batch
-        following = fetch()  # the GPU still computes what was queued for this batch
+        following = _send(batches, device, stream)  # the GPU still computes what was queued for this batch
+
+
+def _send(batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream) -> object | None:
+    """Begin to copy the next batch, if there is one."""
+    batch = next(batches, None)
+    if batch is None:
+        return None
+    with torch.cuda.stream(stream):
+        return move(batch, device)

@@ -1,6 +1,6 @@
 """Batches as trees of tensors: moved to a device, cut to their real rows, complained about when they are something else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -44,36 +44,37 @@ def move(tree: object, device: torch.device) -> object:
 
 def first_rows(tree: object, rows: int) -> object:
     """`tree` with its tensors and lists of strings cut to their first `rows` rows."""
-    if isinstance(tree, torch.Tensor):
-        return tree[:rows] if tree.dim() else tree
-    if isinstance(tree, Mapping):
-        return _rebuild_mapping(tree, {k: first_rows(v, rows) for k, v in tree.items()})
-    if isinstance(tree, list | tuple) and tree and all(isinstance(v, str | bytes) for v in tree):
-        return type(tree)(tree[:rows])
-    if isinstance(tree, tuple | list):
-        return _rebuild(tree, [first_rows(v, rows) for v in tree])
-    return tree
+    match tree:
+        case torch.Tensor():
+            return tree[:rows] if tree.dim() else tree
+        case Mapping():
+            return _rebuild_mapping(tree, {key: first_rows(value, rows) for key, value in tree.items()})
+        case list() | tuple() if _all_text(tree):
+            return _rebuild(tree, list(tree[:rows]))
+        case list() | tuple():
+            return _rebuild(tree, [first_rows(value, rows) for value in tree])
+        case _:
+            return tree
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
     """Every tensor in `tree`."""
     found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
     if not isinstance(tree, torch.Tensor | Mapping | tuple | list) and isinstance(tree, Movable):
         return found
-    map_tensors(tree, keep)
+    map_tensors(tree, found.append)
     return found
 
 
 def _rebuild(like: tuple[object, ...] | list[object], values: list[object]) -> object:
-    if hasattr(like, "_fields"):  # a named tuple takes its fields one by one
-        return type(like)(*values)
-    return type(like)(values)
+    if isinstance(like, list):
+        return values
+    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)  # a named tuple takes its fields one by one
 
 
 def _rebuild_mapping(like: Mapping[object, object], values: dict[object, object]) -> object:
     return values if type(like) is dict else type(like)(values)  # pyright: ignore[reportCallIssue]  # a mapping class of the user's
+
+
+def _all_text(values: Sequence[object]) -> bool:
+    return len(values) > 0 and all(isinstance(value, str | bytes) for value in values)

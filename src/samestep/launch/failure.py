@@ -29,6 +29,7 @@ _LOST_PEER = (
     "connectFullMesh failed",
     "samestep.errors.RankMissing",
 )
+_AGENT_WAITS = 29  # seconds, one less than the agent gives ranks to end: times are known to the second
 _ORDER: tuple[Kind, ...] = ("own", "lost", "ended")
 
 
@@ -44,6 +45,8 @@ class Failure:
     """Its exit code, or the negative number of the signal that ended it."""
     when: float
     """When it failed, in seconds since the epoch; known to the second only."""
+    ended: bool
+    """Whether the launcher ended it, because another rank had failed."""
     said: str
     """Its own traceback, or the last lines of its log; may be empty."""
     traceback: bool
@@ -52,7 +55,7 @@ class Failure:
     @property
     def kind(self) -> Kind:
         """Whether it failed by itself, because it lost a peer, or because the launcher ended it after another."""
-        if self.code == -signal.SIGTERM:
+        if self.ended:
             return "ended"
         return "lost" if self.traceback and is_lost_peer(self.said) else "own"
 
@@ -71,6 +74,11 @@ class Failure:
     def exit_code(self) -> int:
         """What a shell would call it: its own code, or 128 and the signal."""
         return 128 - self.code if self.code < 0 else self.code
+
+
+def is_agents_doing(code: int, seconds_after_first: float) -> bool:
+    """Whether torch's agent ended a rank after another had failed: asked it to, or killed it when it did not."""
+    return code == -signal.SIGTERM or (code == -signal.SIGKILL and seconds_after_first >= _AGENT_WAITS)
 
 
 def is_lost_peer(traceback: str) -> bool:
@@ -109,7 +117,7 @@ def _row(failure: Failure, root: Failure) -> str:
     if failure is root:
         return f"{failure.ending}  <- first failure"
     if failure.kind == "ended":
-        return "ended by the launcher after the first failure (SIGTERM)"
+        return f"ended by the launcher after the first failure ({signal.Signals(-failure.code).name})"
     return f"{failure.ending}{', when it lost a peer' if failure.kind == 'lost' else ''}"
 
 

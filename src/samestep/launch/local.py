@@ -10,6 +10,9 @@ import psutil
 
 from samestep.errors import LaunchError
 from samestep.facts.hardware import read_hardware
+from samestep.facts.world import environment, export
+
+_NATIVE_LOG = "TORCH_CPP_LOG_LEVEL"
 
 
 def count_cores() -> int:
@@ -17,10 +20,18 @@ def count_cores() -> int:
     return read_hardware().cores.usable
 
 
-def count_gpus() -> int:
-    """GPUs that torch sees, counted without touching any."""
+def count_gpus(quiet: bool) -> int:
+    """GPUs that torch sees, counted without touching any; loads torch.
+
+    Quiet keeps torch's native code from burying one clear line of the launcher's under a stack of its own. torch reads
+    the level once, when it is loaded, so the ranks get back what they would have had.
+    """
+    level = environment().get(_NATIVE_LOG)
+    if quiet and level is None:
+        export({_NATIVE_LOG: "FATAL"})
     import torch
 
+    export({_NATIVE_LOG: level or "WARNING"})
     return torch.cuda.device_count()
 
 
@@ -60,16 +71,17 @@ def check_script(path: str) -> None:
 def check_module(name: str) -> None:
     """Complain about a module that `python -m` would not find; nothing is imported to find out."""
     path: list[str] | None = None
-    spec: ModuleSpec | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:depth]), path)
-        path = list(spec.submodule_search_locations or []) if spec else None
-        if spec is None or (depth < len(parts) and not path):
+        part = ".".join(parts[:depth])
+        # A module that is no package holds no other.
+        spec = None if path == [] else _find_spec(part, path)
+        if spec is None:
             raise LaunchError(
-                f"there is no module {'.'.join(parts[:depth])} in {Path.cwd()} or among what is installed: type its "
-                "dotted name as in `samestep run -m package.module`, from the folder that holds the package"
+                f"there is no module {name}: {part} is neither in {Path.cwd()} nor installed; type its dotted name as "
+                "in `samestep run -m package.module`, from the folder that holds the package"
             )
+        path = list(spec.submodule_search_locations or [])
     if path and _find_spec(f"{name}.__main__", path) is None:
         raise LaunchError(f"{name} is a package without __main__.py: name a module in it, as in {name}.train")
 

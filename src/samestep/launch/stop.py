@@ -58,8 +58,7 @@ class Stop:
         self._raise = exception
 
     def end_leftovers(self) -> None:
-        """End what the ranks started and did not end; a signal that comes meanwhile makes it quicker."""
-        self._raise = None
+        """End what the ranks started and did not end; a second signal makes it quicker."""
         patience = self.patience if self.received is None else max(0.0, self._deadline - time.monotonic())
         end_children(self._spare, patience)
 

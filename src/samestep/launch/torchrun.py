@@ -5,11 +5,10 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import LaunchError
-from samestep.launch.failure import Failure, by_cause, tell
+from samestep.launch.failure import Failure, by_cause, is_agents_doing, tell
 from samestep.launch.job import Job
 from samestep.launch.logs import RankLogs
 from samestep.launch.stop import Stop, Stopped
@@ -48,8 +47,8 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    if not job.verbose:
-        _redirect_agent_log(logs.folder / f"launcher-{socket.gethostname()}.log")
+    written = logs.folder / f"launcher-{socket.gethostname()}.log"
+    _listen_to_agent(logging.StreamHandler() if job.verbose else logging.FileHandler(written))
     config = _config(job, _specs(logs, stop, say), stop.patience)
     # torch fills in ${local_rank} as string.Template does; doubling each $ brings the arguments through untouched.
     arguments = [argument.replace("$", "$$") for argument in job.command]
@@ -57,9 +56,12 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
+        stop.raise_as(None)
         stop.end_leftovers()
-        return [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
+        first = min(failure.timestamp for failure in error.failures.values())
+        return [_failure(rank, failure, first, logs) for rank, failure in error.failures.items()]
     except SignalException as error:
+        stop.raise_as(None)
         stop.end_leftovers()
         raise Stopped(str(error), error.sigval) from error
     except (RendezvousError, DistError) as error:
@@ -107,7 +109,9 @@ def _specs(logs: RankLogs, stop: Stop, say: Say) -> "LogsSpecs":
             stop.check()
             if logs.files:
                 stop.end_leftovers()
-                say(f"samestep: the ranks are started anew; logs of the attempt before: {logs.folder}")
+                say(
+                    f"samestep: a rank failed or the nodes changed, so all ranks start anew; logs so far: {logs.folder}"
+                )
             streams = logs.open(envs)
             for local_rank, path in streams.error_files.items():
                 envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
@@ -121,9 +125,17 @@ def _specs(logs: RankLogs, stop: Stop, say: Say) -> "LogsSpecs":
     return Specs()
 
 
-def _failure(rank: int, failure: "ProcessFailure", logs: RankLogs) -> Failure:
+def _failure(rank: int, failure: "ProcessFailure", first: float, logs: RankLogs) -> Failure:
     said, traceback = last_words(logs.files[rank], crashed=failure.exitcode < 0)
-    return Failure(rank, failure.pid, failure.exitcode, failure.timestamp, said, traceback)
+    return Failure(
+        rank=rank,
+        pid=failure.pid,
+        code=failure.exitcode,
+        when=failure.timestamp,
+        ended=is_agents_doing(failure.exitcode, failure.timestamp - first),
+        said=said,
+        traceback=traceback,
+    )
 
 
 def _explain(job: Job, error: Exception) -> str:
@@ -131,19 +143,23 @@ def _explain(job: Job, error: Exception) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0].rstrip(".")
+    nodes = (
+        meeting.nodes_max if meeting.nodes_min == meeting.nodes_max else f"{meeting.nodes_min} to {meeting.nodes_max}"
+    )
     return (
-        f"the launchers of {meeting.nodes_min} to {meeting.nodes_max} node(s) did not meet at {meeting.endpoint} "
+        f"the launchers of {nodes} node(s) did not meet at {meeting.endpoint} "
         f"({type(error).__name__}: {reason}): check that --rdzv-endpoint and --rdzv-id are the same on every node and "
         "that its port can be reached, or type --verbose to hear torch's agent"
     )
 
 
-def _redirect_agent_log(path: Path) -> None:
-    """Write down what the agent says, instead of letting it bury a rank's own traceback."""
-    handler = logging.FileHandler(path, delay=True)
+def _listen_to_agent(handler: logging.Handler) -> None:
+    """Hand what the agent says to `handler` alone: on the console it would bury a rank's own traceback."""
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
+    for prefix in _LOGGERS:
+        logger = logging.getLogger(prefix)
         logger.addHandler(handler)
         logger.propagate = False
+        for name in [known for known in logging.root.manager.loggerDict if known.startswith(prefix)]:
+            logging.getLogger(name).setLevel(logging.INFO)

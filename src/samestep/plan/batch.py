@@ -5,7 +5,7 @@ world. Each rank takes a contiguous slice (sizes differ by at most one), and eve
 number of micro-batches with the same number of rows. Rows that are missing repeat a sample, which then weighs 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from samestep.errors import DataError
 
@@ -79,9 +79,11 @@ class Cut:
     """The most rows that go through the model at once; None: a rank's whole slice does."""
     drop_tail: bool = False
     """Leave out the last, smaller step of an epoch."""
+    _end: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        steps_per_epoch(self.n, self.global_batch, self.drop_tail)
+        whole = steps_per_epoch(self.n, self.global_batch, self.drop_tail) * self.global_batch
+        object.__setattr__(self, "_end", min(whole, self.n))
         _check_rank(self.rank, self.size)
         if self.micro_batch is not None and self.micro_batch < 1:
             raise DataError(
@@ -97,12 +99,12 @@ class Cut:
     @property
     def dropped(self) -> int:
         """Samples that `drop_tail` leaves out of each epoch."""
-        return self.n % self.global_batch if self.drop_tail else 0
+        return self.n - self._end
 
     def positions(self, step: int) -> Span:
         """All positions of a step, over all ranks."""
         start = step * self.global_batch
-        stop = min(start + self.global_batch, self.n - self.dropped)
+        stop = min(start + self.global_batch, self._end)
         if not 0 <= start < stop:
             raise DataError(f"step {step} is not in an epoch of {self.steps} steps: steps are 0 to {self.steps - 1}")
         return start, stop
@@ -115,11 +117,9 @@ class Cut:
 
     def span(self, step: int) -> Span:
         """Positions this rank reads in a step: its slice, or where that is empty the step's first, to pad with."""
-        start, stop = self.slice(step)
-        if start < stop:
-            return start, stop
-        first = step * self.global_batch
-        return first, first + 1
+        first, last = self.positions(step)
+        start, stop = split_evenly(last - first, self.size, self.rank)
+        return (first + start, first + stop) if start < stop else (first, first + 1)
 
     def shape(self, step: int) -> tuple[int, int]:
         """(number of micro-batches, rows of each) of a step, the same on every rank."""

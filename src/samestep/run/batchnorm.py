@@ -1,11 +1,15 @@
 """BatchNorm over several ranks: converted to see all of them, or its running statistics averaged."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the only name for all of its kinds
 
+from samestep.run.frozen import frozen_parts
 from samestep.run.link import Link
+from samestep.run.sync_batchnorm import SYNCHRONISED
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -15,7 +19,20 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 def unsynchronised(model: nn.Module) -> dict[str, _BatchNorm]:
     """Those that see the rows of their own rank only."""
-    return {name: norm for name, norm in batch_norms(model).items() if not isinstance(norm, nn.SyncBatchNorm)}
+    return {name: norm for name, norm in batch_norms(model).items() if not isinstance(norm, SYNCHRONISED)}
+
+
+def learning(model: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers outside of frozen parts: what goes through them in training enters their statistics."""
+    asleep = {id(module) for part in frozen_parts(model).values() for module in part.modules()}
+    return [module for module in model.modules() if isinstance(module, _BatchNorm) and id(module) not in asleep]
+
+
+def rows_needed(norms: Sequence[_BatchNorm]) -> int:
+    """How few rows those of these layers that now train can compute with; 0 where there is none."""
+    awake = [norm for norm in norms if norm.training]
+    alone = any(isinstance(norm, nn.BatchNorm1d) for norm in awake)  # one row has no variance, unless others join in
+    return 2 if alone else min(1, len(awake))
 
 
 def average_statistics(link: Link, model: nn.Module) -> None:

@@ -9,10 +9,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from samestep.errors import StepError
 from samestep.log import SamestepWarning
-from samestep.run.batchnorm import unsynchronised
+from samestep.run.batchnorm import rows_needed, unsynchronised
 from samestep.run.link import Link
 from samestep.run.logs import Row, Writer
+from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
+from samestep.run.speed import Speed
 from samestep.run.finite import describe_not_finite
 from samestep.run.fingerprint import check_alike
 from samestep.run.step import Step
@@ -22,15 +24,18 @@ from samestep.run.wrapped import Wrapped, check_optimizer
 class RunEngine:
     """The part of a run that follows its steps."""
 
-    def __init__(self, link: Link, device: torch.device, writer: Writer | None, check_every: int) -> None:
+    def __init__(
+        self, link: Link, device: torch.device, writer: Writer | None, check_every: int, speed: Speed
+    ) -> None:
         self._link, self._device, self._writer, self._check_every = link, device, writer, check_every
+        self.speed = speed
         self.models: list[Wrapped] = []
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.epoch = 0
         self.steps = self.samples = 0
         self.lockstep = False
-        self.padding_rows = 0
+        self.padding = Padding()
         self._own: dict[Row, float] = {}
         self._optimizers: list[Optimizer] = []
         self._abandoned: Step | None = None
@@ -46,6 +51,16 @@ class RunEngine:
         return self._link.world.size
 
     @property
+    def loss_scale(self) -> float:
+        """The factor that losses carry through the backward pass; 1 but for fp16."""
+        return 1.0 if self.speed.scale is None else self.speed.scale.factor
+
+    @property
+    def fewest_rows(self) -> int:
+        """How few rows a micro-batch may have: 0 where padding does no harm, more where BatchNorm should not see it."""
+        return max((rows_needed(model.norms) for model in self.models), default=0)
+
+    @property
     def step_number(self) -> int:
         """The number of the step under way or last done."""
         return self.current.number if self.current is not None else self.steps
@@ -59,6 +74,7 @@ class RunEngine:
         """Let go of the optimizers without a word to the other ranks."""
         for hook in self._hooks:
             hook.remove()
+        self.speed.close()
 
     def expect(self, total: int, start: int) -> None:
         """Tell how far training will go, for the bar and the time left."""
@@ -68,6 +84,8 @@ class RunEngine:
     def begin_step(self, step: Step) -> None:
         """Called when a step is handed out."""
         self.current, self._abandoned = step, None
+        if self.speed.scale is not None:
+            self.speed.scale.begin(self.models)
 
     def begin_micro_batch(self, last: bool) -> None:
         """Let gradients travel with the last micro-batch only."""
@@ -78,6 +96,7 @@ class RunEngine:
         """Called when all micro-batches of a step are done, before the optimizer's turn."""
         for model in self.models:
             model.check_use(step.number, step.last_samples, self._link.world.rank)
+        self.speed.settle(self.models, step.number)
         if step.loss is not None:
             self.pulse.pending.add(step.number, "train/loss", step.loss)
 
@@ -123,6 +142,8 @@ class RunEngine:
         Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones and the
         report of a fault need a collective.
         """
+        if self.speed.scale is not None and self.speed.scale.dropped:
+            return False  # as was said when its gradients were dropped
         healthy = all(bool(model.all_finite()) for model in self.models)
         if any(model.sharded for model in self.models):
             healthy = all(bool(part[0]) for part in self._link.exchange("step.finite", [float(healthy)]))
@@ -178,6 +199,7 @@ class RunEngine:
             for model in self.models:
                 model.check_unchanged()
             self._optimizers.append(optimizer)
+            self.speed.meet(optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if self._writer is None or self.current is None:

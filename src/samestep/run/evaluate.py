@@ -14,7 +14,7 @@ from samestep.run.link import Link
 @contextmanager
 def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Iterator[nn.Module]:
     """Yield what to call; every submodule's mode is restored afterwards, also after an exception."""
-    wrapped = next((known for known in engine.models if model in (known.model, known.inner)), None)
+    wrapped = next((known for known in engine.models if model in (known.model, known.core, known.inner)), None)
     net = model if wrapped is None else wrapped.core
     if wrapped is not None:
         average_statistics(link, wrapped.inner)

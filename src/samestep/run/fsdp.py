@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimizer state sharded over the ranks, block by block."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,22 +25,32 @@ class Sharding:
     """What weights are computed in; gradients are reduced in fp32 all the same. None: as they are."""
     blocks: tuple[type[nn.Module], ...]
     """Classes that are sharded one by one; empty: the repeated children of the largest containers."""
+    compile: bool = False
+    """Compile block by block: what gathers weights stays outside of what is compiled."""
 
 
 def shard_model(model: nn.Module, world: World, device: torch.device, sharding: Sharding) -> None:
     """Shard `model` in place; the first rank's weights must already stand on every rank."""
     mesh = _mesh(world, device, sharding.hybrid)
-    policy = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=torch.float32 if sharding.dtype else None)
+    fp32 = torch.float32 if sharding.dtype else None
+    policy = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
     ignored = {p for part in frozen_parts(model).values() for p in part.parameters()}
-    for block in find_blocks(model, sharding.blocks):
+    blocks = find_blocks(model, sharding.blocks)
+    for part in blocks if sharding.compile else ():
+        part.compile()
+    for block in blocks:
         if any(p.requires_grad for p in block.parameters()):
             fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+    whole = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32, output_dtype=fp32)  # losses in fp32
+    fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=offload, ignored_params=ignored)
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """The modules that are gathered one at a time: those of `classes`, or the members of every ModuleList of two and more."""
+    """The modules that are gathered one at a time, inner before outer, as FSDP wants them.
+
+    Those of `classes`, or the members of the outermost ModuleLists and Sequentials that have two and more.
+    """
     if classes:
         found = [module for module in model.modules() if isinstance(module, tuple(classes)) and module is not model]
         if not found:
@@ -48,14 +58,18 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn
             raise WrapError(
                 f"{type(model).__name__} has no submodule of class {names}: give blocks= the classes that repeat in it"
             )
-        return found
-    return [
-        block
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and module is not model
-        for block in module
-        if any(True for _ in block.parameters())
-    ]
+        return found[::-1]
+    return [block for block in _outermost(model) if any(True for _ in block.parameters())]
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Members of containers, not what is inside them; a ModuleList is never called, so its members stand for it."""
+    repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    for child in module.children():
+        if repeats and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost(child)
 
 
 def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:

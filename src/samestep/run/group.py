@@ -22,7 +22,6 @@ class Group:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._onces = 0
-        self._padding_rows = 0
 
     @property
     def rank(self) -> int:
@@ -86,4 +85,5 @@ class Group:
         self._link.exchange("run.barrier", [])
 
     def _keep_real(self, values: torch.Tensor) -> torch.Tensor:
+        """What counts of `values`: all of it, unless a run in evaluation knows better."""
         return values

@@ -1,8 +1,8 @@
-"""The connection between the ranks: how it is opened, how small things cross it, and what is said when a rank is missing."""
+"""The connection between the ranks: how small things cross it, and what is said when a rank is missing."""
 
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -11,18 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from samestep.errors import GroupError, RankMissing, WorldError
+from samestep.errors import GroupError, RankMissing
 from samestep.facts.world import World
+from samestep.run import frames
+from samestep.run.connect import connect_store, open_group, store_beside_group
 from samestep.run.places import Place, Places, call_site
 from samestep.run.torch_private import set_group_timeout
 
 T = TypeVar("T")
 _LOOK_AROUND = 1.0  # seconds of waiting after which a rank asks where the others are
-_LABEL = 8  # leading words of a frame: 64 bytes that say who called from where
-_FRAME = (
-    256  # words of 8 bytes in a frame: every small exchange has this size, so that unlike ones meet and are told apart
-)
-_ROOM = _FRAME - _LABEL - 1
 _ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.first:`?)"
 
 
@@ -34,10 +31,9 @@ class Link:
     """
 
     def __init__(self, world: World, backend: str, start_timeout: float, step_timeout: float) -> None:
-        self.world = world
-        self.backend = backend
-        self.timeout = start_timeout
-        self.start_timeout, self._step_timeout = start_timeout, step_timeout
+        self.world, self.backend = world, backend
+        self.timeout = self.start_timeout = start_timeout
+        self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._places: Places | None = None
         self._adopted = False
@@ -59,29 +55,21 @@ class Link:
         if self.alone:
             return
         self._adopted = dist.is_initialized()
-        if self._adopted:
-            base = self._store_beside_group()
-        else:
-            base = self._connect()
+        base = store_beside_group(self.world) if self._adopted else connect_store(self.world, self.start_timeout)
         generation = f"samestep/{self.world.job}/{self.world.restart}"  # a restarted group must not read dead addresses
         self._store = dist.PrefixStore(f"{generation}/link", base)
         self._places = Places(self._store, self.world.rank, self.world.size)
         if not self._adopted:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend,
-                store=dist.PrefixStore(f"{generation}/group", base),
-                rank=self.world.rank,
-                world_size=self.world.size,
-                timeout=timedelta(seconds=self.start_timeout),
-                device_id=device if self.backend == "nccl" else None,
-            )
+            group_store = dist.PrefixStore(f"{generation}/group", base)
+            open_group(group_store, self.world, self.backend, device, self.start_timeout)
 
     def close(self) -> None:
         """Disconnect after success: wait for all, then drop the group that `open` made."""
-        if self.alone or self._places is None:
+        if self._places is None:
             return
         self.exchange("Run.close", [])
         self._places.end(None)
+        dist.all_reduce(torch.zeros(1))  # the first rank may serve the store: it goes when all have said their last word
         if not self._adopted:
             dist.destroy_process_group()
         self._places = self._store = None
@@ -109,34 +97,28 @@ class Link:
         if self.alone:
             return [mine]
         with self.together(act) as label:
-            frames = self._gather(_frame(label, mine))
-            for rank, frame in enumerate(frames):
-                self._compare_labels(label, rank, _label_of(frame))
-            lengths = [int(frame[_LABEL]) for frame in frames]
-            if max(lengths) > _ROOM:
-                padded = torch.zeros(max(lengths), dtype=torch.float64)
-                padded[: mine.numel()] = mine
-                frames = self._gather(padded.view(torch.int64))
-                starts = 0
-            else:
-                starts = _LABEL + 1
-            return [
-                frame[starts : starts + length].view(torch.float64)
-                for frame, length in zip(frames, lengths, strict=True)
-            ]
+            gathered = self._gather(frames.pack(label, mine))
+            for rank, frame in enumerate(gathered):
+                self._compare_labels(label, rank, frames.label_of(frame))
+            lengths = [frames.length_of(frame) for frame in gathered]
+            if max(lengths) <= frames.ROOM:
+                return [frames.values_of(frame) for frame in gathered]
+            padded = torch.zeros(max(lengths), dtype=torch.float64)
+            padded[: mine.numel()] = mine
+            rest = self._gather(padded.view(torch.int64))
+            return [part[:length].view(torch.float64) for part, length in zip(rest, lengths, strict=True)]
 
     def exchange_objects(self, act: str, value: T) -> list[T]:
         """Like `exchange`, for anything that pickles; meant for rare and small things."""
         data = pickle.dumps(value)
         padded = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.float64).copy()
-        parts = self.exchange(act, torch.from_numpy(padded))
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+        return [pickle.loads(part.numpy().tobytes()) for part in self.exchange(act, torch.from_numpy(padded))]
 
     @contextmanager
-    def together(self, act: str) -> Iterator[str]:
+    def together(self, act: str) -> Generator[str]:
         """An act of all ranks: posted for the others to see, and explained when one of them does not come."""
         self.refuse_inside_once(act)
-        if self.alone or self._places is None:
+        if self._places is None:
             yield act
             return
         site = call_site()
@@ -148,7 +130,7 @@ class Link:
         self._places.leave()
 
     @contextmanager
-    def doing_for_all(self, what: str) -> Iterator[None]:
+    def doing_for_all(self, what: str) -> Generator[None]:
         """Mark that this rank acts alone for all of them, so that no common act may begin meanwhile."""
         self._doing_for_all = what
         try:
@@ -169,45 +151,14 @@ class Link:
         assert self._places is not None
         astray = self._places.astray()
         if settled := {rank: place for rank, place in astray.items() if before.get(rank) == place}:
-            self._raise_astray(settled)
+            self._raise_astray(settled, None)
         if time.monotonic() - since > patience:
-            self._raise_late(time.monotonic() - since)
+            self._raise_late(time.monotonic() - since, None)
         return astray
 
-    def _connect(self) -> dist.Store:
-        world = self.world
-        hosts = world.first and not world.agent_store
-        try:
-            return dist.TCPStore(
-                world.address,
-                world.port,
-                is_master=hosts,
-                timeout=timedelta(seconds=self.start_timeout),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            what = (
-                f"rank 0 cannot listen at {world.address}:{world.port}: set MASTER_PORT to a free port"
-                if hosts
-                else f"rank {world.rank} cannot reach the first rank at {world.address}:{world.port} "
-                f"(waited {self.start_timeout:g} s): check that it started, that MASTER_ADDR and MASTER_PORT are right "
-                "and that no firewall stands between"
-            )
-            raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error
-
-    def _store_beside_group(self) -> dist.Store:
-        """A store of our own beside a group somebody else opened: the first rank hosts it and tells where."""
-        host: list[dist.Store | None] = [None]
-        told: list[object] = [None]
-        if dist.get_rank() == 0:
-            host[0] = dist.TCPStore(self.world.address, 0, is_master=True, wait_for_workers=False)
-            told = [host[0].port]
-        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-        return host[0] or dist.TCPStore(self.world.address, int(str(told[0])), is_master=False, wait_for_workers=False)
-
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        frames = [torch.empty_like(mine) for _ in range(self.world.size)]
-        work = dist.all_gather(frames, mine, async_op=True)
+        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
+        work = dist.all_gather(gathered, mine, async_op=True)
         assert work is not None
         since, seen = time.monotonic(), dict[int, Place]()
         pause = timedelta(seconds=min(_LOOK_AROUND, self.timeout / 4))
@@ -219,40 +170,35 @@ class Link:
                     raise
                 seen = self.look_around(since, seen, self.timeout)
             else:
-                return frames
+                return gathered
 
     def _compare_labels(self, mine: str, rank: int, theirs: str) -> None:
-        if theirs != _shorten(mine):
+        if theirs != frames.shorten(mine):
             raise GroupError(f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {_ORDER_RULE}")
 
     def _explain(self, error: RuntimeError) -> NoReturn:
+        assert self._places is not None
         try:
-            astray = self._places.astray() if self._places else {}
+            astray = self._places.astray()
         except RuntimeError:
             raise RankMissing(
-                f"{self._here()}, and the first rank's store is gone: rank 0 has ended or died; look for its message"
+                f"{self._here()}, and the store of the ranks is gone: the rank that served it has ended or died; "
+                "look for its message"
             ) from error
         if astray:
             self._raise_astray(astray, error)
         self._raise_late(self.timeout, error)
 
-    def _raise_astray(self, astray: dict[int, Place], cause: RuntimeError | None = None) -> NoReturn:
-        told = "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(astray.items())[:8])
+    def _raise_astray(self, astray: dict[int, Place], cause: RuntimeError | None) -> NoReturn:
         rule = "" if all(place.state == "failed" for place in astray.values()) else f": {_ORDER_RULE}"
-        raise RankMissing(f"{self._here()}, but {told}{rule}") from cause
+        raise RankMissing(f"{self._here()}, but {_tell(astray)}{rule}") from cause
 
-    def _raise_late(self, waited: float, cause: RuntimeError | None = None) -> NoReturn:
+    def _raise_late(self, waited: float, cause: RuntimeError | None) -> NoReturn:
         assert self._places is not None
-        missing = {
-            r: p for r, p in self._places.peers().items() if (p.count, p.state) < (self._places.here.count, "in")
-        }
-        told = (
-            "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(missing.items())[:8])
-            or "no rank tells why"
-        )
+        missing = {r: p for r, p in self._places.peers().items() if not self._places.is_here(p)}
         which = "start_timeout" if self.timeout == self.start_timeout else "step_timeout"
         raise RankMissing(
-            f"{self._here()} since {waited:.0f} s: {told}. If that rank does honest work, give it time with "
+            f"{self._here()} since {waited:.0f} s: {_tell(missing)}. If that rank does honest work, give it time with "
             f"Run({which}=...); if it is stuck, its stack shows where: py-spy dump --pid PID"
         ) from cause
 
@@ -261,24 +207,5 @@ class Link:
         return f"rank {self.world.rank} waits in {self._places.here.act} at {self._places.here.site}"
 
 
-def _frame(label: str, values: torch.Tensor) -> torch.Tensor:
-    frame = torch.zeros(_FRAME, dtype=torch.int64)  # whole numbers keep every bit of text and of float64 alike
-    text = _shorten(label).encode().ljust(8 * _LABEL, b"\0")
-    frame[:_LABEL] = torch.from_numpy(np.frombuffer(text, dtype=np.int64).copy())
-    frame[_LABEL] = values.numel()
-    if values.numel() <= _ROOM:
-        frame[_LABEL + 1 : _LABEL + 1 + values.numel()] = values.view(torch.int64)
-    return frame
-
-
-def _label_of(frame: torch.Tensor) -> str:
-    return frame[:_LABEL].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _shorten(label: str) -> str:
-    """At most 64 bytes; the end says more (the line), so the middle gives way."""
-    return (
-        label
-        if len(label.encode()) <= 8 * _LABEL
-        else f"{label[:24]}~{label[-36:]}".encode()[: 8 * _LABEL].decode(errors="ignore")
-    )
+def _tell(places: dict[int, Place]) -> str:
+    return "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(places.items())[:8]) or "no rank tells why"

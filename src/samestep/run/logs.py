@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from samestep.run.console import Console
-from samestep.run.metric_values import checked_name, checked_step, number
-from samestep.run.sinks import Sinks
+from samestep.sinks.console import Console
+from samestep.sinks.values import checked_name, checked_step, number
+from samestep.sinks.sinks import Sinks
 
 Row = tuple[int, str]
 _SINGLE = torch.Size(())

@@ -97,7 +97,7 @@ def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
     data = pickle.dumps(outcome)
     chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
     for index, chunk in enumerate(chunks):
-        store.set(f"{key}/{index}", chunk)
+        store.set(f"{key}/{index}", chunk)  # pyright: ignore[reportArgumentType]  # bytes too, whatever the stub says
     store.set(key, str(len(chunks)))
 
 

@@ -68,13 +68,15 @@ class Places:
 
     def astray(self) -> dict[int, Place]:
         """Peers that will not come to this rank's act: they failed, ended, or wait somewhere else."""
-        here = self.here
         return {
             rank: place
             for rank, place in self.peers().items()
-            if place.state in ("failed", "ended")
-            or (place.state == "in" and (place.count, place.act) != (here.count, here.act))
+            if place.state in ("failed", "ended") or (place.state == "in" and not self.is_here(place))
         }
+
+    def is_here(self, place: Place) -> bool:
+        """Whether a peer's place is the act that this rank is in."""
+        return place.state == "in" and (place.count, place.act) == (self.here.count, self.here.act)
 
     def _post(self, place: Place) -> None:
         self.here = place

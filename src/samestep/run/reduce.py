@@ -116,7 +116,7 @@ def _accumulate(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) ->
 def _iterate(values: Values) -> Iterable[Number | torch.Tensor]:
     if isinstance(values, torch.Tensor | bool | int | float):
         return [values]
-    if isinstance(values, Iterable):
+    if isinstance(values, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' values are what they are
         return values
     raise GroupError(
         f"cannot take numbers from {type(values).__name__}: give a number, a tensor, or an iterable of them, "

@@ -19,16 +19,18 @@ from samestep.facts.hardware import read_hardware
 from samestep.facts.world import read_world, run_folder
 from samestep.log import Voice
 from samestep.plan.batch import Cut
-from samestep.run.console import open_console
+from samestep.sinks.console import open_console
 from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
 from samestep.run.evaluate import evaluate
 from samestep.run.group import Group
 from samestep.run.link import Link
 from samestep.run.logs import Writer
+from samestep.run.precision import Precision, check_wish, see_arithmetic
 from samestep.run.seed import seed_alike, seed_apart
 from samestep.run.shard import Settings, Shard, Source, check_dataset
-from samestep.run.sinks import open_sinks
+from samestep.run.speed import Speed
+from samestep.sinks.sinks import open_sinks
 from samestep.run.wrap import Strategy, Unused, Wish, wrap
 
 
@@ -53,6 +55,8 @@ class Run(Group):
         start_timeout: float = 1800.0,
         step_timeout: float = 300.0,
         check_every: int = 100,
+        precision: Precision = "auto",
+        compile: bool = False,
     ) -> None:
         if global_batch < 1:
             raise GroupError(
@@ -61,6 +65,7 @@ class Run(Group):
         self.global_batch, self.seed, self._check_every = global_batch, seed, check_every
         world = read_world()
         self._choice = choose_device(world, see_accelerators(), backend)
+        self._arithmetic = see_arithmetic(self._choice.device, check_wish(precision), compile)
         super().__init__(Link(world, self._choice.backend, start_timeout, step_timeout))
         self._wished_folder = Path(folder) if folder is not None else run_folder()
         self._folder: Path | None = None
@@ -94,7 +99,8 @@ class Run(Group):
         if self.first:
             console = open_console(sys.stdout)
             self._writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
-        self._engine = RunEngine(self._link, self.device, self._writer, self._check_every)
+        speed = Speed(self._link, self._arithmetic, self.say)
+        self._engine = RunEngine(self._link, self.device, self._writer, self._check_every, speed)
         if self._choice.warning:
             self._voice.warn_once(self._choice.warning)
         return self
@@ -132,14 +138,18 @@ class Run(Group):
         sync_batchnorm: bool = False,
         offload: bool = False,
         blocks: tuple[type[nn.Module], ...] = (),
+        checkpoint: tuple[type[nn.Module], ...] = (),
+        channels_last: bool = False,
     ) -> nn.Module:
         """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
 
         One rank: the model itself. `strategy` is "ddp", "fsdp" or "hybrid" (shard in a node, replicate between nodes); None chooses.
         """
         engine = self._started()
-        wish = Wish(strategy, unused, sync_batchnorm, offload, blocks)
-        wrapped = wrap(self._link, model, self.device, wish, lambda: engine.current is not None, self.say)
+        engine.speed.tell()
+        wish = Wish(strategy, unused, sync_batchnorm, offload, blocks, checkpoint, channels_last)
+        in_step, numbers = (lambda: engine.current is not None), engine.speed.numbers
+        wrapped = wrap(self._link, model, self.device, wish, numbers, in_step, self.say)
         engine.models.append(wrapped)
         seed_apart(self.seed, self.rank)
         return wrapped.model
@@ -189,6 +199,9 @@ class Run(Group):
         if self._writer is not None:
             self._writer.say(text)
 
+    def _keep_real(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self._engine is None else self._engine.padding.leave_out(values)
+
     def _started(self) -> RunEngine:
         if self._engine is None:
             raise GroupError("this run is not started: use `with Run(...) as run:`, or call run.start() first")
@@ -219,6 +232,7 @@ class Run(Group):
             "samples": engine.samples if engine else 0,
             "seconds": round(time.monotonic() - self._began, 3),
             "metrics": self._writer.last if self._writer else {},
+            "choices": engine.speed.choices() if engine else {},
         }
 
 

@@ -13,6 +13,7 @@ from samestep.data.loader import Collate, Loader, MapDataset, Request
 from samestep.data.order import Order
 from samestep.data.order_reader import OrderReader
 from samestep.errors import DataError, StateError
+from samestep.log import Voice
 from samestep.plan import batch as plan_batch
 from samestep.plan.batch import Cut, Pass
 from samestep.run.engine import RunEngine
@@ -51,6 +52,7 @@ class Shard:
         self._loaders: dict[str, Loader] = {}
         self._epoch = self._step = 0
         self._open: Step | None = None
+        self._voice = Voice()
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -69,16 +71,12 @@ class Shard:
         """Everything once, in the order of the dataset, in batches of this rank; nothing padded counts."""
         whole = self._pass()
         setting = self._setting(self._engine.epoch)
-        requests = (
-            Request(0, _rows(np.arange(*whole.span(k)), whole.batch(k), whole.span(k)[0]), setting)
-            for k in range(len(whole))
-        )
-        try:
-            for k, data in enumerate(self._loader("evaluation").read(requests)):
-                self._engine.padding_rows = whole.batch(k).padding
+        # A sharded model needs equally many calls on every rank, not equal shapes: only a batch without any sample is
+        # filled, and with one row.
+        requests = (Request(0, np.arange(*whole.span(k)), setting) for k in range(len(whole)))
+        for k, data in enumerate(self._loader("evaluation").read(requests)):
+            with self._engine.padding.handed_out(rows=0 if whole.batch(k).real else 1):
                 yield data
-        finally:
-            self._engine.padding_rows = 0
 
     def state_dict(self) -> dict[str, int]:
         """Where training stands, the same on every rank: valid on any world size and any number of workers."""
@@ -128,12 +126,17 @@ class Shard:
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         asked: deque[tuple[int, np.ndarray]] = deque()
         setting = self._setting(epoch)
+        fewest = self._engine.fewest_rows
 
         def requests() -> Iterator[Request]:
             for index in range(first, self._cut.steps):
                 indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
+                if self._cut.rank == 0 and (told := _tell_copies(self._cut, index, fewest)):
+                    self._voice.warn_once(told)
                 for part in self._cut.micro_batches(index):
                     chosen = _rows(indices, part, start)
+                    if fewest:  # ranks need equally many backward passes, not equal shapes
+                        chosen = chosen[: max(part.real, fewest)]
                     asked.append((part.real, chosen))
                     yield Request(epoch, chosen, setting)
 
@@ -194,6 +197,19 @@ def check_dataset(dataset: object) -> int:
     if length == 0:
         raise DataError(f"{type(dataset).__name__} is empty: there is nothing to shard; check the path it reads from")
     return length
+
+
+def _tell_copies(cut: Cut, index: int, fewest: int) -> str | None:
+    """What to say of a step in which some rank has fewer samples than BatchNorm can compute with."""
+    start, stop = cut.positions(index)
+    count, rows = cut.shape(index)
+    if (stop - start) // cut.size // count >= min(fewest, rows):
+        return None
+    return (
+        f"step {index} of each epoch has {stop - start} sample(s) for {cut.size} rank(s) in {count} micro-batch(es) "
+        f"each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the loss but enter the "
+        "statistics of BatchNorm; another global_batch or micro_batch, or run.shard(drop_tail=True), avoids it"
+    )
 
 
 def _rows(indices: np.ndarray, part: plan_batch.MicroBatch, start: int) -> np.ndarray:

@@ -49,6 +49,11 @@ class Engine(Protocol):
         """The world size."""
         ...
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor that losses carry through the backward pass; 1 but for fp16."""
+        ...
+
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each micro-batch: gradients travel with the last one only."""
         ...
@@ -148,12 +153,12 @@ class Step:
         else:
             value = self._defer(weighted, weights)
         self._loss_sum = value.detach() if self._loss_sum is None else self._loss_sum + value.detach()
-        return value
+        return self._scaled(value)
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
         weighted, _ = self._weigh(losses, mask)
-        return weighted.sum() * self._engine.size
+        return self._scaled(weighted.sum() * self._engine.size)
 
     def finite(self) -> bool:
         """Whether this step's gradients are finite, the same answer on every rank; a warning tells where they are not.
@@ -179,6 +184,10 @@ class Step:
         """A generator on the CPU for one row's sample, for what `random` and `normal` cannot draw."""
         key = int(self._micro().keys[row]) ^ (self._next_draw() << 32)
         return torch.Generator().manual_seed(key % (1 << 63))
+
+    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
+        scale = self._engine.loss_scale
+        return value if scale == 1.0 else value * scale
 
     def _next_draw(self) -> int:
         self._draws += 1

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -24,3 +25,9 @@ def without_buffer_broadcast() -> dict[str, bool]:
     """The option by which this torch keeps the forward pass of DistributedDataParallel free of collectives."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply every tensor in place, in few kernels however many there are."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]

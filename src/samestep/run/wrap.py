@@ -15,6 +15,9 @@ from samestep.run.fingerprint import check_alike
 from samestep.run.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.run.fsdp import Sharding, shard_model
 from samestep.run.link import Link
+from samestep.run.precision import Numbers, check_weights, compute_in, use_channels_last
+from samestep.run.recompute import recompute_blocks
+from samestep.run.sync_batchnorm import over_all_ranks
 from samestep.run.torch_private import leave_to_their_own, without_buffer_broadcast
 from samestep.run.unused import Use
 from samestep.run.wrapped import Wrapped, guard_against_bypass
@@ -38,6 +41,10 @@ class Wish:
     """FSDP: keep what is not in use in host memory."""
     blocks: tuple[type[nn.Module], ...] = ()
     """FSDP: the classes that are sharded one by one."""
+    checkpoint: tuple[type[nn.Module], ...] = ()
+    """The classes whose activations are computed twice instead of kept."""
+    channels_last: bool = False
+    """Store images and the weights of convolutions with their channels last."""
 
 
 def wrap(
@@ -45,29 +52,37 @@ def wrap(
     model: nn.Module,
     device: torch.device,
     wish: Wish,
+    numbers: Numbers,
     in_step: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Wrapped:
     """Move `model` to the device, give every rank the first rank's weights and buffers, and join their gradients."""
     _check_wish(wish, model)
+    check_weights(model, numbers)
     strategy, reason = choose_strategy(link, model, device, wish.strategy)
+    sharded = strategy in ("fsdp", "hybrid")
     if wish.sync_batchnorm and not link.alone:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = over_all_ranks(model, device)
     parts = frozen_parts(model)
     keep_frozen_in_eval(model, parts)
-    if strategy not in ("fsdp", "hybrid") or not wish.offload:
+    if recomputed := recompute_blocks(model, wish.checkpoint):
+        say(f"gradient checkpointing: {recomputed} module(s) compute their activations twice, for less memory")
+    if not sharded or not wish.offload:
         model.to(device)
     if strategy != "single":
         _begin_alike(link, model, frozen_names(model, parts), device)
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
-    if strategy in ("fsdp", "hybrid"):
-        shard_model(model, link.world, device, Sharding(strategy == "hybrid", wish.offload, None, wish.blocks))
+    core: nn.Module = torch.compile(model) if numbers.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # of a module, a module
+    _set_up_forward(model, core, device, wish, numbers, cast=not sharded or bool(parts))
+    if sharded:
+        kind = Sharding(strategy == "hybrid", wish.offload, numbers.dtype, wish.blocks, numbers.compile)
+        shard_model(model, link.world, device, kind)
         return Wrapped(model, model, model, strategy, None)
-    joined = _join(model, device, wish, parts) if strategy == "ddp" else model
-    if joined is not model:
-        guard_against_bypass(model, joined, in_step)
+    joined = _join(core, device, wish, parts) if strategy == "ddp" else core
+    if joined is not core:
+        guard_against_bypass(core, joined, in_step)
     use = Use(model) if wish.unused == "error" else None
-    return Wrapped(model, model, joined, strategy, use)
+    return Wrapped(model, core, joined, strategy, use)
 
 
 def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: Strategy | None) -> tuple[Strategy, str]:
@@ -88,6 +103,16 @@ def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: St
     return (
         ("ddp", f"{facts}: each rank holds the whole model") if state < 0.5 * memory else ("fsdp", f"{facts}: sharded")
     )
+
+
+def _set_up_forward(
+    model: nn.Module, core: nn.Module, device: torch.device, wish: Wish, numbers: Numbers, cast: bool
+) -> None:
+    """Hang hooks on `core`, outside of what is compiled; FSDP casts by itself, but not what is frozen."""
+    if numbers.dtype is not None and cast:
+        compute_in(core, device, numbers.dtype)
+    if wish.channels_last:
+        use_channels_last(model, core)
 
 
 def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, nn.Module]) -> DistributedDataParallel:
@@ -135,6 +160,8 @@ def _check_wish(wish: Wish, model: nn.Module) -> None:
         raise WrapError(
             "offload=True moves sharded weights to host memory: use it with strategy='fsdp' or strategy='hybrid'"
         )
+    if wish.channels_last and wish.strategy in ("fsdp", "hybrid"):
+        raise WrapError("channels_last=True needs whole weights, and FSDP cuts them: use strategy='ddp', or neither")
     if not any(p.requires_grad for p in model.parameters()):
         raise WrapError(f"{type(model).__name__} has no parameter that trains: call it as it is, without run.wrap")
 

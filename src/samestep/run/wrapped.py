@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import WrapError
+from samestep.run.batchnorm import learning
 from samestep.run.unused import Use
 
 _SHOWN = 6
@@ -19,6 +20,7 @@ class Wrapped:
 
     def __init__(self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, use: Use | None) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
+        self.norms = learning(inner)
         self._use = use
         self._alone = strategy == "single"
         self._known = {id(p): p.requires_grad for p in inner.parameters()}

@@ -1,15 +1,15 @@
-"""Where finished records go: one writer, however many ranks there are."""
+"""All sinks as one: one writer, however many ranks there are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from samestep.run.console import Console
-from samestep.run.metrics_file import MetricsFile
-from samestep.run.summary_file import write_summary
-from samestep.run.tensorboard_sink import open_tensorboard
-from samestep.run.text_log import TextLog
+from samestep.sinks.console import Console
+from samestep.sinks.metrics_file import MetricsFile
+from samestep.sinks.summary_file import write_summary
+from samestep.sinks.tensorboard import open_tensorboard
+from samestep.sinks.text_log import TextLog
 
 METRICS = "metrics.jsonl"
 TEXT = "log.txt"

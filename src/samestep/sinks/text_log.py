@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from samestep.run.readable import line, plain
+from samestep.sinks.readable import line, plain
 
 
 class TextLog:

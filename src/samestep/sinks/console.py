@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from samestep.run.pace import Pace
-from samestep.run.readable import entry, is_learning_rate, is_memory, is_throughput, line, progress
+from samestep.sinks.pace import Pace
+from samestep.sinks.readable import entry, is_learning_rate, is_memory, is_throughput, line, progress
 from samestep.units import duration
 
 _LINE_SECONDS = 1.0
@@ -87,6 +87,7 @@ class LineConsole:
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._pace, self._cadence = stream, Pace(clock), Cadence(clock)
+        self._state: dict[str, float] = {}
 
     def expect(self, total: int | None, start: int = 0) -> None:
         """Tell at which step the run begins and ends."""
@@ -98,12 +99,16 @@ class LineConsole:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print one record, if one of its kind is due."""
-        training = _of_training(values)
-        if training:
-            self._pace.reach(step)
-        text = line(step, values, self._pace.total if training else None)
-        left = self._pace.seconds_left() if training else None
-        self._print(self._cadence.offer(values, text if left is None else f"{text} | ETA {duration(left)}"))
+        # Speed and memory come with some records only: each line of training tells the last that is known.
+        state = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
+        self._state.update(state)
+        kind = values.keys() - state.keys()
+        if not _of_training(values):
+            self._print(self._cadence.offer(kind, line(step, values)))
+            return
+        self._pace.reach(step)
+        text, left = line(step, {**values, **self._state}, self._pace.total), self._pace.seconds_left()
+        self._print(self._cadence.offer(kind, text if left is None else f"{text} | ETA {duration(left)}"))
 
     def say(self, text: str) -> None:
         """Print text."""

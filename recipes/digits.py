@@ -1,0 +1,65 @@
+"""Handwritten digits: the smallest real training, the script of the README word for word."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,797 images of 8x8 pixels that ship with scikit-learn, 1,500 of them for training."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
+
+
+class Net(nn.Sequential):
+    """A small convolutional net. GroupNorm, since BatchNorm would see other rows on other numbers of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.GELU(),
+            nn.Flatten(), nn.Linear(64 * 16, 10),
+        )  # fmt: skip
+
+
+def main(out: Path, epochs: int, global_batch: int, seed: int) -> None:
+    """Train, evaluate after every epoch, keep the weights."""
+    train_set, test_set = digits()
+    with Run(global_batch=global_batch, seed=seed, folder=out) as run:
+        model = run.wrap(Net())
+        # With Adam's default eps of 1e-8 a gradient that is zero but for rounding becomes a full step in a random direction.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        train, test = run.shard(train_set, shuffle=True), run.shard(test_set)
+
+        for epoch in train.epochs(epochs):
+            for step in epoch:
+                for inputs, labels in step:
+                    losses = cross_entropy(model(inputs), labels, reduction="none")
+                    step.mean(losses).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            with run.evaluate(model) as net:
+                accuracy = run.mean(net(inputs).argmax(-1) == labels for inputs, labels in test)
+                loss = run.mean(cross_entropy(net(inputs), labels, reduction="none") for inputs, labels in train)
+            run.log({"epoch/loss": loss, "epoch/accuracy": accuracy}, step=epoch.number)
+
+        run.once(torch.save, {name: value.cpu() for name, value in net.state_dict().items()}, run.folder / "weights.pt")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="where logs and weights go")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--global-batch", type=int, default=128, help="samples in a step, over all ranks")
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

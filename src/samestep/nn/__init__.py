@@ -1,0 +1,6 @@
+"""Modules and losses that keep the laws: what they do to a sample does not depend on the ranks it is spread over."""
+
+from samestep.nn.conditioning import ConditioningDropout
+from samestep.nn.guidance import guided
+
+__all__ = ["ConditioningDropout", "guided"]

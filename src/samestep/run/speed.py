@@ -1,0 +1,53 @@
+"""What a run does to be fast: decided once for all ranks, told once, undone at the end, kept for the summary."""
+
+from collections.abc import Callable, Sequence
+
+from torch.optim.optimizer import Optimizer
+
+from samestep.run.fused import turn_on_fused
+from samestep.run.link import Link
+from samestep.run.precision import Arithmetic, agree_on_numbers, set_fp32_products
+from samestep.run.scaler import LossScale
+from samestep.run.wrapped import Wrapped
+
+
+class Speed:
+    """The precision of a run and what follows from it, from the start of the run to its end."""
+
+    def __init__(self, link: Link, mine: Arithmetic, say: Callable[[str], None]) -> None:
+        self.numbers = agree_on_numbers(link, mine)
+        self.scale = LossScale(link) if self.numbers.name == "fp16" else None
+        self._say = say
+        self._fused: list[str] = []
+        self._told = False
+        self._restore = set_fp32_products(self.numbers)
+        if self.numbers.tf32 or self.numbers.strict:  # these hold from now on, also for what is never wrapped
+            self.tell()
+
+    def tell(self) -> None:
+        """Say what was chosen and why; a second call says nothing."""
+        if not self._told:
+            self._told = True
+            self._say(self.numbers.tell())
+
+    def settle(self, models: Sequence[Wrapped], number: int) -> None:
+        """Called when a step's micro-batches are done: gradients come out as if there had been no scale."""
+        if self.scale is not None and (dropped := self.scale.settle(models, number)):
+            self._say(dropped)
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Called before the first step of an optimizer."""
+        if turn_on_fused(optimizer):
+            self._fused.append(type(optimizer).__name__)
+            self._say(f"optimizer: fused {self._fused[-1]}, one kernel for all parameters (fused=False turns it off)")
+
+    def choices(self) -> dict[str, object]:
+        """What was chosen, for the summary."""
+        numbers = self.numbers
+        found: dict[str, object] = {"precision": numbers.name, "reason": numbers.reason, "tf32": numbers.tf32}
+        found |= {"compile": numbers.compile, "fused": list(self._fused)}
+        return found if self.scale is None else {**found, "loss_scale": self.scale.factor}
+
+    def close(self) -> None:
+        """Bring torch's settings back."""
+        self._restore()

@@ -1,0 +1,116 @@
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from samestep.cli.main import COMMANDS, main
+from samestep.errors import LaunchError
+
+OPTIONS = (
+    "--folder, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, --node-rank, "
+    "--nproc-per-node, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, --show-ranks, --standalone, --verbose"
+)
+KNOWN = ", ".join(COMMANDS)
+
+# What is typed after `samestep`, in a folder with ok.py, a package lab without __main__.py and nothing else.
+MISTAKES = [
+    ("rum", f"there is no command rum: there are {KNOWN}; did you mean `samestep run`?"),
+    ("zzz", f"there is no command zzz: there are {KNOWN}"),
+    ("--fast", "there is no option --fast: there are --help, --version"),
+    ("run", "no script was named: type `samestep run train.py`, or `samestep run -m package.module`"),
+    ("run --fast ok.py", f"there is no option --fast: there are {OPTIONS}"),
+    ("run train.py", "there is no script train.py in HERE: here are ok.py"),
+    ("run .", ". is a folder, not a script: name a file in it, or type `samestep run -m PACKAGE` for a package"),
+    (
+        "run -m lab.nope",
+        "there is no module lab.nope: lab.nope is neither in HERE nor installed; type its dotted name as in "
+        "`samestep run -m package.module`, from the folder that holds the package",
+    ),
+    ("run -m nowhere.train", "there is no module nowhere.train: nowhere is neither in HERE nor installed; type its"),
+    ("run -m ok.train", "there is no module ok.train: ok.train is neither in HERE nor installed; type its"),
+    ("run -m lab", "lab is a package without __main__.py: name a module in it, as in lab.train"),
+    ("run --nproc-per-node 0 ok.py", "--nproc-per-node 0 is impossible: type auto, gpu, cpu or a number from 1 up"),
+    ("run --nproc_per_node=-1 ok.py", "--nproc-per-node -1 is impossible: type auto, gpu, cpu or a number from 1 up"),
+    ("run --nproc-per-node banana ok.py", "--nproc-per-node banana is impossible: type auto, gpu, cpu or a number"),
+    ("run --nproc-per-node", "Option '--nproc-per-node' requires an argument."),
+    ("run --nnodes 3:1 ok.py", "--nnodes 3:1 is not a number of nodes: type one number from 1 up, or MIN:MAX with"),
+    ("run --max-restarts -1 ok.py", "Invalid value for '--max-restarts': -1 is not in the range x>=0."),
+    ("run --show-ranks some ok.py", "Invalid value for '--show-ranks': 'some' is not one of 'first', 'all'."),
+    ("run --master-port PORT ok.py", "port PORT is taken (by "),
+    ("run --rdzv-endpoint localhost:PORT ok.py", "port PORT is taken (by "),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ok.py").touch()
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "__init__.py").write_text("raise AssertionError('imported only to look for it')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "complaint"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    typed: str, complaint: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code = main(typed.replace("PORT", port).split())
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("samestep: " + complaint.replace("HERE", str(here)).replace("PORT", port))
+    assert err.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+def test_a_taken_port_names_its_holder(here: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["run", "--master-port", str(taken.getsockname()[1]), "ok.py"]) == 2
+    told = capsys.readouterr().err
+    assert f"pid {os.getpid()}): choose another, or leave the port out and a free one is found" in told
+
+
+def test_a_folder_that_is_a_file_is_refused(here: Path):
+    from samestep.launch.local import make_folder
+
+    with pytest.raises(LaunchError, match=r"^--folder ok\.py is a file: name a folder, or a new name$"):
+        make_folder(Path("ok.py"), "train")
+    with pytest.raises(
+        LaunchError, match=r"^the run's folder ok.py/x cannot be made \(Not a directory\): name another --"
+    ):
+        make_folder(Path("ok.py/x"), "train")
+
+
+def test_folders_of_runs_within_a_second_differ(here: Path):
+    from samestep.launch.local import make_folder
+
+    folders = [str(make_folder(None, "train-1")) for _ in range(3)]
+    assert folders == ["runs/train-1", "runs/train-1-2", "runs/train-1-3"]
+
+
+def test_every_command_is_listed_without_being_imported(capsys: pytest.CaptureFixture[str]):
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "samestep 0.1.0\n"
+
+
+@pytest.mark.parametrize("work", ["import samestep", "from samestep.cli.main import main; main(['--help'])"])
+def test_it_starts_quickly_and_without_torch(work: str):
+    code = f"{work}; import sys; sys.exit(3 if 'torch' in sys.modules or 'numpy' in sys.modules else 0)"
+    seconds: list[float] = []
+    for _ in range(3):
+        since = time.monotonic()
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+        seconds.append(time.monotonic() - since)
+    assert min(seconds) < 0.6  # 0.3 on an idle machine; tests share theirs

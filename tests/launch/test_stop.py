@@ -1,0 +1,66 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from samestep.launch.stop import Stop, Stopped
+
+SLEEPS = "import time; time.sleep(60)"
+# Its child outlives it, in a session of its own, and ignores a polite request.
+LEAVES_AN_ORPHAN = """
+import subprocess, sys
+orphan = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen([sys.executable, "-c", orphan], start_new_session=True, **streams)
+child.stdout.readline()
+print(child.pid)
+"""
+
+
+def test_a_signal_raises_and_names_itself():
+    with Stop(patience=5) as stop:
+        with pytest.raises(Stopped) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (caught.value.sigval, stop.received) == (signal.SIGTERM, signal.SIGTERM)
+        with pytest.raises(Stopped, match="stopping after SIGTERM"):
+            stop.check()
+
+
+def test_the_old_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Stop(patience=5):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_was_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(patience=5) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans on")
+def test_an_orphan_in_its_own_session_is_ended_and_reaped():
+    with Stop(patience=1) as stop:
+        parent = subprocess.run(
+            [sys.executable, "-c", LEAVES_AN_ORPHAN], stdout=subprocess.PIPE, text=True, check=True, timeout=30
+        )
+        orphan = int(parent.stdout)
+        os.kill(orphan, 0)
+        stop.end_leftovers()
+        with pytest.raises(ProcessLookupError):
+            os.kill(orphan, 0)
+
+
+def test_processes_that_were_there_before_are_spared():
+    with subprocess.Popen([sys.executable, "-c", SLEEPS]) as bystander:
+        with Stop(patience=1) as stop:
+            stop.end_leftovers()
+            assert bystander.poll() is None
+        bystander.kill()

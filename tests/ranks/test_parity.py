@@ -1,0 +1,91 @@
+"""One rank against several: the same weights, the same log, whatever the model, the strategy and the split."""
+
+import gc
+import os
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep import Run, read_metrics
+from tests.ranks.models import TASKS, dataset
+
+GLOBAL_BATCH = 7  # divided by neither 2, 3 nor 4
+EPOCHS = 3
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def train(name, strategy, dtype, micro_batch):
+    """Learn one task for some epochs: (weights and buffers, mean loss of every step, norm of every gradient)."""
+    task = TASKS[name]
+    folder = Path(f"{name}-{strategy}-{dtype}-{micro_batch}")
+    norms = []
+    with Run(global_batch=GLOBAL_BATCH, seed=1, folder=folder) as run:
+        model = run.wrap(task.model().to(dtype), strategy, sync_batchnorm=task.one_micro_batch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        shard = run.shard(dataset(task, dtype), shuffle=True, micro_batch=micro_batch)
+        for epoch in shard.epochs(EPOCHS):
+            for step in epoch:
+                for batch in step:
+                    task.loss(model, step, batch).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                norms.append(float(whole(norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+        learnt = {key.removeprefix("module."): whole(value) for key, value in model.state_dict().items()}
+        first = run.first
+    losses = [r["train/loss"] for r in read_metrics(folder / "metrics.jsonl", by_step=True)] if first else []
+    return learnt, losses, norms
+
+
+def whole(tensor):
+    """All of a tensor that may be sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+@contextmanager
+def one_group():
+    """A process group that stands for a whole job, so that runs in it follow each other on one port."""
+    several = "RANK" in os.environ
+    if several:
+        dist.init_process_group("gloo")
+    yield
+    gc.collect()  # a wrapper that outlives its group can hang the next one
+    if several:
+        dist.destroy_process_group()
+
+
+def train_all(name, strategies):
+    """Every split and precision of one task in one job."""
+    splits = (None,) if TASKS[name].one_micro_batch else (None, 2)
+    with one_group():
+        return {case: train(name, *case) for case in product(strategies, TOLERANCE, splits)}
+
+
+@cache
+def alone(ranks, name):
+    """What one rank learns; the same for every comparison."""
+    return ranks(1, train_all, name, (None,))[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", TASKS)
+def test_any_number_of_ranks_learns_what_one_learns(ranks, name, size):
+    reference = alone(ranks, name)
+    by_rank = ranks(size, train_all, name, ("ddp", "fsdp"))
+    for rank, cases in enumerate(by_rank):
+        for (strategy, dtype, split), (learnt, losses, norms) in cases.items():
+            expected, expected_losses, expected_norms = reference[None, dtype, split]
+            where, tolerance = f"{strategy}, {dtype}, micro_batch={split}, rank {rank}", TOLERANCE[dtype]
+            assert learnt.keys() == expected.keys()
+            for key, value in expected.items():
+                gap = float((learnt[key].double() - value.double()).abs().max())
+                assert gap < tolerance, f"{key} differs by {gap:.1e} ({where})"
+            assert norms == pytest.approx(expected_norms, rel=10 * tolerance), where
+            if rank == 0:
+                assert losses == pytest.approx(expected_losses, rel=10 * tolerance), where
+                assert len(losses) == EPOCHS * -(-TASKS[name].samples // GLOBAL_BATCH)
