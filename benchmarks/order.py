@@ -5,9 +5,9 @@
 Each figure comes from a process of its own, so that memory is that figure's alone; contestants take turns in every
 round, and the best round counts. An epoch is handed out as a DataLoader asks for it, in lists of 256 Python integers,
 one list a step (the others through torch's BatchSampler); "arrays" is the same in numpy arrays, which only samestep
-has. A world of one rank is the kindest to the others: on W ranks each of them still makes the whole list for one index in
-W. At n = 1e9 only samestep runs: the others would need some 46 GB. Best and ratio are of CPU time, so that a busy
-machine does not change them; the time that passed stands beside.
+has. A world of one rank is the kindest to the others: on W ranks each of them still makes the whole list to use one
+index in W. At n = 1e9 only samestep runs: the others would need some 46 GB. Best and ratio are of CPU time, so that a
+busy machine does not change them; the time that passed stands beside.
 """
 
 import argparse

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError
     from samestep.facts.world import World
     from samestep.log import SamestepWarning
-    from samestep.sinks.metrics_file import read_metrics
     from samestep.run.run import Run
     from samestep.run.shard import Shard
     from samestep.run.step import Step
+    from samestep.sinks.metrics_file import read_metrics
 
 __all__ = [
     "Run",

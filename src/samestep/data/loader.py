@@ -117,7 +117,9 @@ class _Keyed:
             raise self._failed(f"sample {index}", error) from error
 
     def _failed(self, what: str, error: Exception) -> SampleError:
-        return SampleError(f"{what} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}")
+        return SampleError(
+            f"{what} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}"
+        )
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,6 @@ def batch_luck(setting: object) -> SampleLuck:
     return SampleLuck(0, 0, None, setting)
 
 
-def batch_luck(setting: object) -> SampleLuck:
-    """Open a batch that a dataset reads at once by `__getitems__`: it has a setting, and no one sample's luck."""
-    return SampleLuck(0, 0, None, setting)
-
-
 def sample_rng() -> torch.Generator:
     """The torch generator of the sample being read; further calls for one sample continue it.
 

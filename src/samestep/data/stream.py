@@ -49,6 +49,8 @@ class StreamStep:
     """Samples in the whole step over all ranks; None where ranks can only find it together, by a sum."""
     state: object
     """Where a stream with `state_dict` stands after this step, to be given as `start_state`; None for others."""
+    pad: object = None
+    """The step's first sample where this rank has none of its own, to fill a batch with; None otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +133,8 @@ class StreamCut(IterableDataset[StreamStep]):
                 raise self._too_short(places.start + found)
             if mine and counts:
                 start, stop = split_evenly(found, self.size, self.rank)
-                yield self._step(number, places[start:stop], kept[start:stop], found)
+                pad = self._decoded(kept[0], places[0]) if start == stop else None
+                yield self._step(number, places[start:stop], kept[start:stop], found, pad)
             if ends:
                 return
 
@@ -183,9 +186,11 @@ class StreamCut(IterableDataset[StreamStep]):
             raise self._failed("the stream failed", position, error) from error
         return len(positions), kept
 
-    def _step(self, number: int, positions: Sequence[int], records: list[object], found: int | None) -> StreamStep:
+    def _step(
+        self, number: int, positions: Sequence[int], records: list[object], found: int | None, pad: object = None
+    ) -> StreamStep:
         samples = [self._decoded(record, position) for record, position in zip(records, positions, strict=True)]
-        return StreamStep(number, samples, positions, found, self._state())
+        return StreamStep(number, samples, positions, found, self._state(), pad)
 
     def _state(self) -> object:
         if isinstance(self.dataset, Seekable) or is_sharded(self.dataset):

@@ -69,7 +69,9 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 def _rebuild(like: tuple[object, ...] | list[object], values: list[object]) -> object:
     if isinstance(like, list):
         return values
-    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)  # a named tuple takes its fields one by one
+    return (
+        type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+    )  # a named tuple takes its fields one by one
 
 
 def _rebuild_mapping(like: Mapping[object, object], values: dict[object, object]) -> object:

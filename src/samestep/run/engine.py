@@ -9,14 +9,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from samestep.errors import StepError
 from samestep.log import SamestepWarning
+from samestep.run.account import Account
 from samestep.run.batchnorm import rows_needed, unsynchronised
+from samestep.run.fingerprint import check_alike
+from samestep.run.finite import describe_not_finite
 from samestep.run.link import Link
 from samestep.run.logs import Row, Writer
 from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
 from samestep.run.speed import Speed
-from samestep.run.finite import describe_not_finite
-from samestep.run.fingerprint import check_alike
 from samestep.run.step import Step
 from samestep.run.wrapped import Wrapped, check_optimizer
 
@@ -24,12 +25,11 @@ from samestep.run.wrapped import Wrapped, check_optimizer
 class RunEngine:
     """The part of a run that follows its steps."""
 
-    def __init__(
-        self, link: Link, device: torch.device, writer: Writer | None, check_every: int, speed: Speed
-    ) -> None:
+    def __init__(self, link: Link, device: torch.device, writer: Writer | None, check_every: int, speed: Speed) -> None:
         self._link, self._device, self._writer, self._check_every = link, device, writer, check_every
         self.speed = speed
         self.models: list[Wrapped] = []
+        self.accounts: list[Account] = []
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.epoch = 0
@@ -68,12 +68,14 @@ class RunEngine:
     def close(self) -> None:
         """Write what is pending and let go of the optimizers."""
         self.flush("Run.close")
-        self.detach()
+        self.detach(failed=False)
 
-    def detach(self) -> None:
-        """Let go of the optimizers without a word to the other ranks."""
+    def detach(self, failed: bool) -> None:
+        """Let go of the optimizers and close the ledgers, without a word to the other ranks."""
         for hook in self._hooks:
             hook.remove()
+        for account in self.accounts:
+            account.close(failed)
         self.speed.close()
 
     def expect(self, total: int, start: int) -> None:
@@ -104,9 +106,7 @@ class RunEngine:
         """A step left early: its gradients are of some micro-batches and some ranks only, so they are dropped."""
         self._abandoned = step
         for model in self.models:
-            model.sync(last=True)
-            for gradient in model.gradients():
-                gradient.zero_()
+            model.forget()
 
     def end_step(self, step: Step) -> None:
         """Called when the body of the user's loop is over: a boundary that all ranks reach."""
@@ -120,6 +120,8 @@ class RunEngine:
         if (averages := self.pulse.step()) is not None:
             for model in self.models:
                 model.check_unchanged()
+            for account in self.accounts:
+                account.flush()
             self._write(averages, with_speed=True)
 
     def flush(self, act: str) -> None:
@@ -129,6 +131,10 @@ class RunEngine:
     def total(self, count: torch.Tensor) -> float:
         """The sum of a count over all ranks."""
         return sum(float(part[0]) for part in self._link.exchange("step.mean", [float(count)]))
+
+    def exchange_counts(self, count: int) -> list[int]:
+        """How many samples each rank has in a step of a stream."""
+        return [int(part[0]) for part in self._link.exchange("a step of run.stream", [float(count)])]
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient."""

@@ -27,5 +27,7 @@ def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Iterator[nn.Mod
             yield net
     finally:
         engine.lockstep = before
+        if wrapped is not None:
+            wrapped.rest()
         for module, training in modes:
             module.training = training

@@ -16,7 +16,9 @@ def describe_not_finite(link: Link, step: Step, models: Sequence[Wrapped]) -> st
     mine = (_bad_samples(step), next((name for model in models if (name := model.first_not_finite())), None))
     everyone = link.exchange_objects("reporting a step that is not finite", mine)
     told = [f"rank {rank}: samples {_list(samples)}" for rank, (samples, _) in enumerate(everyone) if samples]
-    parameter = next((name for _, name in everyone if name), None)
+    seen = {name for _, name in everyone}
+    names = (name for model in models for name, _ in model.inner.named_parameters())
+    parameter = next((name for name in names if name in seen), None)
     losses = (
         f"the loss is not finite on {'; '.join(told)}" if told else "every loss is finite, so the backward pass made it"
     )

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from samestep.errors import WrapError
 from samestep.facts.world import World
 from samestep.run.frozen import frozen_parts
+from samestep.run.torch_private import send_unused_as_zeros
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def shard_model(model: nn.Module, world: World, device: torch.device, sharding: 
         if any(p.requires_grad for p in block.parameters()):
             fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     whole = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32, output_dtype=fp32)  # losses in fp32
-    fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=offload, ignored_params=ignored)
+    send_unused_as_zeros(fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=offload, ignored_params=ignored))
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:

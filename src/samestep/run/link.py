@@ -69,7 +69,9 @@ class Link:
             return
         self.exchange("Run.close", [])
         self._places.end(None)
-        dist.all_reduce(torch.zeros(1))  # the first rank may serve the store: it goes when all have said their last word
+        dist.all_reduce(
+            torch.zeros(1)
+        )  # the first rank may serve the store: it goes when all have said their last word
         if not self._adopted:
             dist.destroy_process_group()
         self._places = self._store = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from samestep.sinks.console import Console
-from samestep.sinks.values import checked_name, checked_step, number
 from samestep.sinks.sinks import Sinks
+from samestep.sinks.values import checked_name, checked_step, number
 
 Row = tuple[int, str]
 _SINGLE = torch.Size(())

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -12,14 +12,10 @@ import torch
 from torch import nn
 
 from samestep import __version__
-from samestep.data.loader import Collate, MapDataset, choose_workers
-from samestep.data.order import Order
+from samestep.data.loader import Collate, MapDataset
 from samestep.errors import GroupError
-from samestep.facts.hardware import read_hardware
 from samestep.facts.world import read_world, run_folder
 from samestep.log import Voice
-from samestep.plan.batch import Cut
-from samestep.sinks.console import open_console
 from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
 from samestep.run.evaluate import evaluate
@@ -28,10 +24,13 @@ from samestep.run.link import Link
 from samestep.run.logs import Writer
 from samestep.run.precision import Precision, check_wish, see_arithmetic
 from samestep.run.seed import seed_alike, seed_apart
-from samestep.run.shard import Settings, Shard, Source, check_dataset
+from samestep.run.shard import Reading, Settings, Shard, open_shard
 from samestep.run.speed import Speed
-from samestep.sinks.sinks import open_sinks
+from samestep.run.stream import Stream, StreamSource, open_stream
+from samestep.run.terms import Terms
 from samestep.run.wrap import Strategy, Unused, Wish, wrap
+from samestep.sinks.console import open_console
+from samestep.sinks.sinks import open_sinks
 
 
 class Run(Group):
@@ -57,12 +56,14 @@ class Run(Group):
         check_every: int = 100,
         precision: Precision = "auto",
         compile: bool = False,
+        ledger: bool = False,
     ) -> None:
         if global_batch < 1:
             raise GroupError(
                 f"global_batch={global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256"
             )
         self.global_batch, self.seed, self._check_every = global_batch, seed, check_every
+        self._ledger = ledger
         world = read_world()
         self._choice = choose_device(world, see_accelerators(), backend)
         self._arithmetic = see_arithmetic(self._choice.device, check_wish(precision), compile)
@@ -124,7 +125,7 @@ class Run(Group):
             self.close()
             return
         if self._engine is not None:
-            self._engine.detach()
+            self._engine.detach(failed=True)
         self._link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
         if self._writer is not None:
             self._writer.close(self._summary("failed") if self._writer.opened else {})
@@ -167,16 +168,26 @@ class Run(Group):
         settings: Settings | None = None,
     ) -> Shard:
         """This rank's part of a map-style dataset, every sample exactly once over all ranks."""
-        engine = self._started()
-        n = check_dataset(dataset)
-        order = Order(n, self.seed, shuffle, None if weights is None else weights.numpy())
-        cut = Cut(n, self.global_batch, self.rank, self.size, micro_batch, drop_tail)
-        if workers is None:
-            workers, reason = choose_workers(dataset, read_hardware().cores.usable, self._link.world.local_size)
-            self.say(f"data workers: {workers} a rank ({reason}); set workers= to change it")
-        if cut.dropped:
-            self.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
-        return Shard(Source(dataset, order, collate, workers, settings, self.device), cut, engine)
+        wish = Reading(shuffle, weights, collate, workers, drop_tail, micro_batch, settings)
+        return open_shard(self._terms(), dataset, wish)
+
+    def stream(
+        self,
+        dataset: Iterable[object],
+        *,
+        decode: Callable[[object], object] | None = None,
+        collate: Collate | None = None,
+        workers: int = 0,
+        drop_tail: bool = False,
+        micro_batch: int | None = None,
+    ) -> Stream:
+        """This rank's part of an iterable dataset, nothing twice or lost; `decode` sees only the records this rank keeps.
+
+        Every rank reads the whole stream, so records should be cheap and the costly part be left to `decode`. A dataset
+        that declares shards (`num_shards`, `shard(i)`) is read shard by shard instead.
+        """
+        source = StreamSource(dataset, decode, collate, workers, micro_batch, drop_tail)
+        return open_stream(self._terms(), source)
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """`model` in evaluation mode and without gradients: `with run.evaluate(model) as net:`; modes come back afterwards.
@@ -201,6 +212,11 @@ class Run(Group):
 
     def _keep_real(self, values: torch.Tensor) -> torch.Tensor:
         return values if self._engine is None else self._engine.padding.leave_out(values)
+
+    def _terms(self) -> Terms:
+        return Terms(
+            self.global_batch, self.seed, self._link.world, self.device, self._started(), self.folder, self._ledger, self.say, self.once
+        )  # fmt: skip
 
     def _started(self) -> RunEngine:
         if self._engine is None:

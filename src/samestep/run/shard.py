@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from samestep.data.keyed import sample_keys
+from samestep.data.ledger import Description
 from samestep.data.loader import Collate, Loader, MapDataset, Request
 from samestep.data.order import Order
 from samestep.data.order_reader import OrderReader
@@ -16,8 +17,11 @@ from samestep.errors import DataError, StateError
 from samestep.log import Voice
 from samestep.plan import batch as plan_batch
 from samestep.plan.batch import Cut, Pass
+from samestep.run.account import Account
 from samestep.run.engine import RunEngine
+from samestep.run.epoch import Epoch
 from samestep.run.step import MicroBatch, Step, StepPlace
+from samestep.run.terms import Terms
 
 Settings = Callable[[int], object]
 
@@ -46,8 +50,8 @@ class Shard:
     `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over everything once, for evaluation.
     """
 
-    def __init__(self, source: Source, cut: Cut, engine: RunEngine) -> None:
-        self._source, self._cut, self._engine = source, cut, engine
+    def __init__(self, source: Source, cut: Cut, engine: RunEngine, account: Account | None) -> None:
+        self._source, self._cut, self._engine, self._account = source, cut, engine, account
         self._reader = OrderReader(source.order, cut.span, cut.steps)
         self._loaders: dict[str, Loader] = {}
         self._epoch = self._step = 0
@@ -58,12 +62,12 @@ class Shard:
     def __len__(self) -> int:
         return len(self._pass())
 
-    def epochs(self, count: int) -> Iterator["Epoch"]:
+    def epochs(self, count: int) -> Iterator[Epoch]:
         """Epochs from where this shard stands up to `count` in all; a resumed one goes on at its next step."""
         self._engine.expect(count * self._cut.steps, self._epoch * self._cut.steps + self._step)
         while self._epoch < count:
             number = self._engine.epoch = self._epoch
-            yield Epoch(self, number)
+            yield Epoch(number, self.steps, self.steps_left)
             if self._epoch == number:  # the loop over its steps was left early
                 self._epoch, self._step = number + 1, 0
 
@@ -74,9 +78,15 @@ class Shard:
         # A sharded model needs equally many calls on every rank, not equal shapes: only a batch without any sample is
         # filled, and with one row.
         requests = (Request(0, np.arange(*whole.span(k)), setting) for k in range(len(whole)))
+        number = self._account.begin_pass(self._epoch, self._step) if self._account else 0
         for k, data in enumerate(self._loader("evaluation").read(requests)):
-            with self._engine.padding.handed_out(rows=0 if whole.batch(k).real else 1):
+            part = whole.batch(k)
+            with self._engine.padding.handed_out(rows=0 if part.real else 1):
                 yield data
+            if self._account:
+                self._account.evaluated(number, k, part.start, part.real)
+        if self._account:
+            self._account.passed(number)
 
     def state_dict(self) -> dict[str, int]:
         """Where training stands, the same on every rank: valid on any world size and any number of workers."""
@@ -106,6 +116,8 @@ class Shard:
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of an epoch from where this shard stands."""
         first = self._step
+        if self._account:
+            self._account.begin(epoch, first)
         stream = self._micro_batches(epoch, first)
         for index in range(first, self._cut.steps):
             start, stop = self._cut.positions(index)
@@ -115,6 +127,9 @@ class Shard:
             self._engine.begin_step(step)
             yield step
             step.drain()
+            if self._account and step.done:
+                begin, end = self._cut.slice(index)
+                self._account.trained(epoch, index, begin, end - begin)
             self._open, self._step = None, index + 1
             self._engine.end_step(step)
         self._epoch, self._step = epoch + 1, 0
@@ -169,17 +184,38 @@ class Shard:
         return self._loaders[purpose]
 
 
-class Epoch:
-    """One pass over the data in steps of the global batch; iterate over it once."""
+@dataclass(frozen=True)
+class Reading:
+    """What the user asked for in run.shard."""
 
-    def __init__(self, shard: Shard, number: int) -> None:
-        self._shard, self.number = shard, number
+    shuffle: bool
+    """Another order in every epoch."""
+    weights: torch.Tensor | None
+    """Draw with replacement by these."""
+    collate: Collate | None
+    """Makes a batch of samples."""
+    workers: int | None
+    """Data workers of each rank; None: chosen by the cores."""
+    drop_tail: bool
+    """Leave out the last, smaller step of an epoch."""
+    micro_batch: int | None
+    """The most rows that go through the model at once."""
+    settings: Settings | None
+    """A value for each epoch that reaches every sample of it."""
 
-    def __len__(self) -> int:
-        return self._shard.steps_left()
 
-    def __iter__(self) -> Iterator[Step]:
-        return self._shard.steps(self.number)
+def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
+    """A shard under the terms of a run."""
+    n = check_dataset(dataset)
+    order = Order(n, terms.seed, reading.shuffle, None if reading.weights is None else reading.weights.double().numpy())
+    cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, reading.micro_batch, reading.drop_tail)
+    workers = terms.workers_for(dataset, reading.workers)
+    if cut.dropped:
+        terms.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
+    weighted = reading.weights is not None
+    description = Description(n, terms.seed, reading.shuffle, terms.global_batch, weighted, reading.drop_tail)
+    source = Source(dataset, order, reading.collate, workers, reading.settings, terms.device)
+    return Shard(source, cut, terms.engine, terms.account("shard", description))
 
 
 def check_dataset(dataset: object) -> int:

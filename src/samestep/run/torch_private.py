@@ -1,13 +1,15 @@
 """What torch does not offer in public yet, or offers by other names in other versions; wrapped here alone."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,3 +33,32 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply every tensor in place, in few kernels however many there are."""
     if tensors:
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The whole parameters that FSDP computes with, by name; they exist from the first forward pass on."""
+    found = {param._param_fqn: getattr(param, "_unsharded_param", None) for param in _fsdp_parameters(model)}
+    return {name: whole for name, whole in found.items() if name is not None and whole is not None}
+
+
+def drop_gathered_gradients(model: nn.Module) -> None:
+    """Forget the gradients that FSDP keeps on whole parameters until the last micro-batch sends them around."""
+    for param in _fsdp_parameters(model):
+        param.unsharded_accumulated_grad = None
+        if (whole := getattr(param, "_unsharded_param", None)) is not None:
+            whole.grad = None
+
+
+def send_unused_as_zeros(model: FSDPModule) -> None:
+    """Let ranks that did not use a parameter send zeros for it; before torch 2.13 the others wait for them in vain."""
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group only
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from group.fsdp_params if group is not None else ()

@@ -1,37 +1,95 @@
 """Parameters that a step did not use: noticed at once on every world size, named, explained."""
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import WrapError
+from samestep.run.torch_private import gathered_parameters
 
 _SHOWN = 6
+_TIMED = 10  # forward passes whose median tells what a search costs
 
 
 class Use:
     """Which trainable parameters received a gradient in the last micro-batch of a step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._seen: set[int] = set()
-        for parameter in self._names.values():
-            parameter.register_post_accumulate_grad_hook(self._note)
+        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._seen: set[str] = set()
+        if isinstance(model, FSDPModule):  # what it computes with exists only after the first forward pass
+            self._waiting = model.register_forward_hook(self._watch_gathered)
+        else:
+            self._watch(dict(model.named_parameters()))
 
     def begin(self) -> None:
         """Forget the micro-batches before."""
         self._seen.clear()
 
     def check(self, model: nn.Module, number: int, samples: Sequence[int], rank: int) -> None:
-        """Raise where a backward pass left parameters out; a micro-batch without any backward pass is the user's choice."""
+        """Raise where a backward pass left parameters out; no backward pass at all is the user's choice."""
         if not self._seen or len(self._seen) == len(self._names):
             return
-        missing = [name for name, parameter in self._names.items() if id(parameter) not in self._seen]
+        missing = [name for name in self._names if name not in self._seen]
         raise WrapError(explain(model, missing, number, samples, rank))
 
-    def _note(self, parameter: torch.Tensor) -> None:
-        self._seen.add(id(parameter))
+    def _watch_gathered(self, model: nn.Module, *_: object) -> None:
+        self._waiting.remove()
+        self._watch(gathered_parameters(model))
+
+    def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+
+    def _note(self, name: str, _: torch.Tensor) -> None:
+        self._seen.add(name)
+
+
+class SearchCost:
+    """Times the first training passes of a DDP model that searches for unused parameters, tells the cost, and is gone.
+
+    The search follows the forward pass inside DDP's own, on the CPU: its time is that of the outer pass less the inner.
+    """
+
+    def __init__(self, outer: DistributedDataParallel, inner: nn.Module, say: Callable[[str], None]) -> None:
+        self._outer, self._say = outer, say
+        self._moments: list[float] = []
+        self._costs: list[tuple[float, float]] = []
+        self._hooks = [
+            outer.register_forward_pre_hook(self._begin),
+            inner.register_forward_pre_hook(self._note),
+            inner.register_forward_hook(self._note),
+            outer.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, *_: object) -> None:
+        self._moments = [time.perf_counter()]
+
+    def _note(self, *_: object) -> None:
+        self._moments.append(time.perf_counter())
+
+    def _end(self, *_: object) -> None:
+        self._note()
+        searched = self._outer.require_backward_grad_sync and torch.is_grad_enabled()
+        if len(self._moments) != 4 or not searched:  # the inner model was called past DDP, or gradients stay here
+            return
+        begin, inner_begin, inner_end, end = self._moments
+        self._costs.append(((end - begin) - (inner_end - inner_begin), end - begin))
+        if len(self._costs) == _TIMED:
+            cost, whole = (statistics.median(times) for times in zip(*self._costs, strict=True))
+            for hook in self._hooks:
+                hook.remove()
+            self._say(
+                f"unused='allow': searching for unused parameters takes {1000 * cost:.2f} ms a step "
+                f"({cost / whole:.0%} of the forward pass); whether an optimizer skips one depends on the number of ranks"
+            )
 
 
 def explain(model: nn.Module, missing: Sequence[str], number: int, samples: Sequence[int], rank: int) -> str:
@@ -40,10 +98,11 @@ def explain(model: nn.Module, missing: Sequence[str], number: int, samples: Sequ
     home = _common_module(model, missing)
     which = ", ".join(map(str, samples[:_SHOWN])) + (", ..." if len(samples) > _SHOWN else "")
     return (
-        f"step {number} did not use {len(missing)} parameter(s) of {home} on rank {rank}: {shown}. The samples that took the other "
-        f"branch are {which}. Other ranks would wait for these gradients, and whether an optimizer skips them would depend on the "
-        "number of ranks. Either connect them at every step (for dropped conditioning: samestep.nn.ConditioningDropout), or freeze "
-        "what never trains (parameter.requires_grad_(False)), or accept the search and its cost: run.wrap(model, unused='allow')"
+        f"step {number} did not use {len(missing)} parameter(s) of {home} on rank {rank}: {shown}. The samples that "
+        f"took the other branch are {which}. Other ranks would wait for these gradients, and whether an optimizer "
+        "skips them would depend on the number of ranks. Either connect them at every step (for dropped conditioning: "
+        "samestep.nn.ConditioningDropout), or freeze what never trains (parameter.requires_grad_(False)), or accept "
+        "the search and its cost: run.wrap(model, unused='allow')"
     )
 
 

@@ -19,7 +19,7 @@ from samestep.run.precision import Numbers, check_weights, compute_in, use_chann
 from samestep.run.recompute import recompute_blocks
 from samestep.run.sync_batchnorm import over_all_ranks
 from samestep.run.torch_private import leave_to_their_own, without_buffer_broadcast
-from samestep.run.unused import Use
+from samestep.run.unused import SearchCost, Use
 from samestep.run.wrapped import Wrapped, guard_against_bypass
 
 Strategy = Literal["single", "ddp", "fsdp", "hybrid"]
@@ -77,10 +77,12 @@ def wrap(
     if sharded:
         kind = Sharding(strategy == "hybrid", wish.offload, numbers.dtype, wish.blocks, numbers.compile)
         shard_model(model, link.world, device, kind)
-        return Wrapped(model, model, model, strategy, None)
+        return Wrapped(model, model, model, strategy, Use(model) if wish.unused == "error" else None)
     joined = _join(core, device, wish, parts) if strategy == "ddp" else core
-    if joined is not core:
+    if isinstance(joined, DistributedDataParallel):
         guard_against_bypass(core, joined, in_step)
+        if wish.unused == "allow":
+            SearchCost(joined, core, say)
     use = Use(model) if wish.unused == "error" else None
     return Wrapped(model, core, joined, strategy, use)
 

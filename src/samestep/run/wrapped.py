@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.errors import WrapError
 from samestep.run.batchnorm import learning
+from samestep.run.torch_private import drop_gathered_gradients
 from samestep.run.unused import Use
 
 _SHOWN = 6
@@ -21,6 +22,7 @@ class Wrapped:
     def __init__(self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, use: Use | None) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
         self.norms = learning(inner)
+        """BatchNorm layers that learn statistics from what goes through."""
         self._use = use
         self._alone = strategy == "single"
         self._known = {id(p): p.requires_grad for p in inner.parameters()}
@@ -40,6 +42,19 @@ class Wrapped:
         elif isinstance(self.inner, FSDPModule):
             self.inner.set_requires_gradient_sync(last)
             self.inner.set_is_last_backward(last)
+
+    def forget(self) -> None:
+        """Drop the gradients of a step that was left early, also those that wait for its last micro-batch."""
+        self.sync(last=True)
+        self.rest()
+        drop_gathered_gradients(self.inner)
+        for gradient in self.gradients():
+            gradient.zero_()
+
+    def rest(self) -> None:
+        """Hold this rank's parts only: a forward pass without a backward pass leaves the outermost ones whole."""
+        if isinstance(self.inner, FSDPModule):
+            self.inner.reshard()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What trains."""
@@ -63,6 +78,8 @@ class Wrapped:
         grads = [local(gradient) for gradient in self.gradients()]
         if not grads:
             return torch.tensor(True)
+        # a rank may hold no part of a small parameter, and nothing has no largest element
+        grads = [gradient for gradient in grads if gradient.numel()] or [torch.zeros(1, device=grads[0].device)]
         norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in grads])
         return norms.isfinite().all()
 
@@ -77,6 +94,7 @@ class Wrapped:
 
     def check_unchanged(self) -> None:
         """Raise where a parameter was replaced, added or unfrozen since the model was wrapped."""
+        self.rest()
         for name, parameter in self.inner.named_parameters():
             known = self._known.get(id(parameter))
             if known is None:

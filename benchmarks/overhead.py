@@ -1,0 +1,473 @@
+"""What a step costs beside its arithmetic: samestep against a hand-written DDP loop, Lightning, Fabric and Accelerate.
+
+    python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
+    python benchmarks/overhead.py --device cuda --task gpt2 [--compile]
+
+Every contender has ranks of its own (two on the CPU, joined by gloo, one thread each; one on a GPU), started once. They
+take turns in short blocks of steps, in an order that changes from round to round, and wait without work in between. A ratio
+is taken inside a round, so that a machine whose speed drifts does not favour anybody; the median over the rounds counts.
+All read the same tensors through a DataLoader without workers, shuffle, step the same AdamW, and log their loss every
+50 steps or, where logging is the framework's own, as it does by itself; nobody writes checkpoints. On the GPU all compute
+in bf16 with TF32 and a fused AdamW. "+us" is what a step takes longer than the hand-written one; "cpu" compares CPU seconds
+of the first rank instead of the clock, which a busy machine disturbs less.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+LOG_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how long a turn is."""
+
+    name: str
+    rows: int  # samples a rank and step
+    steps: int  # steps an epoch
+    warm: int  # steps of a turn before the clock starts
+    timed: int  # steps on the clock
+    device: str
+    compile: bool
+    world: int
+
+
+def tasks(args) -> Iterator[Task]:
+    world = 2 if args.device == "cpu" else 1
+    sizes = {"mlp": (64, 400, 10, 100), "transformer": (4, 200, 1, 6), "gpt2": (32, 40, 3, 10)}
+    for name in args.task:
+        yield Task(name, *sizes[name], args.device, args.compile, world)
+
+
+def build(task: Task):
+    """Make model and data; the same on every rank and for every contender."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(0)
+    n = task.rows * task.world * task.steps
+    if task.name == "mlp":
+        data = TensorDataset(torch.randn(n, 784), torch.randint(0, 10, (n,)))
+        sizes = (784, 512, 512, 10)
+        layers = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        return torch.nn.Sequential(*layers[:-1]), data
+    shape = {"transformer": (1024, 256, 6, 8, 64), "gpt2": (50304, 768, 12, 12, 1024)}[task.name]
+    tokens = torch.randint(0, shape[0], (n, shape[4] + 1))
+    return language_model(*shape), TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def language_model(vocabulary: int, width: int, depth: int, heads: int, length: int):
+    """Build a decoder like GPT-2, attention through scaled_dot_product_attention, embedding and head tied."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+        def forward(self, x):
+            rows, steps, _ = x.shape
+            q, k, v = self.qkv(self.norm(x)).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(rows, steps, width))
+            return x + self.mlp(self.norm2(x))
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(depth))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens):
+            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Decoder()
+
+
+def losses(task: Task, outputs, targets, reduction: str):
+    from torch.nn.functional import cross_entropy
+
+    if task.name == "mlp":
+        return cross_entropy(outputs, targets, reduction=reduction)
+    value = cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction=reduction)
+    return value if reduction == "mean" else value.view(targets.shape)
+
+
+def adamw(task: Task, parameters):
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-4, **({"fused": True} if task.device == "cuda" else {}))
+
+
+class Turns:
+    """Called before every step: starts and stops the clock, and waits for the next turn where one is over."""
+
+    def __init__(self, task: Task, pipe: Connection) -> None:
+        self._task, self._pipe = task, pipe
+        self._length = task.warm + task.timed
+        self._step = self._length
+        self._wall = self._cpu = 0.0
+        self._turns = 0
+
+    def __call__(self) -> None:
+        if self._step == self._length:
+            self._wait()
+        if self._step == self._task.warm:
+            self._finish_queue()
+            self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._step += 1
+
+    def _wait(self) -> None:
+        self._finish_queue()
+        taken = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        if self._task.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()  # the contenders share one card
+        self._pipe.send([value / self._task.timed for value in taken])
+        if self._pipe.recv() == "stop":
+            os._exit(0)  # a Trainer in the midst of its epoch has no other quick way out
+        self._step = 0
+
+    def _finish_queue(self) -> None:
+        if self._task.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+class Log:
+    """A line of JSON every LOG_EVERY steps, for those who have no logger of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "log.jsonl").open("a")
+
+    def __call__(self, step: int, loss) -> None:
+        if step % LOG_EVERY == 0:
+            self._file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
+            self._file.flush()
+
+
+def batches(task: Task, data, sampler) -> "object":
+    from torch.utils.data import DataLoader
+
+    pinned = task.device == "cuda"
+    return DataLoader(data, task.rows, sampler=sampler, shuffle=sampler is None, drop_last=True, pin_memory=pinned)
+
+
+def by_hand(task: Task, turn: Turns, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DistributedSampler
+
+    model, data = build(task)
+    model.to(task.device)
+    sampler = None
+    if task.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if task.compile:
+        model = torch.compile(model)
+    if task.world > 1:
+        dist.init_process_group("gloo")
+        model, sampler = DistributedDataParallel(model), DistributedSampler(data)
+    optimizer, log, steps = adamw(task, model.parameters()), Log(folder), count()
+    for epoch in count():
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for batch in batches(task, data, sampler):
+            turn()
+            inputs, targets = (tensor.to(task.device, non_blocking=True) for tensor in batch)
+            with torch.autocast(task.device, torch.bfloat16, enabled=task.device == "cuda"):
+                loss = losses(task, model(inputs), targets, "mean")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(next(steps), loss)
+
+
+def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
+    from samestep import Run
+    from torch.optim import AdamW
+
+    module, data = build(task)
+    with Run(global_batch=task.rows * task.world, seed=0, folder=folder, compile=task.compile) as run:
+        model = run.wrap(module)
+        optimizer = AdamW(model.parameters(), lr=1e-4)
+        for epoch in run.shard(data, shuffle=True, drop_tail=True).epochs(1 << 30):
+            for step in epoch:
+                turn()
+                for inputs, targets in step:
+                    step.mean(losses(task, model(inputs), targets, "none")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
+    try:
+        import lightning.pytorch as pl
+    except ImportError:
+        import pytorch_lightning as pl
+    import torch
+
+    if task.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, _ = build(task)
+
+        def training_step(self, batch):
+            inputs, targets = batch
+            loss = losses(task, self.model(inputs), targets, "mean")
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return adamw(task, self.parameters())
+
+    class Boundary(pl.Callback):
+        def on_train_batch_start(self, *_) -> None:
+            turn()
+
+    net = Net()
+    if task.compile:
+        net.model.compile()
+    trainer = pl.Trainer(
+        accelerator="gpu" if task.device == "cuda" else "cpu",
+        devices=task.world,
+        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
+        plugins=[pl.plugins.environments.TorchElasticEnvironment()] if task.world > 1 else None,
+        precision="bf16-mixed" if task.device == "cuda" else "32-true",
+        max_epochs=-1,
+        logger=pl.loggers.CSVLogger(folder),
+        log_every_n_steps=LOG_EVERY,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Boundary()],
+    )
+    trainer.fit(net, batches(task, build(task)[1], None))
+
+
+def by_fabric(task: Task, turn: Turns, folder: Path) -> None:
+    try:
+        import lightning.fabric as fabric_package
+    except ImportError:
+        import lightning_fabric as fabric_package
+    import torch
+
+    if task.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    fabric = fabric_package.Fabric(
+        accelerator="gpu" if task.device == "cuda" else "cpu",
+        devices=task.world,
+        strategy=fabric_package.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
+        plugins=[fabric_package.plugins.environments.TorchElasticEnvironment()] if task.world > 1 else None,
+        precision="bf16-mixed" if task.device == "cuda" else "32-true",
+    )
+    fabric.launch()
+    module, data = build(task)
+    module.to(task.device)
+    if task.compile:
+        module = torch.compile(module)
+    model, optimizer = fabric.setup(module, adamw(task, module.parameters()))
+    loader, log, steps = fabric.setup_dataloaders(batches(task, data, None)), Log(folder), count()
+    for _ in count():
+        for inputs, targets in loader:
+            turn()
+            loss = losses(task, model(inputs), targets, "mean")
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            log(next(steps), loss)
+
+
+def by_accelerate(task: Task, turn: Turns, folder: Path) -> None:
+    import torch
+    from accelerate import Accelerator
+
+    if task.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    module, data = build(task)
+    accelerator = Accelerator(
+        cpu=task.device == "cpu",
+        mixed_precision="bf16" if task.device == "cuda" else "no",
+        dynamo_backend="inductor" if task.compile else "no",
+    )
+    module.to(task.device)
+    model, optimizer, loader = accelerator.prepare(
+        module, adamw(task, module.parameters()), batches(task, data, None)
+    )
+    log, steps = Log(folder), count()
+    for _ in count():
+        for inputs, targets in loader:
+            turn()
+            loss = losses(task, model(inputs), targets, "mean")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            log(next(steps), loss)
+
+
+CONTENDERS: dict[str, Callable[[Task, Turns, Path], None]] = {
+    "hand-written": by_hand,
+    "samestep": by_samestep,
+    "lightning": by_lightning,
+    "fabric": by_fabric,
+    "accelerate": by_accelerate,
+}
+
+
+def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: Path) -> None:
+    """Be one rank of one contender until told to stop."""
+    if task.world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world), GROUP_RANK="0")
+        os.environ.update(LOCAL_WORLD_SIZE=str(task.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.stdout = sys.stderr = (folder / f"output-{rank}.txt").open("w", buffering=1)
+    import torch
+
+    if task.device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        CONTENDERS[name](task, Turns(task, pipe), folder)
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+class Contender:
+    """One contender's ranks, waiting for their turn."""
+
+    def __init__(self, name: str, task: Task, folder: Path) -> None:
+        self.name, self._pipes, self._processes = name, [], []
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        for rank in range(task.world):
+            here, there = context.Pipe()
+            arguments = (name, task, rank, port, there, folder)
+            process = context.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def ready(self) -> list[float]:
+        """Wait until every rank stands before a turn; (seconds, CPU seconds) a step of the last one, of the first rank."""
+        answers = []
+        for pipe in self._pipes:
+            answer = pipe.recv()
+            if isinstance(answer, str):
+                raise RuntimeError(f"{self.name} failed: {answer}")
+            answers.append(answer)
+        return answers[0]
+
+    def turn(self) -> list[float]:
+        """Run one block of steps."""
+        for pipe in self._pipes:
+            pipe.send("go")
+        return self.ready()
+
+    def stop(self) -> None:
+        """End all ranks."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send("stop")
+            process.join(timeout=10)
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def compare(task: Task, names: list[str], rounds: int) -> list[dict[str, object]]:
+    """Let the contenders take turns; medians of their times and of their ratios to the hand-written loop."""
+    with tempfile.TemporaryDirectory() as place:
+        contenders = []
+        for name in names:
+            folder = Path(place) / name
+            folder.mkdir()
+            contenders.append(Contender(name, task, folder))
+        try:
+            for contender in contenders:
+                contender.ready()
+            taken = {name: [] for name in names}
+            for number in range(rounds + 1):
+                for contender in random.Random(number).sample(contenders, len(contenders)):
+                    times = contender.turn()
+                    if number:  # the first round pays for what is loaded late
+                        taken[contender.name].append(times)
+        finally:
+            for contender in contenders:
+                contender.stop()
+    return [summarise(task, name, taken[name], taken["hand-written"]) for name in names]
+
+
+def summarise(task: Task, name: str, mine: list[list[float]], by_hand: list[list[float]]) -> dict[str, object]:
+    pairs = list(zip(mine, by_hand, strict=True))
+    return {
+        **asdict(task),
+        "contender": name,
+        "ms": 1e3 * statistics.median(own[0] for own in mine),
+        "ratio": statistics.median(own[0] / hand[0] for own, hand in pairs),
+        "added_us": 1e6 * statistics.median(own[0] - hand[0] for own, hand in pairs),
+        "cpu_ratio": statistics.median(own[1] / hand[1] for own, hand in pairs),
+        "added_cpu_us": 1e6 * statistics.median(own[1] - hand[1] for own, hand in pairs),
+        "rounds": len(mine),
+    }
+
+
+def line(row) -> str:
+    return (
+        f"{row['name']:12} {row['contender']:13} {row['ms']:9.3f} ms/step   x {row['ratio']:.4f} {row['added_us']:+8.0f} us"
+        f"   cpu x {row['cpu_ratio']:.4f} {row['added_cpu_us']:+8.0f} us"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", choices=["mlp", "transformer", "gpt2"])
+    parser.add_argument("--contender", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    args.task = args.task or (["mlp", "transformer"] if args.device == "cpu" else ["gpt2"])
+    names = list(dict.fromkeys(["hand-written", *args.contender]))
+    for task in tasks(args):
+        for row in compare(task, names, args.rounds):
+            print(json.dumps(row) if args.json else line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""This rank's part of a stream: steps of the global batch from data that has no length."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from samestep.data.keyed import sample_keys
+from samestep.data.ledger import Description
+from samestep.data.loader import Collate
+from samestep.data.stream import StreamCut, StreamStep
+from samestep.data.stream_kinds import check_stream, is_sharded
+from samestep.data.tree import move
+from samestep.errors import DataError, StateError
+from samestep.plan.batch import Cut
+from samestep.run.account import Account
+from samestep.run.epoch import Epoch
+from samestep.run.step import MicroBatch, Step, StepPlace
+from samestep.run.terms import Terms
+
+_NOTHING = StreamStep(-1, [], [], None, None)
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """Where a stream's samples come from and how they are read."""
+
+    dataset: Iterable[object]
+    """The user's iterable dataset."""
+    decode: Callable[[object], object] | None
+    """Makes a sample of a record that this rank keeps."""
+    collate: Collate | None
+    """Makes a batch of samples; None: torch's default."""
+    workers: int
+    """Data workers of this rank; each reads the whole stream and keeps its steps."""
+    micro_batch: int | None
+    """The most rows that go through the model at once."""
+    drop_tail: bool
+    """Leave out a last, smaller step."""
+
+
+class Stream:
+    """This rank's part of an iterable dataset: the same global batches on any number of ranks and workers.
+
+    `for epoch in stream.epochs(1)` trains; `for batch in stream` passes over everything once, for evaluation.
+    """
+
+    def __init__(self, source: StreamSource, terms: Terms, account: Account | None) -> None:
+        self._source, self._terms, self._engine, self._account = source, terms, terms.engine, account
+        self._epoch = self._step = self._number = 0
+        self._place: object = None
+        self._open: Step | None = None
+        self._spare: list[object] = []
+
+    def epochs(self, count: int) -> Iterator[Epoch]:
+        """Passes over the stream from where this one stands up to `count` in all."""
+        while self._epoch < count:
+            number = self._engine.epoch = self._epoch
+            yield Epoch(number, self.steps, None)
+            if self._epoch == number:  # the loop over its steps was left early
+                self._epoch, self._step, self._place = number + 1, 0, None
+
+    def __iter__(self) -> Iterator[object]:
+        """Everything once, in batches of this rank, one for each global batch in which it has a part."""
+        collate = self._source.collate or default_collate
+        for part in self._read(epoch=0, first=0, state=None):
+            if part.samples:
+                yield move(collate(part.samples), self._terms.device)
+
+    def state_dict(self) -> dict[str, object]:
+        """Where training stands, the same on every rank: valid on any world size and any number of workers."""
+        within = int(self._open is not None and self._open.done)
+        return {
+            "epoch": self._epoch,
+            "step": self._step + within,
+            "number": self._number + within,
+            "seed": self._terms.seed,
+            "global_batch": self._terms.global_batch,
+            "stream": self._place,
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Stand where `state` was taken; a stream that can neither seek nor restore itself is read up to there."""
+        for name, here in (("global_batch", self._terms.global_batch), ("seed", self._terms.seed)):
+            if state.get(name) != here:
+                raise StateError(
+                    f"the saved position has {name}={state.get(name)} and this stream has {name}={here}: the samples already "
+                    f"seen would not be the same; pass Run({name}={state.get(name)})"
+                )
+        self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
+        self._place = state.get("stream")
+
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """The steps of one pass from where this stream stands; it ends on all ranks together."""
+        if self._account:
+            self._account.begin(epoch, self._step)
+        for part, count, largest in self._together(self._read(epoch, self._step, self._place)):
+            micro_batches = list(self._micro_batches(part, count, largest, epoch))
+            place = StepPlace(self._number, self._step, epoch, count, len(micro_batches))
+            self._place = part.state  # known when the step is read; it counts from when the step is done
+            step = self._open = Step(place, iter(micro_batches), self._engine)
+            self._engine.begin_step(step)
+            yield step
+            step.drain()
+            if self._account and step.done:
+                first = part.positions[0] if part.positions else self._step * self._terms.global_batch
+                self._account.trained(epoch, self._step, first, len(part.positions))
+            self._open, self._step, self._number = None, self._step + 1, self._number + 1
+            self._engine.end_step(step)
+        self._epoch, self._step, self._place = epoch + 1, 0, None
+
+    def _read(self, epoch: int, first: int, state: object) -> Iterator[StreamStep]:
+        source, terms = self._source, self._terms
+        cut = StreamCut(
+            source.dataset, terms.world.rank, terms.world.size, terms.global_batch, first, state, terms.seed, epoch,
+            source.decode, source.drop_tail,
+        )  # fmt: skip
+        loader: DataLoader[StreamStep] = DataLoader(
+            _typed(cut), batch_size=None, num_workers=source.workers, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+        return iter(loader)
+
+    def _together(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
+        """Each part with the samples of the whole step and of its fullest rank; streams in shards ask the other ranks."""
+        size = self._terms.world.size
+        if not is_sharded(self._source.dataset):
+            for part in parts:
+                assert part.count is not None
+                yield part, part.count, -(-part.count // size)
+            return
+        while True:
+            part = next(parts, _NOTHING)
+            counts = self._engine.exchange_counts(len(part.samples))
+            if not sum(counts):
+                return
+            yield part, sum(counts), max(counts)
+
+    def _micro_batches(self, part: StreamStep, count: int, largest: int, epoch: int) -> Iterator[MicroBatch]:
+        """Equally many micro-batches of equal shape on every rank; a rank with too few samples repeats one without weight."""
+        samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
+        self._spare = samples[-1:] or ([part.pad] if part.pad is not None else self._spare)
+        if not self._spare:
+            raise DataError(
+                f"rank {self._terms.world.rank} has no sample at all in the first step of {count}: the stream is smaller than the "
+                f"{self._terms.world.size} ranks; use fewer ranks"
+            )
+        cut = Cut(largest, largest, 0, 1, self._source.micro_batch)
+        collate = self._source.collate or default_collate
+        for rows in cut.micro_batches(0):
+            chosen, at = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
+            missing = rows.rows - len(chosen)
+            at = np.concatenate([at, np.zeros(missing, dtype=np.int64)])
+            data = move(collate(chosen + missing * self._spare), self._terms.device)
+            keys = torch.from_numpy(sample_keys(self._terms.seed, epoch, at).view(np.int64)).to(self._terms.device)
+            weights = (torch.arange(rows.rows) < len(chosen)).float().to(self._terms.device)
+            yield MicroBatch(data, weights, keys, at.tolist())
+
+
+def open_stream(terms: Terms, source: StreamSource) -> Stream:
+    """A stream under the terms of a run."""
+    check_stream(source.dataset)
+    if is_sharded(source.dataset) and terms.ledger:
+        raise DataError(
+            "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave num_shards out of the "
+            "dataset, or run with ledger=False"
+        )
+    description = Description(
+        n=None, seed=terms.seed, shuffle=False, global_batch=terms.global_batch, drop_tail=source.drop_tail
+    )
+    return Stream(source, terms, terms.account("stream", description))
+
+
+def _as_it_is(part: StreamStep) -> StreamStep:
+    return part
+
+
+def _typed(cut: StreamCut) -> IterableDataset[StreamStep]:
+    return cut
