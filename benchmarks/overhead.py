@@ -226,13 +226,23 @@ def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
                 optimizer.zero_grad()
 
 
-def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
+def lightning_packages():
+    """Lightning is on sale under two names."""
     try:
+        import lightning.fabric as fabric
         import lightning.pytorch as pl
+        from lightning.fabric.plugins import environments
     except ImportError:
+        import lightning_fabric as fabric
         import pytorch_lightning as pl
+        from lightning_fabric.plugins import environments
+    return pl, fabric, environments
+
+
+def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
     import torch
 
+    pl, environments = lightning_packages()[0], lightning_packages()[2]
     if task.device == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -261,7 +271,7 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
         accelerator="gpu" if task.device == "cuda" else "cpu",
         devices=task.world,
         strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
-        plugins=[pl.plugins.environments.TorchElasticEnvironment()] if task.world > 1 else None,
+        plugins=[environments.TorchElasticEnvironment()] if task.world > 1 else None,
         precision="bf16-mixed" if task.device == "cuda" else "32-true",
         max_epochs=-1,
         logger=pl.loggers.CSVLogger(folder),
@@ -275,19 +285,16 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
 
 
 def by_fabric(task: Task, turn: Turns, folder: Path) -> None:
-    try:
-        import lightning.fabric as fabric_package
-    except ImportError:
-        import lightning_fabric as fabric_package
     import torch
 
+    _, package, environments = lightning_packages()
     if task.device == "cuda":
         torch.set_float32_matmul_precision("high")
-    fabric = fabric_package.Fabric(
+    fabric = package.Fabric(
         accelerator="gpu" if task.device == "cuda" else "cpu",
         devices=task.world,
-        strategy=fabric_package.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
-        plugins=[fabric_package.plugins.environments.TorchElasticEnvironment()] if task.world > 1 else None,
+        strategy=package.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
+        plugins=[environments.TorchElasticEnvironment()] if task.world > 1 else None,
         precision="bf16-mixed" if task.device == "cuda" else "32-true",
     )
     fabric.launch()

@@ -135,7 +135,8 @@ class _Collate:
         except Exception as error:
             raise DataError(
                 f"collate could not make a batch of {len(samples)} samples on rank {self.rank}, {_worker()}: "
-                f"{type(error).__name__}: {error} (samples of different shapes? give run.shard a collate= that pads them)"
+                f"{type(error).__name__}: {error} (samples of different shapes? give run.shard a collate= that pads "
+                "them)"
             ) from error
         tensors_of(batch)  # complains here, where the worker is known, if it is no tree of tensors
         return batch

@@ -106,6 +106,7 @@ class _Table:
     elements: npt.NDArray[np.uint32]
 
     def at(self, positions: _Indices) -> _Indices:
+        """The elements at these positions."""
         return self.elements[positions].astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Batches as trees of tensors: moved to a device, cut to their real rows, complained about when they are something else."""
+"""Batches as trees of tensors: moved to a device, cut to their real rows, refused where they are something else."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -30,7 +30,8 @@ def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: 
     if isinstance(tree, _RIDES_ALONG):
         return tree
     raise DataError(
-        f"{path} is a {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of them (strings and numbers may "
+        f"{path} is a {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of them (strings and "
+        "numbers may "
         "ride along); give run.shard a collate= that makes one"
     )
 

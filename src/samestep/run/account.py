@@ -8,7 +8,7 @@ from samestep.data.ledger import Description, LedgerWriter
 
 @dataclass
 class Account:
-    """What this rank writes down of one shard; `generation` counts the starts of the run and is the same on all ranks."""
+    """What this rank writes down of one shard."""
 
     folder: Path
     """The run's folder."""

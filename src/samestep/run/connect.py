@@ -20,7 +20,8 @@ def connect_store(world: World, timeout: float) -> dist.Store:
         what = (
             f"rank 0 cannot listen at {world.address}:{world.port}: set MASTER_PORT to a free port"
             if hosts
-            else f"rank {world.rank} cannot reach the first rank at {world.address}:{world.port} (waited {timeout:g} s): check "
+            else f"rank {world.rank} cannot reach the first rank at {world.address}:{world.port} (waited {timeout:g} "
+            "s): check "
             "that it started, that MASTER_ADDR and MASTER_PORT are right and that no firewall stands between"
         )
         raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error

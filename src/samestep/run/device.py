@@ -61,7 +61,8 @@ def _choose_cuda(world: World, devices: int, wish: str | None) -> DeviceChoice:
         return DeviceChoice(device, chosen, f"a GPU for each of the {world.local_size} rank(s) of this node")
     if wish == "nccl":
         raise WorldError(
-            f"backend='nccl' cannot serve {world.local_size} ranks on {devices} GPU(s): NCCL wants a GPU for each rank; "
+            f"backend='nccl' cannot serve {world.local_size} ranks on {devices} GPU(s): NCCL wants a GPU for each "
+            "rank; "
             f"use --nproc-per-node {devices}, or leave backend out to use gloo"
         )
     crowd = f"{world.local_size} ranks share {devices} GPU(s)"

@@ -17,7 +17,8 @@ class Epoch:
     def __len__(self) -> int:
         if self._left is None:
             raise DataError(
-                "a stream does not know how many steps it has: iterate over it, or give run.shard a dataset with a length"
+                "a stream does not know how many steps it has: iterate over it, or give run.shard a dataset with a "
+                "length"
             )
         return self._left()
 

@@ -42,8 +42,10 @@ def check_alike(link: Link, tensors: Mapping[str, torch.Tensor], when: str) -> N
         groups.setdefault(value, []).append(rank)
     told = " differ from ranks ".join(str(ranks) for ranks in groups.values())
     raise ReplicasDiffer(
-        f"{when}, ranks hold different bits in {name!r}: ranks {told}. Something changed it on some ranks only: a step under a rank "
-        "condition, an update outside the optimizer, or a fault of a device; the run stops, since its ranks no longer train one model"
+        f"{when}, ranks hold different bits in {name!r}: ranks {told}. Something changed it on some ranks only: a step "
+        "under a rank "
+        "condition, an update outside the optimizer, or a fault of a device; the run stops, since its ranks no longer "
+        "train one model"
     )
 
 

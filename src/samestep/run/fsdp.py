@@ -78,7 +78,8 @@ def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     if world.nodes < 2 or world.size % world.nodes:
         raise WrapError(
-            f"strategy='hybrid' shards inside a node and replicates between nodes: {world.size} rank(s) on {world.nodes} node(s) cannot "
+            f"strategy='hybrid' shards inside a node and replicates between nodes: {world.size} rank(s) on "
+            f"{world.nodes} node(s) cannot "
             "be split so; use strategy='fsdp'"
         )
     return init_device_mesh(

@@ -69,7 +69,7 @@ class Group:
         return reduce.all_reduce(self._link, tensor, op, weight)
 
     def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
-        """Run `function(*args)` on the first rank and give what it returns to every rank, or raise on each what it raised.
+        """Run `function(*args)` on the first rank; every rank gets what it returned, or raises what it raised.
 
         With `per="node"` the first rank of each node runs it, for the ranks of that node.
         """

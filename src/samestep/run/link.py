@@ -144,7 +144,8 @@ class Link:
         """Raise where a common act is begun inside run.once: the other ranks are not there."""
         if self._doing_for_all is not None:
             raise GroupError(
-                f"{act} at {call_site()} was called inside {self._doing_for_all}: one rank alone is there and the others "
+                f"{act} at {call_site()} was called inside {self._doing_for_all}: one rank alone is there and the "
+                "others "
                 f"would never come; call {act} outside of the function that run.once runs"
             )
 

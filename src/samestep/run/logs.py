@@ -17,7 +17,7 @@ _SINGLE = torch.Size(())
 
 @dataclass
 class Pending:
-    """What this rank has logged since ranks last told each other: values by (step, name), tensors still on their device."""
+    """What this rank has logged since ranks last told each other; tensors stay on their device."""
 
     values: dict[Row, float | torch.Tensor] = field(default_factory=dict)
 

@@ -71,7 +71,7 @@ def _do(link: Link, act: str, function: Callable[..., object], *args: object) ->
         with link.doing_for_all(act):
             value = function(*args)
         return _Outcome(link.world.rank, pickle.dumps(value), None)
-    except Exception as error:  # whatever it is, it belongs to every rank
+    except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to every rank
         return _Outcome(link.world.rank, None, _pickled(error), traceback.format_exc())
 
 
@@ -80,7 +80,7 @@ def _pickled(error: Exception) -> bytes:
     try:
         frozen = pickle.dumps(error)
         return frozen if type(pickle.loads(frozen)) is type(error) else b""
-    except Exception:  # an error with its own constructor, a local class, an open file inside: its text will do
+    except Exception:  # noqa: BLE001  # its own constructor, a local class, an open file inside: its text will do
         return b""
 
 

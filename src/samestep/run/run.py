@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
 from samestep.data.loader import Collate, MapDataset
@@ -127,6 +128,8 @@ class Run(Group):
         if self._engine is not None:
             self._engine.detach(failed=True)
         self._link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
+        if isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # for the launcher, which shows it last
         if self._writer is not None:
             self._writer.close(self._summary("failed") if self._writer.opened else {})
 
@@ -144,7 +147,8 @@ class Run(Group):
     ) -> nn.Module:
         """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
 
-        One rank: the model itself. `strategy` is "ddp", "fsdp" or "hybrid" (shard in a node, replicate between nodes); None chooses.
+        One rank: the model itself. `strategy` is "ddp", "fsdp" or "hybrid" (shard in a node, replicate between nodes);
+        None chooses.
         """
         engine = self._started()
         engine.speed.tell()
@@ -181,7 +185,7 @@ class Run(Group):
         drop_tail: bool = False,
         micro_batch: int | None = None,
     ) -> Stream:
-        """This rank's part of an iterable dataset, nothing twice or lost; `decode` sees only the records this rank keeps.
+        """This rank's part of an iterable dataset, nothing twice or lost; `decode` sees only what this rank keeps.
 
         Every rank reads the whole stream, so records should be cheap and the costly part be left to `decode`. A dataset
         that declares shards (`num_shards`, `shard(i)`) is read shard by shard instead.
@@ -190,10 +194,10 @@ class Run(Group):
         return open_stream(self._terms(), source)
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
-        """`model` in evaluation mode and without gradients: `with run.evaluate(model) as net:`; modes come back afterwards.
+        """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.
 
-        What it gives needs no other rank in its forward pass, so that ranks with more test samples than others cannot hang; a
-        sharded model does, and then all ranks pass over equally many batches, whose padding does not count in run.mean.
+        What it gives needs no other rank in its forward pass, so that ranks with more test samples than others cannot
+        hang; a sharded model does, and then all ranks pass over equally many batches, whose padding does not count.
         """
         return evaluate(self._link, self._started(), model)
 

@@ -13,6 +13,7 @@ from samestep.data.ledger import Description
 from samestep.data.loader import Collate, Loader, MapDataset, Request
 from samestep.data.order import Order
 from samestep.data.order_reader import OrderReader
+from samestep.data.sample_rng import Absent
 from samestep.errors import DataError, StateError
 from samestep.log import Voice
 from samestep.plan import batch as plan_batch
@@ -108,7 +109,8 @@ class Shard:
         ):
             if state.get(name) != here:
                 raise StateError(
-                    f"the saved position has {name}={state.get(name)} and this shard has {name}={here}: the samples already seen "
+                    f"the saved position has {name}={state.get(name)} and this shard has {name}={here}: the samples "
+                    "already seen "
                     f"would not be the same; {remedy}"
                 )
         self._epoch, self._step = state["epoch"], state["step"]
@@ -172,7 +174,7 @@ class Shard:
         return Pass(self._cut.n, rows, self._cut.rank, self._cut.size, lockstep=self._engine.lockstep)
 
     def _setting(self, epoch: int) -> object:
-        return None if self._source.settings is None else self._source.settings(epoch)
+        return Absent.SETTING if self._source.settings is None else self._source.settings(epoch)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers for each purpose: an evaluation in the midst of an epoch must not disturb it."""
@@ -222,7 +224,8 @@ def check_dataset(dataset: object) -> int:
     """The length of a map-style dataset, or what is wrong with it."""
     if not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} has no length, so its samples cannot be numbered: use run.stream(...) for an iterable dataset, "
+            f"{type(dataset).__name__} has no length, so its samples cannot be numbered: use run.stream(...) for an "
+            "iterable dataset, "
             "or give it a __len__"
         )
     if not hasattr(dataset, "__getitem__"):

@@ -86,7 +86,8 @@ class Stream:
         for name, here in (("global_batch", self._terms.global_batch), ("seed", self._terms.seed)):
             if state.get(name) != here:
                 raise StateError(
-                    f"the saved position has {name}={state.get(name)} and this stream has {name}={here}: the samples already "
+                    f"the saved position has {name}={state.get(name)} and this stream has {name}={here}: the samples "
+                    "already "
                     f"seen would not be the same; pass Run({name}={state.get(name)})"
                 )
         self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
@@ -123,7 +124,7 @@ class Stream:
         return iter(loader)
 
     def _together(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
-        """Each part with the samples of the whole step and of its fullest rank; streams in shards ask the other ranks."""
+        """Each part, the samples of the whole step and of its fullest rank; for shards the other ranks are asked."""
         size = self._terms.world.size
         if not is_sharded(self._source.dataset):
             for part in parts:
@@ -138,12 +139,13 @@ class Stream:
             yield part, sum(counts), max(counts)
 
     def _micro_batches(self, part: StreamStep, count: int, largest: int, epoch: int) -> Iterator[MicroBatch]:
-        """Equally many micro-batches of equal shape on every rank; a rank with too few samples repeats one without weight."""
+        """Equally many of equal shape on every rank; one with too few samples repeats a sample without weight."""
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
         self._spare = samples[-1:] or ([part.pad] if part.pad is not None else self._spare)
         if not self._spare:
             raise DataError(
-                f"rank {self._terms.world.rank} has no sample at all in the first step of {count}: the stream is smaller than the "
+                f"rank {self._terms.world.rank} has no sample at all in the first step of {count}: the stream is "
+                "smaller than the "
                 f"{self._terms.world.size} ranks; use fewer ranks"
             )
         cut = Cut(largest, largest, 0, 1, self._source.micro_batch)
@@ -163,7 +165,8 @@ def open_stream(terms: Terms, source: StreamSource) -> Stream:
     check_stream(source.dataset)
     if is_sharded(source.dataset) and terms.ledger:
         raise DataError(
-            "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave num_shards out of the "
+            "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave "
+            "num_shards out of the "
             "dataset, or run with ledger=False"
         )
     description = Description(

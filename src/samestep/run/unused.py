@@ -88,7 +88,7 @@ class SearchCost:
                 hook.remove()
             self._say(
                 f"unused='allow': searching for unused parameters takes {1000 * cost:.2f} ms a step "
-                f"({cost / whole:.0%} of the forward pass); whether an optimizer skips one depends on the number of ranks"
+                f"({cost / whole:.0%} of the forward pass); whether one is skipped depends on the number of ranks"
             )
 
 

@@ -1,0 +1,324 @@
+"""Gradients of a step: those of the mean, or sum, over the whole global batch, however it is spread and left."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Run
+from samestep.errors import StepError
+
+N = 10
+SPREADS = [(1, None), (1, 2), (2, None), (2, 2), (3, 1), (4, None)]
+
+
+def rows():
+    """(inputs, how many of four tokens count) of ten samples."""
+    luck = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, 3, generator=luck, dtype=torch.float64), torch.arange(N) % 4 + 1
+
+
+class Weights(nn.Module):
+    """Squares of a linear map, one a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))
+        self.second = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return ((x @ self.first) * self.second) ** 2
+
+
+def mean_of_samples(step, losses, mask):
+    return step.mean(losses.sum(dim=1))
+
+
+def mean_of_tokens(step, losses, mask):
+    return step.mean(losses, mask)
+
+
+def mean_of_all_tokens(step, losses, mask):
+    return step.mean(losses)
+
+
+def sum_of_tokens(step, losses, mask):
+    return step.sum(losses, mask)
+
+
+def gradients(reduce, global_batch, micro_batch, strategy=None):
+    """For each step of an epoch: the gradient, and the loss that this rank saw."""
+    x, counts = rows()
+    with Run(global_batch=global_batch) as run:
+        model = run.wrap(Weights(), strategy)
+        seen = []
+        for epoch in run.shard(list(zip(x, counts, strict=True)), micro_batch=micro_batch).epochs(1):
+            for step in epoch:
+                for inputs, count in step:
+                    reduce(step, model(inputs), torch.arange(4) < count[:, None]).backward()
+                seen.append((full_gradient(model), run.mean(step.loss) if step.loss is not None else None))
+                model.zero_grad()
+        return seen
+
+
+def full_gradient(model):
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    return torch.cat(grads).tolist()
+
+
+def by_hand(reduce, start, stop):
+    """The same on all samples of a step at once, in plain torch."""
+    x, counts = (part[start:stop] for part in rows())
+    model, mask = Weights(), torch.arange(4) < counts[:, None]
+    losses = model(x)
+    value = reduce(losses, mask)
+    value.backward()
+    return full_gradient(model), float(value.detach())
+
+
+CASES = {
+    mean_of_samples: lambda losses, mask: losses.sum(dim=1).mean(),
+    mean_of_all_tokens: lambda losses, mask: losses.mean(),
+    mean_of_tokens: lambda losses, mask: losses[mask].mean(),
+    sum_of_tokens: lambda losses, mask: losses[mask].sum(),
+}
+
+
+@pytest.mark.parametrize("reduce", CASES)
+@pytest.mark.parametrize(("size", "micro_batch"), SPREADS)
+def test_the_gradient_is_that_of_the_whole_step(ranks, reduce, size, micro_batch):
+    expected = [by_hand(CASES[reduce], 0, 7), by_hand(CASES[reduce], 7, 10)]
+    for seen in ranks(size, gradients, reduce, 7, micro_batch):
+        for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
+            assert gradient == pytest.approx(wanted, rel=1e-12)
+            assert loss is None or loss == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_sharded_gradients_are_those_of_the_whole_step(ranks, micro_batch):
+    expected = [by_hand(CASES[mean_of_tokens], 0, 7), by_hand(CASES[mean_of_tokens], 7, 10)]
+    for seen in ranks(2, gradients, mean_of_tokens, 7, micro_batch, "fsdp"):
+        for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
+            assert gradient == pytest.approx(wanted, rel=1e-12)
+            assert loss == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_last_partial_window_is_not_scaled_too_small(ranks, size):
+    last, wanted = ranks(size, gradients, mean_of_samples, 8, 2)[0][-1], by_hand(CASES[mean_of_samples], 8, 10)[0]
+    assert last[0] == pytest.approx(wanted, rel=1e-12)
+    # what dividing each micro-batch's mean by the number of accumulation steps, here 8 / 2 = 4, makes of two samples
+    peers = [value / 4 for value in wanted]
+    assert max(abs(a - b) for a, b in zip(last[0], peers, strict=True)) > 0.5
+
+
+def test_uneven_ranks_do_not_make_a_mean_of_means(ranks):
+    ours = ranks(2, gradients, mean_of_samples, 7, None)[1][0][0]
+    assert ours == pytest.approx(by_hand(CASES[mean_of_samples], 0, 7)[0], rel=1e-12)
+    of_each_rank = [by_hand(CASES[mean_of_samples], *span)[0] for span in ((0, 4), (4, 7))]
+    mean_of_means = [sum(pair) / 2 for pair in zip(*of_each_rank, strict=True)]
+    assert max(abs(a - b) for a, b in zip(ours, mean_of_means, strict=True)) > 0.1
+
+
+def leave_early(how, strategy, micro_batches_done):
+    """Leave the first step early, go on with the second; the second's gradient and the first's leftovers."""
+    x, counts = rows()
+    with Run(global_batch=6) as run:
+        model = run.wrap(Weights(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        left = []
+        for epoch in run.shard(list(zip(x, counts, strict=True)), micro_batch=1).epochs(1):
+            for step in epoch:
+                try:
+                    for number, (inputs, _) in enumerate(step):
+                        losses = model(inputs).sum(dim=1)
+                        if step.number == 0 and number == micro_batches_done:
+                            if how == "break":
+                                break
+                            raise KeyError("a sample I do not like")
+                        step.mean(losses).backward()
+                except KeyError:
+                    pass
+                left.append([0.0 if p.grad is None else float(p.grad.abs().sum()) for p in model.parameters()])
+                if step.number == 0:
+                    with pytest.raises(StepError) as error:
+                        optimizer.step()
+                    continue
+                gradient = full_gradient(model)
+        return left[0], gradient, str(error.value)
+
+
+@pytest.mark.parametrize("how", ["break", "raise"])
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
+def test_a_step_left_early_leaves_nothing_behind(ranks, how, size, strategy):
+    last = 6 // size - 1
+    for left, gradient, error in ranks(size, leave_early, how, strategy, last):
+        assert left == [0.0, 0.0]
+        assert gradient == pytest.approx(by_hand(CASES[mean_of_samples], 6, 10)[0], rel=1e-12)
+        assert error.startswith(
+            "step 0 was left before its last micro-batch, and then SGD.step() was called: its gradients"
+        )
+        assert "were dropped; to skip a step, `continue` with the next one" in error
+
+
+class Small(nn.Module):
+    """Its bias has one element, so that a rank of a sharded model holds none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+def not_finite(strategy, bad, overflow):
+    """Train two steps, the first with a broken sample: what step.finite said, warnings, whether weights are sound."""
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    if bad is not None:
+        x[bad] = torch.inf if overflow else torch.nan
+    with Run(global_batch=4) as run, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        model = run.wrap(Small(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        answers = []
+        for epoch in run.shard(list(x)).epochs(1):
+            for step in epoch:
+                for inputs in step:
+                    losses = model(inputs).squeeze(1).square()
+                    step.mean(torch.nan_to_num(losses) if overflow else losses).backward()
+                answers.append(step.finite())
+                if answers[-1]:
+                    optimizer.step()
+                optimizer.zero_grad()
+        weight = model.state_dict()
+        healthy = all(bool(torch.isfinite(getattr(v, "to_local", lambda v=v: v)()).all()) for v in weight.values())
+        return answers, [str(w.message) for w in given], healthy
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
+def test_a_step_that_is_not_finite_is_told_alike_on_every_rank(ranks, size, strategy):
+    by_rank = ranks(size, not_finite, strategy, 3, False)
+    for answers, _, healthy in by_rank:
+        assert answers == [False, True]
+        assert healthy
+    assert by_rank[0][1] == [
+        f"step 0 is not finite: the loss is not finite on rank {size - 1}: samples 3; "
+        f"the first parameter with such a gradient is 'layer.weight'"
+    ]
+    assert all(given == [] for _, given, _ in by_rank[1:])
+
+
+def test_a_gradient_that_is_not_finite_behind_finite_losses_is_told_so(ranks):
+    for answers, given, _ in ranks(1, not_finite, None, 3, True):
+        assert answers == [False, True]
+        assert given[0].startswith(
+            "step 0 is not finite: every loss is finite, so the backward pass made it; the first"
+        )
+
+
+def test_healthy_steps_are_finite_without_a_word(ranks):
+    for answers, given, healthy in ranks(2, not_finite, "fsdp", None, False):
+        assert (answers, given, healthy) == ([True, True], [], True)
+
+
+def one_step(global_batch, micro_batch):
+    """A run and its first step; the caller iterates."""
+    run = Run(global_batch=global_batch)
+    run.start()
+    shard = run.shard([torch.ones(3) for _ in range(8)], micro_batch=micro_batch)
+    model = run.wrap(nn.Linear(3, 1))
+    return run, model, next(iter(next(shard.epochs(1))))
+
+
+def go_through(step, loss):
+    for batch in step:
+        loss(batch).backward()
+
+
+@pytest.fixture
+def step_of_four():
+    run, model, step = one_step(4, 2)
+    yield model, step
+    run.close()
+
+
+def test_a_scalar_or_another_number_of_losses_is_explained(step_of_four):
+    model, step = step_of_four
+    for x in step:
+        with pytest.raises(
+            StepError, match=r"one loss for each of the 2 rows of this micro-batch, got a scalar: use reduct"
+        ):
+            step.mean(model(x).mean())
+        with pytest.raises(StepError, match=r"2 rows of this micro-batch, got shape \(3,\)"):
+            step.sum(torch.ones(3))
+        with pytest.raises(StepError, match=r"the mask has shape \(2, 1\) and the losses \(2,\): they must be alike"):
+            step.mean(torch.ones(2), torch.ones(2, 1, dtype=torch.bool))
+
+
+def test_mean_outside_of_a_micro_batch_is_explained(step_of_four):
+    _, step = step_of_four
+    with pytest.raises(StepError, match="step 0 has no current micro-batch: call this inside `for batch in step:`"):
+        step.mean(torch.ones(2))
+    for _ in step:
+        with pytest.raises(StepError, match="called inside the loop over the micro-batches: call it after the loop"):
+            step.finite()
+
+
+def test_a_step_can_be_iterated_once(step_of_four):
+    _, step = step_of_four
+    for _ in step:
+        with pytest.raises(StepError, match="step 0 was iterated twice: its micro-batches can be had once"):
+            next(iter(step))
+    with pytest.raises(StepError, match="step 0 was iterated twice"):
+        next(iter(step))
+
+
+def test_masked_and_other_means_cannot_be_mixed_over_several_micro_batches(step_of_four):
+    model, step = step_of_four
+    with pytest.raises(StepError, match="step 0 has 2 micro-batches and mixes a masked mean with other means"):
+        go_through(step, lambda x: step.mean(model(x), x[:, :1] > 0) + step.mean(model(x)))
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_a_mean_of_nothing_is_explained(micro_batch):
+    run, model, step = one_step(4, micro_batch)
+    with pytest.raises(StepError, match="the masks of step 0 leave nothing that counts on any rank"):
+        go_through(step, lambda x: step.mean(model(x), x[:, :1] < 0))
+    run.close()
+
+
+def mask_one_rank_away():
+    with Run(global_batch=4) as run:
+        model = run.wrap(nn.Linear(3, 1))
+        for epoch in run.shard([torch.full((3,), float(i)) for i in range(4)]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    losses = model(x)
+                    step.mean(losses, x[:, :1] >= 2).backward()
+        return model.module.weight.grad.tolist()
+
+
+def test_a_rank_whose_mask_is_empty_does_not_count(ranks):
+    assert ranks(2, mask_one_rank_away) == [[[2.5, 2.5, 2.5]]] * 2
+
+
+def padding_breaks_nothing():
+    """Losses of padded rows are turned into nan and inf: they weigh nothing, and zero times nan would be nan."""
+    with Run(global_batch=3) as run:
+        model = run.wrap(nn.Linear(3, 1))
+        for epoch in run.shard([torch.ones(3) for _ in range(3)]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    losses = model(x).squeeze(1)
+                    broken = torch.where(step._current.weights == 0, torch.nan, 1.0)
+                    step.mean(losses + broken.detach()).backward()
+                finite = step.finite()
+        return finite, model.module.weight.grad.tolist()
+
+
+def test_padding_may_be_nan_and_does_not_count(ranks):
+    assert ranks(2, padding_breaks_nothing) == [(True, [[1.0, 1.0, 1.0]])] * 2

@@ -1,0 +1,139 @@
+"""What ranks log becomes one record of one writer, brought together in one collective."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep import Run, read_metrics
+from samestep.errors import LogError
+
+
+def count_exchanges(run):
+    """How often ranks exchange something from now on."""
+    calls = []
+    inner = run._link._gather
+
+    def counted(frame):
+        calls.append(frame)
+        return inner(frame)
+
+    run._link._gather = counted
+    return calls
+
+
+def log_several(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        calls = count_exchanges(run)
+        for step in range(3):
+            run.log({"train/a": run.rank + step, "train/b": torch.tensor(2.0 * run.rank), "val/same": 0.1}, step=step)
+        assert not calls  # nothing travels until asked
+        run.log({"val/last": float("nan") if run.rank else 1.0}, step=2, now=True)
+        return len(calls)
+
+
+def test_values_logged_together_travel_in_one_collective_and_are_averaged(ranks, tmp_path):
+    assert ranks(3, log_several, tmp_path) == [1, 1, 1]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for step, record in enumerate(records):
+        assert record["train/a"] == 1 + step
+        assert record["train/b"] == 2.0
+        assert record["val/same"] == 0.1  # to the last bit, although 0.1 + 0.1 + 0.1 is not 0.3
+    assert math.isnan(records[2]["val/last"])
+
+
+def log_on_first_rank_only(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        if run.first:
+            run.log({"val/mine": 3.0, "val/also": 4.0}, step=0)
+        run.log({"val/all": float(run.rank)}, step=0)
+
+
+def test_what_one_rank_alone_logs_is_written_too(ranks, tmp_path):
+    ranks(2, log_on_first_rank_only, tmp_path)
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (record["val/mine"], record["val/also"], record["val/all"]) == (3.0, 4.0, 0.5)
+
+
+def log_many(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        run.log({f"val/m{k}": k + run.rank for k in range(700)}, step=0)
+
+
+def test_more_values_than_fit_a_frame_arrive(ranks, tmp_path):
+    ranks(2, log_many, tmp_path)
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record[f"val/m{k}"] for k in range(700)] == [k + 0.5 for k in range(700)]
+
+
+def train(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        model = run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)))
+        groups = [{"params": part.parameters(), "lr": lr} for part, lr in zip(getattr(model, "module", model), (0.1, 0.2), strict=True)]
+        optimizer = torch.optim.SGD(groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        data = run.shard(torch.utils.data.TensorDataset(torch.ones(10, 1)))
+        for epoch in data.epochs(2):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x)[:, 0] ** 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            run.log({"val/loss": float(epoch.number)}, step=epoch.number)
+        run.say("all done")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_writes_rates_losses_speed_text_curves_and_a_summary(ranks, tmp_path, size):
+    ranks(size, train, tmp_path)
+    records = read_metrics(tmp_path / "metrics.jsonl", by_step=True)
+    assert [record["train/learning_rate/0"] for record in records] == [0.1 * 0.5**k for k in range(6)]
+    assert [record["train/learning_rate/1"] for record in records] == [0.2 * 0.5**k for k in range(6)]
+    assert all(record["train/loss"] > 0 for record in records)
+    assert any("train/samples_per_s" in record for record in records)
+    assert [record["val/loss"] for record in records if "val/loss" in record] == [0, 1]
+    assert "all done" in (tmp_path / "log.txt").read_text()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["samples"], summary["world_size"]) == ("finished", 6, 20, size)
+    assert summary["metrics"]["val/loss"] == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in curves.Scalars("train/loss")] == list(range(6))
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1  # one writer
+
+
+def say(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        run.say("once and for all")
+        return run.folder == Path(folder)
+
+
+def test_saying_alone_leaves_no_folder_behind(ranks, tmp_path):
+    assert ranks(2, say, tmp_path / "never") == [True, True]
+    assert not (tmp_path / "never").exists()
+
+
+def fail(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        run.log({"val/a": 1.0}, step=0, now=True)
+        raise ValueError("stop")
+
+
+def test_a_failed_run_says_so_in_its_summary(ranks, tmp_path):
+    ranks.errors(2, fail, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_what_cannot_be_logged_is_named(tmp_path):
+    with Run(global_batch=4, folder=tmp_path) as run:
+        with pytest.raises(LogError, match=r'"accuracy" is a tensor of shape \(3,\): log one number, e.g. x.mean\(\)'):
+            run.log({"accuracy": torch.zeros(3)}, step=0)
+        with pytest.raises(LogError, match="step=-1 is not a step"):
+            run.log({"accuracy": 1.0}, step=-1)
+        with pytest.raises(LogError, match='"val accuracy" cannot name a metric'):
+            run.log({"val accuracy": 1.0}, step=0)

@@ -1,0 +1,104 @@
+"""Streams on real ranks: the same global batches on any layout, ended together, resumed exactly."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from samestep import Run, sample_rng
+from samestep.errors import DataError, StateError
+
+
+class Count(IterableDataset):
+    """0, 1, 2, ... n-1."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Parts(Count):
+    """The same in three parts that can be read apart: part k holds the numbers that leave k when divided by 3."""
+
+    num_shards = 3
+
+    def shard(self, index):
+        return range(index, self.n, 3)
+
+
+def lucky(record):
+    return torch.tensor([float(record), float(torch.rand(1, generator=sample_rng()))], dtype=torch.float64)
+
+
+def learn(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_after=None, epochs=2):
+    with Run(global_batch=global_batch, seed=3) as run:
+        train = run.stream(dataset, decode=lucky, micro_batch=micro_batch, workers=workers)
+        if state is not None:
+            train.load_state_dict(state)
+        seen = {}
+        for epoch in train.epochs(epochs):
+            for step in epoch:
+                rows = seen.setdefault((epoch.number, step.place.index, step.number, step.samples), [])
+                for batch in step:
+                    noise = step.random(1)
+                    weights = step._current.weights
+                    rows += [(*r.tolist(), *d.tolist()) for r, d, w in zip(batch, noise, weights, strict=True) if w]
+                if step.number == stop_after:
+                    return seen, train.state_dict()
+        return seen, train.state_dict()
+
+
+def together(parts):
+    return {place: sorted(row for seen, _ in parts for row in seen[place]) for place in parts[0][0]}
+
+
+@pytest.mark.parametrize(("size", "micro_batch", "workers"), [(2, None, 0), (3, 2, 2), (4, 1, 0)])
+@pytest.mark.parametrize("n", [22, 1])
+def test_a_stream_gives_the_same_global_batches_on_any_layout(ranks, size, micro_batch, workers, n):
+    alone = together(ranks(1, learn, Count(n), 5))
+    assert together(ranks(size, learn, Count(n), 5, micro_batch, workers)) == alone
+    for epoch in range(2):
+        numbers = [int(row[0]) for place, rows in alone.items() if place[0] == epoch for row in rows]
+        assert sorted(numbers) == list(range(n))
+
+
+def test_a_stream_in_shards_ends_on_all_ranks_together(ranks):
+    alone = together(ranks(1, learn, Parts(23), 6))
+    assert together(ranks(2, learn, Parts(23), 6)) == alone
+    assert together(ranks(3, learn, Parts(23), 6, 1)) == alone
+    first = [int(row[0]) for place, rows in alone.items() if place[0] == 0 for row in rows]
+    assert sorted(first) == list(range(23))
+
+
+def test_a_stream_resumes_on_another_world_size(ranks):
+    whole = together(ranks(1, learn, Count(22), 5))
+    parts = ranks(2, learn, Count(22), 5, None, 0, None, 6)
+    rest = together(ranks(3, learn, Count(22), 5, None, 1, parts[0][1]))
+    assert together(parts) | rest == whole
+    assert not set(together(parts)) & set(rest)
+
+
+def evaluate(dataset):
+    with Run(global_batch=4) as run:
+        test = run.stream(dataset)
+        return run.mean(batch.double() for batch in test), run.sum(len(batch) for batch in test)
+
+
+@pytest.mark.parametrize("kind", [Count, Parts])
+def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
+    for size in (1, 3):
+        assert set(ranks(size, evaluate, kind(11))) == {(5.0, 11)}
+
+
+def test_what_is_no_stream_is_explained():
+    with Run(global_batch=4) as run:
+        with pytest.raises(DataError, match="has a length and items, so it is no stream: use run.shard"):
+            run.stream(list(range(3)))
+        stream = run.stream(Count(3))
+        with pytest.raises(StateError, match=r"global_batch=8 and this stream has global_batch=4.*pass Run\(global_batch=8\)"):
+            stream.load_state_dict({**stream.state_dict(), "global_batch": 8})
+        with pytest.raises(DataError, match="a stream does not know how many steps it has"):
+            len(next(iter(stream.epochs(1))))
+    with Run(global_batch=4, ledger=True) as run, pytest.raises(DataError, match="ledger=True cannot keep account of a stream in shards"):
+        run.stream(Parts(3))

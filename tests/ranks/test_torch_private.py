@@ -1,0 +1,101 @@
+"""What is not torch's public API, held to what we need of it: these fail when torch changes it."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep import Run
+from samestep.run.torch_private import leave_to_their_own, set_group_timeout, without_buffer_broadcast
+
+
+def wait_for_nobody():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    set_group_timeout(1.0, dist.group.WORLD)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        dist.destroy_process_group()
+        return 0.0
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        waited = time.monotonic() - began
+    time.sleep(4)
+    dist.destroy_process_group()
+    return waited
+
+
+def test_the_timeout_of_a_group_can_be_changed_after_its_start(ranks):
+    assert 0.9 < ranks(2, wait_for_nobody)[0] < 3
+
+
+def wrap_with_a_stranger():
+    with Run(global_batch=2) as run:
+        torch.manual_seed(run.rank)
+        model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(1, 1), "trained": torch.nn.Linear(1, 1)})
+        model["frozen"].requires_grad_(False)
+        leave_to_their_own(model, ["frozen.weight", "frozen.bias"])
+        DistributedDataParallel(model, **without_buffer_broadcast())
+        return [p.item() for p in model.parameters()]
+
+
+def test_parameters_can_be_kept_out_of_what_ddp_sends_around(ranks):
+    first, second = ranks(2, wrap_with_a_stranger)
+    assert first[:2] != second[:2]
+    assert first[2:] == second[2:]
+
+
+class Counter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("rank", torch.zeros(1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def forward_with_own_buffers():
+    with Run(global_batch=2) as run:
+        model = DistributedDataParallel(Counter(), **without_buffer_broadcast())
+        model.module.rank.fill_(run.rank)
+        model(torch.ones(1)).sum().backward()
+        model(torch.ones(1))
+        return model.module.rank.item()
+
+
+def test_the_forward_pass_of_ddp_can_leave_buffers_alone(ranks):
+    assert ranks(2, forward_with_own_buffers) == [0.0, 1.0]
+
+
+def timeouts():
+    with Run(global_batch=2, start_timeout=60, step_timeout=2) as run:
+        before = run._link.timeout
+        data = torch.utils.data.TensorDataset(torch.ones(4))
+        for epoch in run.shard(data).epochs(1):
+            for step in epoch:
+                for _ in step:
+                    pass
+        return before, run._link.timeout
+
+
+def test_the_long_timeout_ends_with_the_first_step(ranks):
+    assert ranks(2, timeouts) == [(60, 2), (60, 2)]
+
+
+def fail_and_look():
+    try:
+        with Run(global_batch=2):
+            raise ValueError("no")
+    except ValueError:
+        standing = dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+    return standing
+
+
+def test_a_group_is_not_destroyed_after_an_exception(ranks):
+    assert ranks(2, fail_and_look) == [True, True]

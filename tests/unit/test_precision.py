@@ -1,0 +1,478 @@
+"""What a run computes in: the choice and its reason, autocast around the model, the loss scale, recomputation."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+from samestep.data.keyed import uniform
+from samestep.data.sample_rng import micro_batch_keys
+from samestep.errors import GroupError, StepError, WrapError
+from samestep.run.fused import turn_on_fused
+from samestep.run.precision import Arithmetic, Numbers, choose_numbers, compute_in, in_fp32, set_fp32_products
+from samestep.run.torch_private import multiply_all
+
+CPU = Arithmetic("cpu", bf16=False, tf32=False, wish="auto", compile=False)
+MPS = dataclasses.replace(CPU, device="mps")
+V100 = dataclasses.replace(CPU, device="cuda")
+H200 = Arithmetic("cuda", bf16=True, tf32=True, wish="auto", compile=False)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # torch sets this for good when it first thinks of compiling, as gradient checkpointing makes it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+def wishing(wish, *ranks):
+    return [dataclasses.replace(rank, wish=wish) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("everyone", "name", "tf32", "reason"),
+    [
+        ([CPU], "fp32", False, "auto, on the CPU"),
+        ([MPS], "fp32", False, "auto, on the GPU of Apple"),
+        ([V100], "fp32", False, "auto: the GPUs of rank(s) 0 have no bf16"),
+        ([H200], "bf16", True, "auto: the GPU has it"),
+        ([H200, H200], "bf16", True, "auto: every GPU has it"),
+        ([H200, V100, H200], "fp32", False, "auto: the GPUs of rank(s) 1 have no bf16"),
+        (wishing("fp32", H200), "fp32", False, "as asked"),
+        (wishing("fp16", H200), "fp16", True, "as asked"),
+        (wishing("fp16", V100), "fp16", False, "as asked"),
+        (wishing("bf16", CPU), "bf16", False, "as asked"),
+    ],
+)
+def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
+    chosen = choose_numbers(everyone)
+    assert (chosen.name, chosen.tf32, chosen.reason) == (name, tf32, reason)
+    assert chosen.strict == (everyone[0].wish == "fp32")
+
+
+@pytest.mark.parametrize(
+    ("everyone", "message"),
+    [
+        (
+            wishing("bf16", H200, V100),
+            r"those of rank\(s\) 1 have not: use precision='fp16' or 'fp32'",
+        ),
+        (wishing("fp16", MPS), "precision='fp16' is for CUDA and the CPU: on Apple's GPU use 'fp32', or leave it out"),
+        (
+            [*wishing("bf16", H200), *wishing("fp32", H200)],
+            r"rank 0 has Run\(precision='bf16', compile=False\) and rank 1 has Run\(precision='fp32', compile=False\)",
+        ),
+        ([H200, dataclasses.replace(H200, compile=True)], "these must be alike, as all train one model"),
+    ],
+)
+def test_what_cannot_be_done_on_every_rank_is_explained(everyone, message):
+    with pytest.raises(GroupError, match=message):
+        choose_numbers(everyone)
+
+
+def test_an_unknown_precision_is_told_the_choices():
+    with pytest.raises(GroupError, match="precision='int8' is not known: use one of 'auto', 'fp32', 'bf16', 'fp16'"):
+        Run(global_batch=4, precision="int8")
+
+
+def test_the_choice_is_told_in_one_line():
+    fast = Numbers("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU has it")
+    assert fast.tell() == (
+        "precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off; "
+        "flash attention where SDPA finds it fit"
+    )
+    exact = Numbers("fp32", tf32=False, strict=True, compile=True, reason="as asked")
+    assert exact.tell() == (
+        "precision: fp32 (as asked), no TF32; torch.compile on (unlike shapes compile anew, a few times at most)"
+    )
+
+
+def settings():
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def test_tf32_is_allowed_or_forbidden_and_then_as_before():
+    before = settings()
+    restore = set_fp32_products(Numbers("bf16", tf32=True, strict=False, compile=False, reason=""))
+    assert settings() == ("high", True)
+    restore()
+    restore = set_fp32_products(Numbers("fp32", tf32=False, strict=True, compile=False, reason=""))
+    assert settings() == ("highest", False)
+    restore()
+    assert settings() == before
+
+
+def test_strict_fp32_lasts_as_long_as_the_run_also_after_a_failure():
+    before = settings()
+    with Run(global_batch=4, precision="fp32"):
+        assert settings() == ("highest", False)
+    assert settings() == before
+    with pytest.raises(ZeroDivisionError), Run(global_batch=4, precision="fp32"):
+        print(1 / 0)
+    assert settings() == before
+
+
+def test_settings_that_torch_does_not_mix_are_explained():
+    script = (
+        "import torch; from samestep import Run\n"
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "Run(global_batch=4, precision='fp32').start()"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "GroupError: the script set torch.backends.*.fp32_precision" in told.stderr
+    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in told.stderr
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: object
+
+
+class Answer(OrderedDict):
+    """A mapping class of a library's own."""
+
+
+@dataclasses.dataclass
+class Record:
+    logits: torch.Tensor
+    note: str
+
+
+def test_results_come_back_in_fp32_in_the_classes_they_had():
+    half, double = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float64)
+    given = {
+        "pair": Pair(half, [half, 3, None]),
+        "answer": Answer(x=half),
+        "record": Record(half, "kept"),
+        "own": double,
+    }
+    back = in_fp32(given)
+    assert type(back["pair"]) is Pair
+    assert back["pair"].first.dtype == back["pair"].second[0].dtype == torch.float32
+    assert back["pair"].second[1:] == [3, None]
+    assert type(back["answer"]) is Answer
+    assert back["answer"]["x"].dtype == torch.float32
+    assert (back["record"].logits.dtype, back["record"].note) == (torch.float32, "kept")
+    assert back["own"] is double
+    assert given["answer"]["x"] is half  # what the model may have kept for itself is not changed
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = None
+
+    def forward(self, x, fail=False):
+        out = self.linear(x)
+        self.seen = out.dtype
+        if fail:
+            raise ValueError("no")
+        return out
+
+
+def test_autocast_ends_with_the_call_also_when_it_fails():
+    model = Picky()
+    compute_in(model, torch.device("cpu"), torch.float16)
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+    assert model.seen == torch.float16
+    with pytest.raises(ValueError, match="no"):
+        model(torch.ones(2, 4), fail=True)
+    assert not torch.is_autocast_enabled("cpu")
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+
+class Block(nn.Module):
+    """A block with luck of torch's and of the samples'."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(width, width), nn.LayerNorm(width), 0
+
+    def forward(self, x, *, scale=1.0, debug=False):
+        self.calls += 1
+        keys = micro_batch_keys()
+        kept = 1.0 if keys is None else (uniform(keys, (1,), 1) > 0.3).float()
+        return x + scale * torch.dropout(torch.relu(self.linear(self.norm(x))) * kept, 0.2, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=0.5, debug=True)
+        return self.head(x)
+
+
+def data(n=20):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, 8, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+
+
+def train(run, model, epochs=2, scale_loss=lambda losses, step: losses, learning_rate=0.01, **shard):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    seen = []
+    for epoch in run.shard(data(), shuffle=True, **shard).epochs(epochs):
+        for step in epoch:
+            for inputs, labels in step:
+                losses = cross_entropy(model(inputs), labels, reduction="none")
+                step.mean(scale_loss(losses, step)).backward()
+            seen.append((step, [None if p.grad is None else p.grad.clone() for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def learnt(**wrap):
+    with Run(global_batch=8, seed=0) as run:
+        torch.manual_seed(3)
+        model = run.wrap(Net(), **wrap)
+        torch.manual_seed(4)
+        train(run, model, micro_batch=4)
+        calls = [block.calls for block in model.blocks]
+        return {name: value.clone() for name, value in model.named_parameters()}, calls
+
+
+def test_gradient_checkpointing_changes_no_number_and_no_name():
+    plain, calls = learnt()
+    again, calls_again = learnt(checkpoint=(Block,))
+    assert list(again) == list(plain)
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert calls_again == [2 * count for count in calls]
+
+
+def test_gradient_checkpointing_does_nothing_without_gradients():
+    with Run(global_batch=8) as run:
+        model = run.wrap(Net(), checkpoint=(Block,))
+        with run.evaluate(model) as net:
+            net(torch.ones(1, 8))
+        assert [block.calls for block in model.blocks] == [1, 1]
+
+
+def test_a_block_inside_another_is_not_computed_four_times():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    with Run(global_batch=8) as run:
+        model = run.wrap(nn.Sequential(Outer(), Block()), checkpoint=(Outer, Block))
+        model(torch.ones(2, 8)).sum().backward()
+        assert (model[0].inner.calls, model[1].calls) == (2, 2)
+
+
+def test_checkpointing_a_class_that_is_not_there_lists_those_that_are():
+    message = (
+        r"checkpoint=\(Conv2d,\) names no module of Net: the classes in it are Block, LayerNorm, Linear, ModuleList"
+    )
+    with Run(global_batch=8) as run, pytest.raises(WrapError, match=message):
+        run.wrap(Net(), checkpoint=(nn.Conv2d,))
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+        self.order = None
+
+    def forward(self, x, *, mask=None):
+        self.order = [t.is_contiguous(memory_format=torch.channels_last) for t in (x, mask)]
+        return self.head(self.conv(x).mean((2, 3)))
+
+
+def test_channels_last_turns_weights_and_inputs_and_keeps_the_values():
+    torch.manual_seed(0)
+    plain, images = Images(), torch.randn(2, 3, 8, 8)
+    expected = plain(images, mask=images)
+    with Run(global_batch=8) as run:
+        model = run.wrap(plain, channels_last=True)
+        got = model(images, mask=images)
+        assert model.order == [True, True]
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert torch.allclose(got, expected, atol=1e-6)
+        with pytest.raises(WrapError, match="channels_last=True needs whole weights, and FSDP cuts them"):
+            run.wrap(Images(), "fsdp", channels_last=True)
+
+
+def test_all_tensors_are_multiplied_at_once():
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    multiply_all(tensors, 0.5)
+    multiply_all([], 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
+
+
+def test_fp16_gradients_come_out_unscaled_and_the_loss_too():
+    def one(precision):
+        with Run(global_batch=8, seed=0, precision=precision) as run:
+            torch.manual_seed(3)
+            step, grads = train(run, run.wrap(nn.Linear(8, 3)), epochs=1)[0]
+            assert step.finite()
+            return float(step.loss), grads
+
+    loss, grads = one("fp32")
+    loss16, grads16 = one("fp16")
+    assert loss16 == pytest.approx(loss, rel=2e-3)
+    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(grads16, grads, strict=True))
+    assert all(gradient.dtype == torch.float32 for gradient in grads16)
+
+
+def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(capsys):
+    with Run(global_batch=8, seed=0, precision="fp16") as run:
+        model = run.wrap(nn.Linear(8, 3))
+        scale = run._engine.speed.scale
+        blown = train(run, model, epochs=1, scale_loss=lambda losses, step: losses * (1e6 if step.number == 0 else 0))
+        assert [gradient for _, grads in blown[:1] for gradient in grads] == [None, None]
+        assert not any(grad is None for _, grads in blown[1:] for grad in grads)
+        assert scale.factor == 32768.0
+        assert [step.number for step, _ in blown] == [0, 1, 2]
+    said = capsys.readouterr().out
+    assert (
+        "step 0: a gradient overflowed in fp16 at loss scale 65536; all ranks drop this step and go on with 32768"
+        in said
+    )
+    summary = json.loads((run._folder / "summary.json").read_text())
+    assert summary["choices"]["loss_scale"] == 32768.0
+
+
+def test_a_dropped_step_is_not_finite_and_moves_no_weight():
+    with Run(global_batch=20, seed=0, precision="fp16") as run:
+        model = run.wrap(nn.Linear(8, 3))
+        before = [p.detach().clone() for p in model.parameters()]
+        [(step, _)] = train(run, model, epochs=1, scale_loss=lambda losses, _: losses * 1e6)
+        assert not step.finite()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_gradients_left_from_an_earlier_step_are_added_up_rightly_in_fp16():
+    def total(precision):
+        with Run(global_batch=10, seed=0, precision=precision) as run:
+            torch.manual_seed(3)
+            model = run.wrap(nn.Linear(8, 3))
+            for epoch in run.shard(data()).epochs(1):
+                for step in epoch:
+                    for inputs, labels in step:
+                        step.mean(cross_entropy(model(inputs), labels, reduction="none")).backward()
+            return model.weight.grad.clone()
+
+    assert torch.allclose(total("fp16"), total("fp32"), rtol=1e-2, atol=1e-3)
+
+
+def test_the_loss_scale_grows_after_2000_good_steps_and_goes_on_from_its_state():
+    with Run(global_batch=8, precision="fp16") as run:
+        run.wrap(nn.Linear(8, 3))
+        scale, models = run._engine.speed.scale, run._engine.models
+        for number in range(1999):
+            assert scale.settle(models, number) is None
+        state = scale.state_dict()
+        scale.settle(models, 1999)
+        assert scale.factor == 131072.0
+        scale.load_state_dict(state)
+        assert scale.factor == 65536.0
+        scale.settle(models, 1999)
+        assert scale.factor == 131072.0
+
+
+def test_gradients_that_never_become_finite_end_the_run():
+    with Run(global_batch=8, precision="fp16") as run:
+        model = run.wrap(nn.Linear(8, 3))
+        scale, models = run._engine.speed.scale, run._engine.models
+        for number in range(30):
+            model.weight.grad = torch.full_like(model.weight, torch.nan)
+            assert "a gradient overflowed" in scale.settle(models, number)
+        model.weight.grad = torch.full_like(model.weight, torch.nan)
+        with pytest.raises(StepError, match=r"of step 30 are not finite even at a loss scale of 6\.10352e-05: not the"):
+            scale.settle(models, 30)
+
+
+def test_weights_that_are_fp16_themselves_are_refused_with_fp16():
+    message = "parameter 'weight' is fp16 itself: pass the model as it was before .half\\(\\), or model.float\\(\\)"
+    with Run(global_batch=8, precision="fp16") as run, pytest.raises(WrapError, match=message):
+        run.wrap(nn.Linear(8, 3).half())
+
+
+def test_optimizers_of_cpu_parameters_are_left_as_they_are():
+    model = nn.Linear(2, 2)
+    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.Adagrad(model.parameters())):
+        assert not turn_on_fused(optimizer)
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_what_was_chosen_is_said_once_and_kept(capsys):
+    with Run(global_batch=8, seed=0) as run:
+        train(run, run.wrap(nn.Linear(8, 3)), epochs=1)
+        run.wrap(nn.Linear(2, 2))
+    assert capsys.readouterr().out.count("precision: fp32 (auto, on the CPU); torch.compile off\n") == 1
+    summary = json.loads((run._folder / "summary.json").read_text())
+    expected = {"precision": "fp32", "reason": "auto, on the CPU", "tf32": False, "compile": False, "fused": []}
+    assert summary["choices"] == expected
+
+
+def compiled_and_not(check):
+    weights = []
+    for compile in (False, True):
+        with Run(global_batch=8, seed=0, compile=compile) as run:
+            torch.manual_seed(3)
+            net = Net()
+            model = run.wrap(net)
+            torch.manual_seed(4)
+            train(run, model)
+            with run.evaluate(model) as evaluated:
+                evaluated(torch.ones(1, 8))
+            if compile:
+                check(run._engine.models[0], net)
+            weights.append([p.detach().clone() for p in net.parameters()])
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+def test_a_compiled_model_keeps_its_names_and_is_evaluated_as_compiled():
+    def check(wrapped, net):
+        assert wrapped.inner is net
+        assert wrapped.core is wrapped.model is not net
+        assert not any("_orig_mod" in name for name, _ in wrapped.inner.named_parameters())
+
+    with torch.compiler.set_stance("force_eager"):
+        plain, compiled = compiled_and_not(check)
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+
+
+COMPILED = """
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+from samestep import Run
+
+with Run(global_batch=8, seed=0, compile=True) as run:
+    model = run.wrap(torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Tanh()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in run.shard(TensorDataset(torch.randn(20, 8))).epochs(4):  # steps of 8, 8 and 4 samples
+        for step in epoch:
+            for (inputs,) in step:
+                step.mean(model(inputs).square().sum(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print("graphs", counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_model_is_really_compiled_and_the_smaller_last_step_of_an_epoch_compiles_it_once_more():
+    told = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert [line for line in told.stdout.splitlines() if line.startswith("graphs")] == ["graphs 2"] * 4
