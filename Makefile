@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast check format tree constraints clean
+.PHONY: help demo test slurm fast check format tree constraints clean
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name line; do printf '%-20s %s\n' "$$name" "$$line"; done
@@ -20,8 +20,15 @@ help:  ## list these targets
 demo: $(READY)  ## train on one rank and on two, and show that both learnt the same
 	@$(BIN)/python tools/demo.py
 
-test: $(READY)  ## run every test
+test: $(READY) slurm  ## run every test
 	@$(BIN)/python -m pytest
+
+# The tests of SLURM start a real one. Where it may not be installed they are skipped, and pytest says so at its end.
+slurm:  ## install SLURM for its tests, where this user may (Debian and Ubuntu, as root)
+	@if ! { command -v slurmctld && command -v munged; } > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  echo "installing slurm-wlm and munge for the tests of SLURM (half a minute, once)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } \
+	    > /dev/null || echo "they could not be installed: the tests of SLURM will be skipped"; fi
 
 fast: $(READY)  ## run the tests that take no more than a few seconds each
 	@$(BIN)/python -m pytest -m 'not slow'

@@ -21,7 +21,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Net(nn.Sequential):
-    """A small convolutional net. GroupNorm, since BatchNorm would see other rows on other numbers of ranks."""
+    """A small convolutional net. GroupNorm: BatchNorm would see other rows on other numbers of ranks."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -36,7 +36,8 @@ def main(out: Path, epochs: int, global_batch: int, seed: int) -> None:
     train_set, test_set = digits()
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         model = run.wrap(Net())
-        # With Adam's default eps of 1e-8 a gradient that is zero but for rounding becomes a full step in a random direction.
+        # With Adam's default eps of 1e-8 a gradient that is zero but for rounding becomes a full step in a random
+        # direction, on every number of ranks another one.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         train, test = run.shard(train_set, shuffle=True), run.shard(test_set)
 

@@ -48,7 +48,8 @@ def plot(folders: dict[str, Path], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for (label, folder), (width, alpha) in zip(folders.items(), ((5.0, 0.35), (1.2, 1.0)), strict=True):
         records = [r for r in read_metrics(folder / "metrics.jsonl", by_step=True) if "train/loss" in r]
-        axes.plot([r["step"] for r in records], [r["train/loss"] for r in records], label=label, linewidth=width, alpha=alpha)
+        steps, losses = [r["step"] for r in records], [r["train/loss"] for r in records]
+        axes.plot(steps, losses, label=label, linewidth=width, alpha=alpha)
     axes.set(xlabel="step", ylabel="train/loss", yscale="log", title="N ranks, the same step")
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -74,7 +75,8 @@ def main() -> int:
         table.add_column(heading, justify="left" if not heading else "right")
     for a, b in zip(epochs(one_folder), epochs(other_folder), strict=True):
         gap = abs(a["epoch/loss"] - b["epoch/loss"])
-        table.add_row(f"loss after epoch {a['step']:.0f}", f"{a['epoch/loss']:.6f}", f"{b['epoch/loss']:.6f}", f"{gap:.1e}")
+        losses = f"{a['epoch/loss']:.6f}", f"{b['epoch/loss']:.6f}"
+        table.add_row(f"loss after epoch {a['step']:.0f}", *losses, f"{gap:.1e}")
     last = epochs(one_folder)[-1]["epoch/accuracy"], epochs(other_folder)[-1]["epoch/accuracy"]
     table.add_row("test accuracy", *(f"{value:.4f}" for value in last), f"{abs(last[0] - last[1]):.1e}")
     samples = [summaries[label]["samples"] for label in folders]
@@ -83,10 +85,12 @@ def main() -> int:
     table.add_row("largest weight difference", "", "", f"{difference:.1e}")
     console.print(table)
     for label, folder in folders.items():
-        console.print(f"{label:8} logs: {folder.relative_to(ROOT)}/  weights: {(folder / 'weights.pt').relative_to(ROOT)}")
+        place = folder.relative_to(ROOT)
+        console.print(f"{label:8} logs: {place}/  weights: {place / 'weights.pt'}")
     console.print(f"plot     {(OUT / 'curves.png').relative_to(ROOT)}")
     same = difference < LIMIT and samples[0] == samples[1]
-    console.print(f"[bold]{'The same numbers.' if same else f'NOT the same: weights differ by {difference:.1e}'}[/bold]")
+    verdict = "The same numbers." if same else f"NOT the same: weights differ by {difference:.1e}"
+    console.print(f"[bold]{verdict}[/bold]")
     return 0 if same else 1
 
 

@@ -1,4 +1,4 @@
-"""N GPUs, the same step: elastic multi-GPU PyTorch training whose results do not depend on how many processes ran it."""
+"""N GPUs, the same step: elastic multi-GPU PyTorch training whose results do not depend on how many processes ran."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -53,5 +53,9 @@ class ReplicasDiffer(GroupError):
     """Ranks hold different weights where they must hold the same."""
 
 
+class CheckpointError(SamestepError):
+    """A checkpoint cannot be written, read, or does not belong to this run."""
+
+
 class LogError(SamestepError):
     """Something was logged that cannot be written down."""

@@ -91,7 +91,7 @@ class Conditioned(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen body, whose BatchNorm and dropout must stay asleep, with a trained adapter before and a head behind it."""
+    """A frozen body, whose BatchNorm and dropout must stay asleep, between an adapter and a head that train."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,11 @@ def train(folder, epochs, state=None, fail_at=None, save_at=None, stream=False):
     saved = state
     try:
         with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
-            data = run.stream(Count()) if stream else run.shard(TensorDataset(torch.arange(23.0)), shuffle=True, micro_batch=2)
+            data = (
+                run.stream(Count())
+                if stream
+                else run.shard(TensorDataset(torch.arange(23.0)), shuffle=True, micro_batch=2)
+            )
             test = run.shard(TensorDataset(torch.arange(7.0)))
             if state is not None:
                 data.load_state_dict(state)

@@ -72,7 +72,10 @@ def test_more_values_than_fit_a_frame_arrive(ranks, tmp_path):
 def train(folder):
     with Run(global_batch=4, folder=folder) as run:
         model = run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)))
-        groups = [{"params": part.parameters(), "lr": lr} for part, lr in zip(getattr(model, "module", model), (0.1, 0.2), strict=True)]
+        groups = [
+            {"params": part.parameters(), "lr": lr}
+            for part, lr in zip(getattr(model, "module", model), (0.1, 0.2), strict=True)
+        ]
         optimizer = torch.optim.SGD(groups)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         data = run.shard(torch.utils.data.TensorDataset(torch.ones(10, 1)))

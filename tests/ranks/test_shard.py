@@ -20,7 +20,11 @@ class Numbers(Dataset):
         return self.n
 
     def __getitem__(self, index):
-        luck = (float(torch.rand(1, generator=sample_rng())), float(sample_numpy_rng().random())) if self.lucky else (0.0, 0.0)
+        luck = (
+            (float(torch.rand(1, generator=sample_rng())), float(sample_numpy_rng().random()))
+            if self.lucky
+            else (0.0, 0.0)
+        )
         setting = current_setting() if self.settled else 0
         return torch.tensor([float(index), *luck, float(setting)], dtype=torch.float64)
 
@@ -28,7 +32,9 @@ class Numbers(Dataset):
 def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=None, dataset=None, settings=None):
     """What each step learnt: {global step: rows of (index, luck, luck, setting) that counted}, and the last state."""
     with Run(global_batch=global_batch, seed=3) as run:
-        train = run.shard(dataset or Numbers(lucky=True), shuffle=True, micro_batch=micro_batch, workers=workers, settings=settings)
+        train = run.shard(
+            dataset or Numbers(lucky=True), shuffle=True, micro_batch=micro_batch, workers=workers, settings=settings
+        )
         if state is not None:
             train.load_state_dict(state)
         seen = {}
@@ -39,7 +45,9 @@ def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=Non
                     weights = step._current.weights
                     noise = step.random(2)
                     assert len(batch) == len(weights) == len(noise)
-                    rows += [(*row.tolist(), *draw.tolist()) for row, w, draw in zip(batch, weights, noise, strict=True) if w]
+                    rows += [
+                        (*row.tolist(), *draw.tolist()) for row, w, draw in zip(batch, weights, noise, strict=True) if w
+                    ]
                 if stop_after is not None and step.number == stop_after:
                     return seen, train.state_dict()
         return seen, train.state_dict()
@@ -223,9 +231,13 @@ def test_bad_datasets_are_explained():
         read_all(NoLength(), 0)
     with pytest.raises(DataError, match="Numbers is empty: there is nothing to shard; check the path"):
         read_all(Numbers(0), 0)
-    with pytest.raises(DataError, match=r"collate could not make a batch of 6 samples on rank 0.*give run.shard a collate="):
+    with pytest.raises(
+        DataError, match=r"collate could not make a batch of 6 samples on rank 0.*give run.shard a collate="
+    ):
         read_all(Odd(), 0)
-    with pytest.raises(DataError, match=r"batch\[1\] is a object: a batch is a tensor, or tuples, lists and dicts of them"):
+    with pytest.raises(
+        DataError, match=r"batch\[1\] is a object: a batch is a tensor, or tuples, lists and dicts of them"
+    ):
         read_all(Numbers(), 0, lambda samples: (torch.stack(samples), object()))
 
 
@@ -242,7 +254,13 @@ def weighted():
         weights = torch.zeros(N)
         weights[[2, 7]] = torch.tensor([1.0, 3.0])
         train = run.shard(Numbers(), weights=weights)
-        return [int(i) for epoch in train.epochs(20) for step in epoch for batch in step for i in batch[:, 0][step._current.weights > 0]]
+        return [
+            int(i)
+            for epoch in train.epochs(20)
+            for step in epoch
+            for batch in step
+            for i in batch[:, 0][step._current.weights > 0]
+        ]
 
 
 def test_weights_draw_with_replacement_alike_on_any_layout(ranks):

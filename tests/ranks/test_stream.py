@@ -96,9 +96,14 @@ def test_what_is_no_stream_is_explained():
         with pytest.raises(DataError, match="has a length and items, so it is no stream: use run.shard"):
             run.stream(list(range(3)))
         stream = run.stream(Count(3))
-        with pytest.raises(StateError, match=r"global_batch=8 and this stream has global_batch=4.*pass Run\(global_batch=8\)"):
+        with pytest.raises(
+            StateError, match=r"global_batch=8 and this stream has global_batch=4.*pass Run\(global_batch=8\)"
+        ):
             stream.load_state_dict({**stream.state_dict(), "global_batch": 8})
         with pytest.raises(DataError, match="a stream does not know how many steps it has"):
             len(next(iter(stream.epochs(1))))
-    with Run(global_batch=4, ledger=True) as run, pytest.raises(DataError, match="ledger=True cannot keep account of a stream in shards"):
+    with (
+        Run(global_batch=4, ledger=True) as run,
+        pytest.raises(DataError, match="ledger=True cannot keep account of a stream in shards"),
+    ):
         run.stream(Parts(3))

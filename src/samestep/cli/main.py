@@ -12,8 +12,11 @@ from samestep.errors import SamestepError
 # Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
 COMMANDS = {
     "run": ("samestep.cli.run", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "submit": ("samestep.cli.submit", "Submit a script to SLURM; the job requeues itself and resumes."),
+    "jobs": ("samestep.cli.jobs", "List what was submitted to SLURM, and how each job ended."),
     "doctor": ("samestep.cli.doctor", "Look at this machine and say what would go wrong, and what to do."),
     "audit": ("samestep.cli.audit", "Count which samples a run has seen: each exactly once?"),
+    "checkpoint": ("samestep.cli.checkpoint", "Look into checkpoints, verify them, export their weights."),
 }
 
 

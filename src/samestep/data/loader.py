@@ -100,21 +100,26 @@ class _Keyed:
 
     def __getitems__(self, request: Request) -> list[object]:
         batched = getattr(self.dataset, "__getitems__", None)
-        if not callable(batched):
-            return [self._one(index, request) for index in request.indices.tolist()]
         indices = request.indices.tolist()
+        if not callable(batched):
+            return self._one_by_one(indices, request)
         try:
             with batch_luck(request.setting):
                 return list(cast("Iterable[object]", batched(indices)))
         except Exception as error:
             raise self._failed(f"one of the samples {indices}", error) from error
 
-    def _one(self, index: int, request: Request) -> object:
+    def _one_by_one(self, indices: list[int], request: Request) -> list[object]:
+        samples: list[object] = []
+        index = -1
         try:
-            with sample_luck(self.seed, request.epoch, index, request.setting):
-                return self.dataset[index]
+            with sample_luck(self.seed, request.epoch, index, request.setting) as luck:
+                for index in indices:
+                    luck.turn_to(index)
+                    samples.append(self.dataset[index])
         except Exception as error:
             raise self._failed(f"sample {index}", error) from error
+        return samples
 
     def _failed(self, what: str, error: Exception) -> SampleError:
         return SampleError(

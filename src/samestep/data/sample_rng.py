@@ -5,6 +5,7 @@
 model: the keys of the samples in front of them.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from enum import Enum
 from typing import Final, Self
@@ -46,6 +47,11 @@ class SampleLuck:
     def __exit__(self, *error: object) -> None:
         assert self._token is not None
         _LUCK.reset(self._token)
+
+    def turn_to(self, index: int) -> None:
+        """Be the luck of another sample from now on; a batch needs one block then, not one for each of its samples."""
+        self.index = index
+        self._torch_rng = self._numpy_rng = None
 
     def torch_rng(self) -> torch.Generator:
         """The sample's torch generator, on the CPU."""
@@ -149,7 +155,7 @@ class _MicroBatch:
     __slots__ = ("keys",)
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None
+        self.keys: Tensor | Callable[[], Tensor] | None = None
 
 
 _MICRO_BATCH: Final = _MicroBatch()
@@ -157,9 +163,16 @@ _MICRO_BATCH: Final = _MicroBatch()
 
 def micro_batch_keys() -> Tensor | None:
     """Keys of the samples in the current micro-batch, int64 of shape (rows,); None outside a step."""
-    return _MICRO_BATCH.keys
+    keys = _MICRO_BATCH.keys
+    if keys is None or isinstance(keys, Tensor):
+        return keys
+    made = _MICRO_BATCH.keys = keys()
+    return made
 
 
-def set_micro_batch(keys: Tensor | None) -> None:
-    """Say which samples the modules of the model see from now on; None when a step is over."""
+def set_micro_batch(keys: Tensor | Callable[[], Tensor] | None) -> None:
+    """Say which samples the modules of the model see from now on; None when a step is over.
+
+    A function is called when the keys are first asked for: most models never do, and they cost time at every step.
+    """
     _MICRO_BATCH.keys = keys

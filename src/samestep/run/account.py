@@ -64,6 +64,11 @@ class Account:
         if self._writer is not None:
             self._writer.flush()
 
+    def sync(self) -> None:
+        """Hand all records to the disk, before a position is saved from which a run may continue."""
+        if self._writer is not None:
+            self._writer.sync()
+
     def close(self, failed: bool) -> None:
         """Write down the end."""
         if self._writer is not None:

@@ -19,6 +19,7 @@ from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
 from samestep.run.speed import Speed
 from samestep.run.step import Step
+from samestep.run.torch_private import multiply_all
 from samestep.run.wrapped import Wrapped, check_optimizer
 
 
@@ -34,7 +35,7 @@ class RunEngine:
         self.current: Step | None = None
         self.epoch = 0
         self.steps = self.samples = 0
-        self.lockstep = False
+        self.lockstep = self.in_step = False
         self.padding = Padding()
         self._own: dict[Row, float] = {}
         self._optimizers: list[Optimizer] = []
@@ -53,7 +54,7 @@ class RunEngine:
     @property
     def loss_scale(self) -> float:
         """The factor that losses carry through the backward pass; 1 but for fp16."""
-        return 1.0 if self.speed.scale is None else self.speed.scale.factor
+        return 1.0 if self.speed.scale is None else self.speed.scale.on_rank
 
     @property
     def fewest_rows(self) -> int:
@@ -67,6 +68,8 @@ class RunEngine:
 
     def close(self) -> None:
         """Write what is pending and let go of the optimizers."""
+        for rider in self.pulse.riders:
+            rider.ended(failed=False)
         self.flush("Run.close")
         self.detach(failed=False)
 
@@ -74,6 +77,8 @@ class RunEngine:
         """Let go of the optimizers and close the ledgers, without a word to the other ranks."""
         for hook in self._hooks:
             hook.remove()
+        for rider in self.pulse.riders if failed else ():
+            rider.ended(failed=True)
         for account in self.accounts:
             account.close(failed)
         self.speed.close()
@@ -85,7 +90,7 @@ class RunEngine:
 
     def begin_step(self, step: Step) -> None:
         """Called when a step is handed out."""
-        self.current, self._abandoned = step, None
+        self.current, self._abandoned, self.in_step = step, None, True
         if self.speed.scale is not None:
             self.speed.scale.begin(self.models)
 
@@ -99,8 +104,8 @@ class RunEngine:
         for model in self.models:
             model.check_use(step.number, step.last_samples, self._link.world.rank)
         self.speed.settle(self.models, step.number)
-        if step.loss is not None:
-            self.pulse.pending.add(step.number, "train/loss", step.loss)
+        if (loss := step.loss) is not None:
+            self.pulse.pending.values[step.number, "train/loss"] = loss  # a good name and a good step: no check
 
     def abandon_step(self, step: Step) -> None:
         """A step left early: its gradients are of some micro-batches and some ranks only, so they are dropped."""
@@ -112,6 +117,7 @@ class RunEngine:
         """Called when the body of the user's loop is over: a boundary that all ranks reach."""
         self.steps, self.samples = step.number + 1, self.samples + step.samples
         self._samples_since += step.samples
+        self.in_step = False
         self._link.stepping()
         if self._writer is not None:
             self._writer.advance(self.steps)
@@ -123,6 +129,8 @@ class RunEngine:
             for account in self.accounts:
                 account.flush()
             self._write(averages, with_speed=True)
+        for rider in self.pulse.riders:
+            rider.reached(self.steps)
 
     def flush(self, act: str) -> None:
         """Bring pending values together now, on all ranks."""
@@ -139,14 +147,13 @@ class RunEngine:
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient."""
         for model in self.models:
-            for gradient in model.gradients():
-                gradient.mul_(factor)
+            multiply_all(list(model.gradients()), factor)
 
     def finite(self, step: Step) -> bool:
         """Whether this step's gradients are finite on all ranks; a warning tells where they are not.
 
-        Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones and the
-        report of a fault need a collective.
+        Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones
+        and the report of a fault need a collective.
         """
         if self.speed.scale is not None and self.speed.scale.dropped:
             return False  # as was said when its gradients were dropped
@@ -160,7 +167,7 @@ class RunEngine:
         return healthy
 
     def _replicated(self) -> dict[str, torch.Tensor]:
-        """All that must hold the same bits on every rank: weights, buffers that no rank keeps for itself, optimizer state."""
+        """All that must hold the same bits on every rank: weights, shared buffers, optimizer state."""
         found: dict[str, torch.Tensor] = {}
         for at, model in enumerate(self.models):
             own = {id(b) for norm in unsynchronised(model.inner).values() for b in norm.buffers()}
@@ -197,8 +204,10 @@ class RunEngine:
             return
         if (left := self._abandoned) is not None:
             raise StepError(
-                f"step {left.number} was left before its last micro-batch, and then {type(optimizer).__name__}.step() was called: "
-                "its gradients are not those of the global batch and were dropped; to skip a step, `continue` with the next one"
+                f"step {left.number} was left before its last micro-batch, and then {type(optimizer).__name__}.step() "
+                "was called: "
+                "its gradients are not those of the global batch and were dropped; to skip a step, `continue` with the "
+                "next one"
             )
         if not any(optimizer is known for known in self._optimizers):
             check_optimizer(optimizer, self.models)

@@ -1,6 +1,6 @@
 """A model for evaluation: right mode, no gradients, nothing in its forward pass that could hang."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from samestep.run.link import Link
 
 
 @contextmanager
-def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Iterator[nn.Module]:
+def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Generator[nn.Module]:
     """Yield what to call; every submodule's mode is restored afterwards, also after an exception."""
     wrapped = next((known for known in engine.models if model in (known.model, known.core, known.inner)), None)
     net = model if wrapped is None else wrapped.core

@@ -16,7 +16,7 @@ from samestep.facts.world import World
 from samestep.run import frames
 from samestep.run.connect import connect_store, open_group, store_beside_group
 from samestep.run.places import Place, Places, call_site
-from samestep.run.torch_private import set_group_timeout
+from samestep.run.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
 _LOOK_AROUND = 1.0  # seconds of waiting after which a rank asks where the others are
@@ -69,9 +69,9 @@ class Link:
             return
         self.exchange("Run.close", [])
         self._places.end(None)
-        dist.all_reduce(
-            torch.zeros(1)
-        )  # the first rank may serve the store: it goes when all have said their last word
+        farewell = torch.zeros(1)  # the first rank may serve the store: it goes when all have said their last word
+        dist.all_reduce(farewell)
+        wait_until_released(farewell)
         if not self._adopted:
             dist.destroy_process_group()
         self._places = self._store = None

@@ -13,6 +13,7 @@ from samestep.sinks.values import checked_name, checked_step, number
 
 Row = tuple[int, str]
 _SINGLE = torch.Size(())
+_SHOWN_AT_ONCE = 10  # ranks tell each other once a second, and a screen or a curve needs no more points of it
 
 
 @dataclass
@@ -96,14 +97,17 @@ class Writer:
             self._said.append(text)
 
     def write(self, records: Mapping[Row, float]) -> None:
-        """Write rows, one record a step, in order."""
+        """Write rows, one record a step, in order; of many steps at once people see some, and metrics.jsonl has all."""
         by_step: dict[int, dict[str, float]] = {}
         for (step, name), value in records.items():
             by_step.setdefault(step, {})[name] = value
         sinks = self._sinks or self._opened()
-        for step in sorted(by_step):
-            sinks.write(step, by_step[step])
-            self.last.update(by_step[step])
+        stride = -(-len(by_step) // _SHOWN_AT_ONCE)
+        for left, step in zip(range(len(by_step) - 1, -1, -1), sorted(by_step), strict=True):
+            values = by_step[step]
+            shown = left % stride == 0 or not all(name.startswith("train/") for name in values)
+            sinks.write(step, values, shown)
+            self.last.update(values)
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Close all files; a summary is written where there are any."""

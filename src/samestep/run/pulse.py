@@ -1,7 +1,8 @@
 """The pulse: one small collective every few steps that carries all that ranks must tell each other."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from samestep.run.link import Link
 from samestep.run.logs import Pending, Row, average, names_mark
@@ -9,6 +10,26 @@ from samestep.run.logs import Pending, Row, average, names_mark
 _SECONDS = 1.0  # how often ranks tell each other, at most
 _MOST_STEPS = 1000
 _HEAD = 3
+
+
+class Rider(Protocol):
+    """Who goes with the steps of a run; every rank must have the same riders in the same order."""
+
+    def word(self) -> float:
+        """What this rank has to tell with the next pulse."""
+        ...
+
+    def heard(self, words: Sequence[float]) -> None:
+        """Take note of what all ranks told, in rank order."""
+        ...
+
+    def reached(self, steps: int) -> None:
+        """Called at every step boundary, after the pulse: so many steps are done."""
+        ...
+
+    def ended(self, failed: bool) -> None:
+        """Called when the run ends; where it failed, no other rank may be waited for."""
+        ...
 
 
 class Pulse:
@@ -20,6 +41,7 @@ class Pulse:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.pending = Pending()
+        self.riders: list[Rider] = []
         self._interval, self._steps = 1, 0
         self._since = time.monotonic()
 
@@ -32,10 +54,13 @@ class Pulse:
         """Exchange now: the averages over all ranks of what was logged since the last time."""
         rows, values = self.pending.take()
         mark = names_mark(rows)
-        parts = self._link.exchange(act, [float(self._next_interval()), mark, float(len(rows)), *values])
+        words, head = [rider.word() for rider in self.riders], _HEAD + len(self.riders)
+        parts = self._link.exchange(act, [float(self._next_interval()), mark, float(len(rows)), *words, *values])
         self._interval, self._steps, self._since = int(parts[0][0]), 0, time.monotonic()
+        for at, rider in enumerate(self.riders, start=_HEAD):
+            rider.heard([float(part[at]) for part in parts])
         if all(float(part[1]) == mark for part in parts):
-            return average([dict(zip(rows, part[_HEAD:].tolist(), strict=True)) for part in parts])
+            return average([dict(zip(rows, part[head:].tolist(), strict=True)) for part in parts])
         return average(self._link.exchange_objects(act, dict(zip(rows, values, strict=True))))
 
     def _next_interval(self) -> int:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
+from samestep.checkpoint.checkpoint import Checkpoint
+from samestep.checkpoint.ground import Ground, Stateful
+from samestep.checkpoint.restoring import restore
+from samestep.data.ledger import next_generation
 from samestep.data.loader import Collate, MapDataset
 from samestep.errors import GroupError
 from samestep.facts.world import read_world, run_folder
@@ -24,7 +29,7 @@ from samestep.run.group import Group
 from samestep.run.link import Link
 from samestep.run.logs import Writer
 from samestep.run.precision import Precision, check_wish, see_arithmetic
-from samestep.run.seed import seed_alike, seed_apart
+from samestep.run.seed import seed_alike, seed_anew, seed_apart
 from samestep.run.shard import Reading, Settings, Shard, open_shard
 from samestep.run.speed import Speed
 from samestep.run.stream import Stream, StreamSource, open_stream
@@ -193,6 +198,22 @@ class Run(Group):
         source = StreamSource(dataset, decode, collate, workers, micro_batch, drop_tail)
         return open_stream(self._terms(), source)
 
+    def restore(
+        self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: Stateful
+    ) -> Checkpoint:
+        """Bring `parts` (model=, optimizer=, train=, ...) to the newest sound checkpoint in `folder`, if there is one.
+
+        What it gives saves them there from now on. Of the checkpoints the `keep` newest stay, and with
+        `keep_best="val/accuracy"` the one that had the best value when it was saved.
+        """
+        engine, place = self._started(), self.once(Path(folder).absolute)
+        self._move_to(place)
+        own = {} if engine.speed.scale is None else {"loss_scale": engine.speed.scale}
+        facts = partial(self._summary, "saved")
+        follow, reseed = engine.pulse.riders.append, partial(seed_anew, self.seed, self.rank)
+        ground = Ground(self._link, engine, self.device, follow, reseed, self.say, self.once, facts, own)
+        return restore(ground, place, keep, keep_best, parts)
+
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.
 
@@ -222,6 +243,16 @@ class Run(Group):
             self.global_batch, self.seed, self._link.world, self.device, self._started(), self.folder, self._ledger, self.say, self.once
         )  # fmt: skip
 
+    def _move_to(self, folder: Path) -> None:
+        """Let logs and ledgers lie beside the checkpoints, unless the user chose a place or something is written."""
+        engine = self._started()
+        opened = self._writer is not None and self._writer.opened
+        if self._wished_folder is not None or self.once(lambda: opened):
+            return
+        self._folder = self._wished_folder = folder
+        for account in engine.accounts:
+            account.folder, account.generation = folder, self.once(next_generation, folder, account.name)
+
     def _started(self) -> RunEngine:
         if self._engine is None:
             raise GroupError("this run is not started: use `with Run(...) as run:`, or call run.start() first")
@@ -233,7 +264,8 @@ class Run(Group):
             if theirs.tolist() != mine:
                 raise GroupError(
                     f"rank {self.rank} has Run(global_batch={self.global_batch}, seed={self.seed}) and rank {rank} has "
-                    f"Run(global_batch={theirs[0]:.0f}, seed={theirs[1]:.0f}): a step is global, so both must be alike on all ranks"
+                    f"Run(global_batch={theirs[0]:.0f}, seed={theirs[1]:.0f}): a step is global, so both must be alike "
+                    "on all ranks"
                 )
 
     def _summary(self, status: str) -> dict[str, object]:

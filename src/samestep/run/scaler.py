@@ -26,11 +26,19 @@ class LossScale:
         self.dropped = False
         self._good_steps = 0
 
+    @property
+    def on_rank(self) -> float:
+        """The factor on one rank's loss, which already carries the world size as a factor.
+
+        So a sample's gradients are equally large on any number of ranks, and overflow alike.
+        """
+        return self.factor / self._link.world.size
+
     def begin(self, models: Sequence[Wrapped]) -> None:
         """Called when a step begins: gradients that an earlier step left to be added to must have the same factor."""
         self.dropped = False
         for model in models:
-            multiply_all(list(model.gradients()), self.factor)
+            multiply_all(list(model.gradients()), self.on_rank)
 
     def settle(self, models: Sequence[Wrapped], number: int) -> str | None:
         """Take the factor out of the gradients, or drop them all where one overflowed; then say so.
@@ -43,7 +51,7 @@ class LossScale:
         if not healthy:
             return self._drop(models, number)
         for model in models:
-            multiply_all(list(model.gradients()), 1.0 / self.factor)
+            multiply_all(list(model.gradients()), 1.0 / self.on_rank)
         self._good_steps += 1
         if self._good_steps == _GROWTH_STEPS:
             self.factor, self._good_steps = 2.0 * self.factor, 0

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -145,7 +146,8 @@ class Shard:
         setting = self._setting(epoch)
         fewest = self._engine.fewest_rows
 
-        def requests() -> Iterator[Request]:
+        def upcoming() -> Iterator[Request]:
+            """What to read, in order; how it is to be weighed waits in `asked`."""
             for index in range(first, self._cut.steps):
                 indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
                 if self._cut.rank == 0 and (told := _tell_copies(self._cut, index, fewest)):
@@ -157,11 +159,15 @@ class Shard:
                     asked.append((part.real, chosen))
                     yield Request(epoch, chosen, setting)
 
-        for data in self._loader("training").read(requests()):
+        for data in self._loader("training").read(upcoming()):
             real, indices = asked.popleft()
-            keys = sample_keys(self._source.order.seed, epoch, indices).view(np.int64)
             weights = self._row_weights(len(indices), real)
-            yield MicroBatch(data, weights, torch.from_numpy(keys).to(self._source.device), indices.tolist())
+            keys = partial(self._keys, epoch, indices)
+            yield MicroBatch(data, weights, keys, indices.tolist(), full=real == len(indices))
+
+    def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
+        words = sample_keys(self._source.order.seed, epoch, indices).view(np.int64)
+        return torch.from_numpy(words).to(self._source.device)
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:

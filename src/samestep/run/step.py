@@ -1,7 +1,8 @@
 """One optimizer step: this rank's micro-batches of the global batch, and the mean over all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from samestep.data import keyed
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import StepError
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,17 @@ class MicroBatch:
     """The batch, on the device."""
     weights: torch.Tensor
     """One weight a row: 1 for a sample, 0 for padding."""
-    keys: torch.Tensor
-    """One 64-bit key a row, from (seed, epoch, sample): the source of its luck."""
+    make_keys: Callable[[], torch.Tensor]
+    """Makes `keys`: few models ask for them."""
     indices: list[int]
     """The dataset indices of the rows."""
+    full: bool
+    """Whether no row is padding, so that nothing need be weighed."""
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """One 64-bit key a row, from (seed, epoch, sample): the source of its luck."""
+        return self.make_keys()
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,9 @@ class Step:
     @property
     def loss(self) -> torch.Tensor | None:
         """What this rank's calls of `mean` added up to, detached; its average over the ranks is the mean loss."""
-        return None if self._loss_sum is None else self._loss_sum * self._loss_factor
+        if self._loss_sum is None or self._loss_factor == 1.0:
+            return self._loss_sum
+        return self._loss_sum * self._loss_factor
 
     def __len__(self) -> int:
         return self.place.micro_batches
@@ -119,7 +131,7 @@ class Step:
             for number, micro in enumerate(self._source):
                 self._current, self._draws, self.last_samples = micro, 0, micro.indices
                 self._engine.begin_micro_batch(last=number == len(self) - 1)
-                set_micro_batch(micro.keys)
+                set_micro_batch(partial(getattr, micro, "keys"))
                 yield micro.data
             self._settle_masked_mean()
             self.done = True
@@ -142,21 +154,23 @@ class Step:
         With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
         brought to the mean when the loop over the micro-batches ends, and `step.loss` tells the true value.
         """
-        weighted, weights = self._weigh(losses, mask)
+        self._check(losses, mask)
         self._means += 1
         if mask is None:
-            per_row = losses[0].numel()
-            value = weighted.sum() * (self._engine.size / (self.samples * per_row))
+            value = self._plain_mean(losses)
         elif len(self) == 1:
+            weighted, weights = self._weigh(losses, mask)
             count = self._engine.total(weights.sum(dtype=torch.float64))
             value = weighted.sum() * (self._engine.size / _positive(count, self.number))
         else:
-            value = self._defer(weighted, weights)
-        self._loss_sum = value.detach() if self._loss_sum is None else self._loss_sum + value.detach()
+            value = self._defer(*self._weigh(losses, mask))
+        detached = value.detach()
+        self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         return self._scaled(value)
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
+        self._check(losses, mask)
         weighted, _ = self._weigh(losses, mask)
         return self._scaled(weighted.sum() * self._engine.size)
 
@@ -200,10 +214,9 @@ class Step:
             )
         return self._current
 
-    def _weigh(self, losses: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(losses times weights, weights), of one shape, padding and masked values at zero."""
+    def _check(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
         micro = self._micro()
-        rows = micro.weights.numel()
+        rows = micro.weights.shape[0]
         if losses.dim() == 0 or losses.shape[0] != rows:
             what = "a scalar" if losses.dim() == 0 else f"shape {tuple(losses.shape)}"
             raise StepError(
@@ -215,7 +228,22 @@ class Step:
                 f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike"
             )
         self.losses.append((losses.detach(), micro.indices))
-        weights = micro.weights.reshape(-1, *([1] * (losses.dim() - 1))).expand(losses.shape)
+
+    def _plain_mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """The mean without a mask; where every row counts, as cheap as torch's own."""
+        micro, size = self._micro(), self._engine.size
+        rows = losses.shape[0]
+        if not micro.full:
+            weighted, _ = self._weigh(losses, None)
+            return weighted.sum() * (size * rows / (self.samples * losses.numel()))
+        losses = losses.float() if losses.dtype in _HALF else losses
+        if rows * size == self.samples:
+            return losses.mean()
+        return losses.sum() * (size * rows / (self.samples * losses.numel()))
+
+    def _weigh(self, losses: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(losses times weights, weights), of one shape, padding and masked values at zero."""
+        weights = self._micro().weights.reshape(-1, *([1] * (losses.dim() - 1))).expand(losses.shape)
         if mask is not None:
             weights = weights * mask
         # a padded or masked loss may be inf or nan, and nan times zero is nan: put zero there instead
@@ -232,8 +260,10 @@ class Step:
             return
         if self._means != self._masked_means or self._masked_means != len(self):
             raise StepError(
-                f"step {self.number} has {len(self)} micro-batches and mixes a masked mean with other means: their counts are "
-                "known only at its end, for one mean a micro-batch; add the losses up before step.mean, or use a larger micro_batch"
+                f"step {self.number} has {len(self)} micro-batches and mixes a masked mean with other means: their "
+                "counts are "
+                "known only at its end, for one mean a micro-batch; add the losses up before step.mean, or use a "
+                "larger micro_batch"
             )
         self._loss_factor = self.samples / _positive(self._engine.total(self._masked_count), self.number)
         self._engine.scale_gradients(self._loss_factor)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -149,15 +150,19 @@ class Stream:
                 f"{self._terms.world.size} ranks; use fewer ranks"
             )
         cut = Cut(largest, largest, 0, 1, self._source.micro_batch)
-        collate = self._source.collate or default_collate
+        collate, fewest = self._source.collate or default_collate, self._engine.fewest_rows
         for rows in cut.micro_batches(0):
             chosen, at = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
             missing = rows.rows - len(chosen)
+            if fewest:  # BatchNorm is to see no copies where it can do without
+                missing = min(missing, max(0, fewest - len(chosen)))
             at = np.concatenate([at, np.zeros(missing, dtype=np.int64)])
             data = move(collate(chosen + missing * self._spare), self._terms.device)
-            keys = torch.from_numpy(sample_keys(self._terms.seed, epoch, at).view(np.int64)).to(self._terms.device)
-            weights = (torch.arange(rows.rows) < len(chosen)).float().to(self._terms.device)
-            yield MicroBatch(data, weights, keys, at.tolist())
+            weights = (torch.arange(len(at)) < len(chosen)).float().to(self._terms.device)
+            yield MicroBatch(data, weights, partial(self._keys, epoch, at), at.tolist(), full=not missing)
+
+    def _keys(self, epoch: int, at: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(sample_keys(self._terms.seed, epoch, at).view(np.int64)).to(self._terms.device)
 
 
 def open_stream(terms: Terms, source: StreamSource) -> Stream:

@@ -66,6 +66,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch gives *args
+        """Add up the values of all ranks."""
         del ctx
         summed = values.clone()
         dist.all_reduce(summed)
@@ -73,6 +74,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add up the gradients of all ranks."""
         del ctx
         summed = gradient.clone()
         dist.all_reduce(summed)

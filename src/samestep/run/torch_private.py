@@ -1,6 +1,7 @@
 """What torch does not offer in public yet, or offers by other names in other versions; wrapped here alone."""
 
 import inspect
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     """Give every later collective of `group` this long; torch only lets the timeout be named at the start."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # pyright: ignore[reportPrivateUsage]
+
+
+def wait_until_released(tensor: torch.Tensor, seconds: float = 5.0) -> None:
+    """Wait until gloo's thread has let go of a tensor that it has sent, before the group is destroyed.
+
+    That thread lets go with the group's lock in hand and wants Python's for it. Whoever destroys the group meanwhile,
+    or collects the last wrapper that knows it, has Python's and wants the group's: both would wait forever.
+    """
+    deadline = time.monotonic() + seconds
+    while tensor._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
+        time.sleep(0.0005)
 
 
 def leave_to_their_own(model: nn.Module, names: Iterable[str]) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.errors import WrapError
 from samestep.run.torch_private import gathered_parameters
 
 _SHOWN = 6
@@ -22,7 +21,7 @@ class Use:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._seen: set[str] = set()
+        self._seen: dict[str, torch.Tensor] = {}
         if isinstance(model, FSDPModule):  # what it computes with exists only after the first forward pass
             self._waiting = model.register_forward_hook(self._watch_gathered)
         else:
@@ -32,12 +31,11 @@ class Use:
         """Forget the micro-batches before."""
         self._seen.clear()
 
-    def check(self, model: nn.Module, number: int, samples: Sequence[int], rank: int) -> None:
-        """Raise where a backward pass left parameters out; no backward pass at all is the user's choice."""
+    def missing(self) -> list[str]:
+        """The parameters that a backward pass left out; no backward pass at all is the user's choice."""
         if not self._seen or len(self._seen) == len(self._names):
-            return
-        missing = [name for name in self._names if name not in self._seen]
-        raise WrapError(explain(model, missing, number, samples, rank))
+            return []
+        return [name for name in self._names if name not in self._seen]
 
     def _watch_gathered(self, model: nn.Module, *_: object) -> None:
         self._waiting.remove()
@@ -46,10 +44,8 @@ class Use:
     def _watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
-
-    def _note(self, name: str, _: torch.Tensor) -> None:
-        self._seen.add(name)
+                # called for every parameter at every step: this one runs no line of Python
+                parameter.register_post_accumulate_grad_hook(partial(self._seen.__setitem__, name))
 
 
 class SearchCost:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.data.sample_rng import micro_batch_keys
 from samestep.errors import WrapError
 from samestep.run.batchnorm import unsynchronised
 from samestep.run.fingerprint import check_alike
@@ -61,14 +62,9 @@ def wrap(
     check_weights(model, numbers)
     strategy, reason = choose_strategy(link, model, device, wish.strategy)
     sharded = strategy in ("fsdp", "hybrid")
-    if wish.sync_batchnorm and not link.alone:
-        model = over_all_ranks(model, device)
+    model = _with_common_norms(link, model, device, wish)
     parts = frozen_parts(model)
-    keep_frozen_in_eval(model, parts)
-    if recomputed := recompute_blocks(model, wish.checkpoint):
-        say(f"gradient checkpointing: {recomputed} module(s) compute their activations twice, for less memory")
-    if not sharded or not wish.offload:
-        model.to(device)
+    _prepare(model, parts, None if sharded and wish.offload else device, wish, say)
     if strategy != "single":
         _begin_alike(link, model, frozen_names(model, parts), device)
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
@@ -77,12 +73,11 @@ def wrap(
     if sharded:
         kind = Sharding(strategy == "hybrid", wish.offload, numbers.dtype, wish.blocks, numbers.compile)
         shard_model(model, link.world, device, kind)
-        return Wrapped(model, model, model, strategy, Use(model) if wish.unused == "error" else None)
-    joined = _join(core, device, wish, parts) if strategy == "ddp" else core
-    if isinstance(joined, DistributedDataParallel):
+    joined = core
+    if strategy == "ddp":
+        joined = _join(core, device, wish, parts)
         guard_against_bypass(core, joined, in_step)
-        if wish.unused == "allow":
-            SearchCost(joined, core, say)
+        _time_search(joined, core, wish, say)
     use = Use(model) if wish.unused == "error" else None
     return Wrapped(model, core, joined, strategy, use)
 
@@ -93,7 +88,8 @@ def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: St
         return "single", "one rank"
     if wish == "single":
         raise WrapError(
-            f"strategy='single' is for one rank and there are {link.world.size}: use 'ddp', 'fsdp' or 'hybrid', or leave it out"
+            f"strategy='single' is for one rank and there are {link.world.size}: use 'ddp', 'fsdp' or 'hybrid', or "
+            "leave it out"
         )
     if wish is not None:
         return wish, "as asked"
@@ -107,14 +103,35 @@ def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: St
     )
 
 
+def _with_common_norms(link: Link, model: nn.Module, device: torch.device, wish: Wish) -> nn.Module:
+    return over_all_ranks(model, device) if wish.sync_batchnorm and not link.alone else model
+
+
+def _prepare(
+    model: nn.Module, parts: dict[str, nn.Module], device: torch.device | None, wish: Wish, say: Callable[[str], None]
+) -> None:
+    """Put frozen parts to sleep, let blocks compute twice where that was asked for, and move all to the device."""
+    keep_frozen_in_eval(model, parts)
+    if recomputed := recompute_blocks(model, wish.checkpoint):
+        say(f"gradient checkpointing: {recomputed} module(s) compute their activations twice, for less memory")
+    if device is not None:
+        model.to(device)
+
+
 def _set_up_forward(
     model: nn.Module, core: nn.Module, device: torch.device, wish: Wish, numbers: Numbers, cast: bool
 ) -> None:
     """Hang hooks on `core`, outside of what is compiled; FSDP casts by itself, but not what is frozen."""
     if numbers.dtype is not None and cast:
         compute_in(core, device, numbers.dtype)
+    if numbers.compile:  # compiled code must find keys that stand, not a way to make them
+        core.register_forward_pre_hook(_make_keys)
     if wish.channels_last:
         use_channels_last(model, core)
+
+
+def _make_keys(*_: object) -> None:
+    micro_batch_keys()
 
 
 def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, nn.Module]) -> DistributedDataParallel:
@@ -125,12 +142,17 @@ def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, n
         init_sync=False,  # done by _begin_alike, buffers included
         find_unused_parameters=wish.unused == "allow",
         gradient_as_bucket_view=True,
-        **without_buffer_broadcast(),
+        **without_buffer_broadcast(),  # pyright: ignore[reportArgumentType]  # one option, by the name this torch has
     )
 
 
+def _time_search(joined: DistributedDataParallel, core: nn.Module, wish: Wish, say: Callable[[str], None]) -> None:
+    if wish.unused == "allow":
+        SearchCost(joined, core, say)
+
+
 def _begin_alike(link: Link, model: nn.Module, frozen: list[str], device: torch.device) -> None:
-    """The first rank's weights and buffers on all ranks, checked; frozen parts were loaded, not drawn, and are only checked."""
+    """The first rank's weights and buffers on all ranks; frozen parts were loaded, not drawn, and are only checked."""
     del device
     left = set(frozen)
     named = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in left}
@@ -141,13 +163,13 @@ def _begin_alike(link: Link, model: nn.Module, frozen: list[str], device: torch.
                 ((a, b) for a, b in zip(shapes, theirs, strict=False) if a != b), (len(shapes), len(theirs))
             )
             raise WrapError(
-                f"rank {link.world.rank} and rank {rank} built different models: {mine} here, {other} there; build the model from the same "
-                "settings on every rank"
+                f"rank {link.world.rank} and rank {rank} built different models: {mine} here, {other} there; build the "
+                "model from the same settings on every rank"
             )
     with torch.no_grad(), link.together("sending the first rank's weights"):
         for tensor in named.values():
             dist.broadcast(tensor, src=0)
-    check_alike(link, {n: t for n, t in (*model.named_parameters(), *model.named_buffers())}, "at the start")
+    check_alike(link, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
 
 
 def _check_wish(wish: Wish, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from samestep.errors import WrapError
 from samestep.run.batchnorm import learning
 from samestep.run.torch_private import drop_gathered_gradients
-from samestep.run.unused import Use
+from samestep.run.unused import Use, explain
 
 _SHOWN = 6
 
@@ -85,8 +85,9 @@ class Wrapped:
 
     def check_use(self, number: int, samples: Sequence[int], rank: int) -> None:
         """Raise where the step left parameters unused."""
-        if self._use is not None:
-            self._use.check(self.inner, number, samples, rank)
+        if self._use is not None and (missing := self._use.missing()):
+            self.check_unchanged()  # where a parameter was replaced, the old one is unused: tell the cause
+            raise WrapError(explain(self.inner, missing, number, samples, rank))
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is one that this wrapper knew from the start."""
@@ -99,13 +100,13 @@ class Wrapped:
             known = self._known.get(id(parameter))
             if known is None:
                 raise WrapError(
-                    f"parameter {name!r} was replaced or added after run.wrap, so its gradient stays on each rank and the ranks drift "
-                    "apart: change the model first, then wrap it, then build the optimizer"
+                    f"parameter {name!r} was replaced or added after run.wrap, so its gradient stays on each rank and "
+                    "the ranks drift apart: change the model first, then wrap it, then build the optimizer"
                 )
             if parameter.requires_grad and not known:
                 raise WrapError(
-                    f"parameter {name!r} was frozen when the model was wrapped and trains now, so its gradient stays on each rank: "
-                    "unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer"
+                    f"parameter {name!r} was frozen when the model was wrapped and trains now, so its gradient stays "
+                    "on each rank: unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer"
                 )
 
 
@@ -122,8 +123,9 @@ def check_optimizer(optimizer: Optimizer, models: Sequence[Wrapped]) -> None:
     told = ", ".join(f"{tuple(parameter.shape)} in group {at}" for at, parameter in strays[:_SHOWN])
     kind = type(optimizer).__name__
     raise WrapError(
-        f"{kind} holds {len(strays)} parameter(s) that no wrapped model has: shape {told}. If it was built before run.wrap, build it "
-        f"after: {kind}(model.parameters(), ...); if they belong to another module, wrap that too: its gradients stay on each rank"
+        f"{kind} holds {len(strays)} parameter(s) that no wrapped model has: shape {told}. If it was built before "
+        f"run.wrap, build it after: {kind}(model.parameters(), ...); if they belong to another module, wrap that too: "
+        "its gradients stay on each rank"
     )
 
 
@@ -131,22 +133,22 @@ def guard_against_bypass(inner: nn.Module, model: nn.Module, in_step: Callable[[
     """Raise where the inner module is called in training past its wrapper: its gradients would not be averaged."""
     inside = [False]
 
-    def enter(*_: object) -> None:
+    def _enter(*_: object) -> None:
         inside[0] = True
 
-    def leave(*_: object) -> None:
+    def _leave(*_: object) -> None:
         inside[0] = False
 
-    def look(*_: object) -> None:
+    def _look(*_: object) -> None:
         if not inside[0] and inner.training and torch.is_grad_enabled() and in_step():
             raise WrapError(
-                f"{type(inner).__name__} was called past its wrapper in a training step (model.module(x)?): its gradients would not be "
-                "averaged over the ranks; call the model that run.wrap returned"
+                f"{type(inner).__name__} was called past its wrapper in a training step (model.module(x)?): its "
+                "gradients would not be averaged over the ranks; call the model that run.wrap returned"
             )
 
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
-    inner.register_forward_pre_hook(look)
+    model.register_forward_pre_hook(_enter)
+    model.register_forward_hook(_leave, always_call=True)
+    inner.register_forward_pre_hook(_look)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

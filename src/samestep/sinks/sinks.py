@@ -38,10 +38,11 @@ class Sinks:
     def __init__(self, console: Console, text: TextLog | None, others: Sequence[Sink], folder: Path | None) -> None:
         self._console, self._text, self._folder = console, text, folder
         self._all: tuple[Sink, ...] = (console, *([text] if text else []), *others)
+        self._complete = tuple(sink for sink in others if isinstance(sink, MetricsFile))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand one record to every sink."""
-        for sink in self._all:
+    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
+        """Hand one record to every sink, or, where it is one of too many to be shown, to metrics.jsonl alone."""
+        for sink in self._all if shown else self._complete:
             sink.write(step, values)
 
     def say(self, text: str) -> None:

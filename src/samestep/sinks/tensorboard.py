@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard import FileWriter
 
 # A kill costs what was not yet written; the default of two minutes is much of a short run.
 _FLUSH_SECONDS = 10
@@ -17,13 +17,12 @@ class TensorBoardSink:
     Event files cannot be rewritten: after a restart from an older checkpoint a curve shows the repeated steps twice.
     """
 
-    def __init__(self, writer: "SummaryWriter") -> None:
-        self._writer = writer
+    def __init__(self, writer: "FileWriter", make_summary: Callable[[Mapping[str, float]], object]) -> None:
+        self._writer, self._make_summary = writer, make_summary
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to the curve of each name."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+        """Add one point to the curve of each name; all in one event, which costs a third of one event each."""
+        self._writer.add_summary(self._make_summary(values), step)
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Write what is still held back; the summary has a file of its own."""
@@ -35,8 +34,13 @@ def open_tensorboard(folder: Path, warn: Callable[[str], None]) -> TensorBoardSi
     """A sink for `folder`, or None after a warning where tensorboard cannot be imported."""
     try:
         import tensorboard  # noqa: F401  # pyright: ignore[reportUnusedImport]  # torch's message for its absence is less clear
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import FileWriter
     except ImportError as error:
         warn(f"TensorBoard curves are left out ({error}): to have them, pip install 'samestep[tensorboard]'")
         return None
-    return TensorBoardSink(SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS))
+
+    def make_summary(values: Mapping[str, float]) -> object:
+        return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+
+    return TensorBoardSink(FileWriter(str(folder), flush_secs=_FLUSH_SECONDS), make_summary)

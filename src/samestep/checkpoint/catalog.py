@@ -1,0 +1,131 @@
+"""A folder of checkpoints: which there are, which stay, and what killed writers left behind."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from samestep.checkpoint.files import explain, remove_folder, replace_text
+from samestep.checkpoint.manifest import NAME, Damaged, Manifest, check_files, read_manifest
+from samestep.errors import CheckpointError
+
+LATEST: Final = "latest"
+_PUBLISHED: Final = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_LEFTOVER: Final = re.compile(r"\.(writing|deleting)-step-.*")
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A published checkpoint, by its name alone; a later one of the same step has a higher `again`."""
+
+    step: int
+    again: int
+    path: Path
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is, or was, a published checkpoint."""
+    return _PUBLISHED.fullmatch(name) is not None
+
+
+def name_of(step: int, again: int = 1) -> str:
+    """The folder's name."""
+    return f"step-{step:08}" if again == 1 else f"step-{step:08}-{again}"
+
+
+def find(folder: Path) -> list[Found]:
+    """All published checkpoints, newest first."""
+    try:
+        names = [(path, _PUBLISHED.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise explain(error, f"reading the folder of checkpoints {folder}") from error
+    return sorted((Found(int(m[1]), int(m[2] or 1), path) for path, m in names if m), reverse=True)
+
+
+def free_name(folder: Path, step: int) -> str:
+    """A name that no checkpoint has: a second one of a step never takes the place of the first by force."""
+    taken = [found.again for found in find(folder) if found.step == step]
+    return name_of(step, max(taken, default=0) + 1)
+
+
+def newest_sound(folder: Path) -> tuple[Path, Manifest]:
+    """The checkpoint that `folder` is, or the newest sound one in it."""
+    if (folder / NAME).exists():
+        return folder, check_whole(folder)
+    wrong: list[str] = []
+    for found in find(folder):
+        try:
+            return found.path, check_whole(found.path)
+        except CheckpointError as error:
+            wrong.append(str(error))
+    told = f": {'; '.join(wrong)}" if wrong else ": give the folder that run.restore was given, or one checkpoint in it"
+    raise CheckpointError(f"{folder} holds no sound checkpoint{told}")
+
+
+def check_whole(path: Path) -> Manifest:
+    """Read every byte of a checkpoint; raise where one is not as it was written."""
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, manifest.files)
+    except Damaged as damage:
+        raise CheckpointError(f"{path} is damaged: {damage}") from damage
+    return manifest
+
+
+def point_to(path: Path) -> None:
+    """Let `latest`, for people and scripts, name the checkpoint."""
+    replace_text(path.parent / LATEST, path.name + "\n")
+
+
+def clean(folder: Path, token: str) -> list[str]:
+    """Remove what writers and deleters that were killed have left, but not what `token` writes now."""
+    left = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name) and not path.name.endswith(token)]
+    for path in left:
+        remove_folder(path)
+    return [path.name for path in left]
+
+
+def is_lower_better(metric: str) -> bool:
+    """Whether keep_best takes the lowest value: for losses; anything else is the better the higher."""
+    return metric.endswith("loss")
+
+
+def best(known: dict[Found, Manifest], metric: str) -> Found | None:
+    """The checkpoint with the best value; of equals the newest."""
+    sign = -1.0 if is_lower_better(metric) else 1.0
+    rated = [
+        (sign * manifest.metric[1], found)
+        for found, manifest in known.items()
+        if manifest.metric is not None and manifest.metric[0] == metric
+    ]
+    return max(rated)[1] if rated else None
+
+
+def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Collection[str]) -> Path | None:
+    """Remove what is too old, and say which one is the best.
+
+    The one just published, whose every byte was read again, always stays. `bad` names those that proved damaged: they
+    do not count, and go when they are older than all that stay.
+    """
+    now = next(found for found in find(folder) if found.path == published)
+    for found in find(folder):
+        if found.step == now.step and found.again < now.again:  # the same step, saved anew
+            remove_folder(found.path)
+    there = find(folder)
+    known: dict[Found, Manifest] = {}
+    for found in there:
+        try:
+            if found.path.name not in bad:
+                known[found] = read_manifest(found.path)
+        except (Damaged, CheckpointError):
+            continue
+    top = best(known, metric) if metric is not None else None
+    newest = sorted(known, reverse=True)[:keep]
+    oldest = min(*newest, now)
+    for found in there:
+        if found < oldest and found != top:
+            remove_folder(found.path)
+    return None if top is None else top.path

@@ -1,0 +1,247 @@
+"""The checkpoints of a run: saved while training goes on, by hand, by steps or by minutes."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from samestep.checkpoint import catalog, luck
+from samestep.checkpoint.dcp import HostMemory
+from samestep.checkpoint.encode import encode
+from samestep.checkpoint.files import check_room, explain, remove_folder
+from samestep.checkpoint.ground import Ground
+from samestep.checkpoint.manifest import Manifest, Stage
+from samestep.checkpoint.parts import Parts, Taken
+from samestep.checkpoint.writing import Task, Writing
+from samestep.errors import CheckpointError
+from samestep.log import Voice
+from samestep.run.batchnorm import average_statistics
+
+_AFTER_FAILURE_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stays and where."""
+
+    folder: Path
+    """The folder of checkpoints."""
+    keep: int
+    """How many of the newest stay."""
+    keep_best: str | None
+    """The name of the logged value whose best checkpoint stays as well."""
+    token: str
+    """Tells this writer from those before it."""
+    bad: tuple[str, ...]
+    """Names of checkpoints that proved damaged."""
+
+
+class Checkpoint:
+    """Saves the parts that run.restore was given; made by run.restore."""
+
+    def __init__(self, ground: Ground, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
+        self._ground, self._rules, self._parts, self._history = ground, rules, parts, tuple(history)
+        self.restored: Path | None = None
+        """The checkpoint that training went on from, or None where it began anew."""
+        self._first_step = ground.engine.steps
+        self._memory = HostMemory(ground.link.world.rank)
+        self._writing: Writing | None = None
+        self._saves, self._asked, self._step = 0, False, None
+        self._steps = self._minutes = 0.0
+        self._due = self._trouble = False
+        self._since, self._voice = time.monotonic(), Voice()
+        ground.follow(self)
+
+    def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
+        """Save by itself from now on: after so many steps, and after so many minutes on the first rank's clock."""
+        given = [number for number in (steps, minutes) if number is not None]
+        if not given or min(given) <= 0:
+            raise CheckpointError(
+                f"checkpoint.every(steps={steps}, minutes={minutes}) says no time to save: give steps=, as in "
+                "every(steps=1000), or minutes=, as in every(minutes=30)"
+            )
+        self._steps, self._minutes = steps or 0, minutes or 0.0
+
+    def save(self, step: int | None = None) -> None:
+        """Save now: training waits while tensors are copied, the disk is left to a thread; every rank must call it.
+
+        Inside the body of a step it is done when the step ends, so that data, weights and ledger agree. `step` is the
+        number in the name; by default the steps done.
+        """
+        if self._ground.engine.in_step:
+            self._asked, self._step = True, step
+        else:
+            self._save(step)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk and published; raise on every rank where it failed on one."""
+        writing, self._writing, self._trouble = self._writing, None, False
+        if writing is None:
+            return
+        link = self._ground.link
+        with link.together("checkpoint.wait"):
+            since, seen = time.monotonic(), {}
+            while writing.under_way:
+                writing.wait(_LOOK_SECONDS)
+                if writing.under_way and not link.alone:
+                    seen = link.look_around(since, seen, link.start_timeout)
+        if writing.told:
+            self._ground.say(writing.told)
+        if writing.error is not None:
+            raise CheckpointError(writing.error)
+
+    def reached(self, steps: int) -> None:
+        """Called at every step boundary."""
+        if self._trouble:
+            self.wait()
+        by_steps = bool(self._steps) and steps % self._steps == 0
+        if self._asked or by_steps or self._due:
+            self._save(self._step)
+
+    def ended(self, failed: bool) -> None:
+        """Called when the run ends: what was asked for is brought to the disk."""
+        if not failed:
+            if self._asked:
+                self._save(self._step)
+            self.wait()
+        elif self._writing is not None:
+            self._writing.abandon()
+            self._writing.wait(_AFTER_FAILURE_SECONDS)
+
+    def word(self) -> float:
+        """What this rank tells with the pulse: 1 if its time to save has come, 2 if writing has failed."""
+        writing = self._writing
+        failed = writing is not None and not writing.under_way and writing.error is not None
+        late = bool(self._minutes) and time.monotonic() - self._since >= 60 * self._minutes
+        return 2.0 * failed + late
+
+    def heard(self, words: Sequence[float]) -> None:
+        """Take note of what all ranks told; the next step boundary acts on it. The first rank's clock counts."""
+        self._trouble = self._trouble or any(word >= 2 for word in words)
+        self._due = self._due or words[0] % 2 == 1
+
+    def _save(self, step: int | None) -> None:
+        ground = self._ground
+        self.wait()
+        self._asked, self._step, self._due = False, None, False
+        number = ground.engine.steps if step is None else step
+        self._check_together(number)
+        if self._rules.keep_best is not None:
+            ground.engine.flush("checkpoint.save")  # what was logged a moment ago counts
+        for model in ground.engine.models:
+            average_statistics(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
+        taken, task_name = self._prepare(number)
+        staged = self._memory.stage(taken.tensors, ground.link.alone)
+        for account in ground.engine.accounts:
+            account.sync()
+        self._saves += 1
+        rules, link = self._rules, ground.link
+        self._writing = Writing(
+            Task(
+                rank=link.world.rank,
+                size=link.world.size,
+                store=None if link.alone else link.store,
+                label=f"checkpoint/{rules.token}/{self._saves}",
+                folder=rules.folder,
+                writing=self._writing_folder(number),
+                name=task_name,
+                staged=staged,
+                values=taken.values,
+                manifest=self._manifest(number),
+                retire=self._retire,
+            )
+        )
+        self._since = time.monotonic()
+
+    def _check_together(self, number: int) -> None:
+        link = self._ground.link
+        told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
+        for rank, theirs in enumerate(told):
+            if theirs != number:
+                raise CheckpointError(
+                    f"rank {link.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
+                    "of one step on all ranks; call checkpoint.save at the same place everywhere"
+                )
+
+    def _prepare(self, number: int) -> tuple[Taken, str]:
+        """The state of this rank and the name of the checkpoint; what fails on one rank is raised on all."""
+        link, taken, name, error = self._ground.link, Taken({}, {}), "", None
+        try:
+            taken = self._parts.take()
+            taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
+            if link.world.first:
+                name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
+        except CheckpointError as failure:
+            error = str(failure)
+        except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
+            error = f"the state cannot be told: {type(failure).__name__}: {failure}"
+        answers = link.exchange_objects("checkpoint.save", (name, error))
+        for rank, (_, text) in enumerate(answers):
+            if text is not None:
+                raise CheckpointError(text if link.alone else f"rank {rank}: {text}")
+        return taken, answers[0][0]
+
+    def _open_folder(self, number: int, needed: int) -> str:
+        folder = self._rules.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self._saves:
+                catalog.clean(folder, self._rules.token)
+            check_room(folder, needed)
+            writing = self._writing_folder(number)
+            if writing.exists():  # an attempt that failed and could not be cleared away
+                remove_folder(writing)
+            writing.mkdir()
+        except OSError as error:
+            raise explain(error, f"making a checkpoint in {folder}") from error
+        return catalog.free_name(folder, number)
+
+    def _writing_folder(self, number: int) -> Path:
+        return self._rules.folder / f".writing-{catalog.name_of(number)}-{self._rules.token}"
+
+    def _manifest(self, number: int) -> Manifest:
+        ground = self._ground
+        facts = ground.facts()
+        versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
+        now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
+        told = encode(json.loads(json.dumps(facts, default=str)), "run", {})
+        assert isinstance(told, dict)
+        return Manifest(
+            step=number,
+            samples=ground.engine.samples,
+            saved_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+            history=[*self._history, now],
+            parts=self._parts.kinds,
+            run=told,
+            metric=_rate(self._rules.keep_best, facts["metrics"], self._voice) if ground.link.world.first else None,
+        )
+
+    def _retire(self, published: Path) -> str | None:
+        rules = self._rules
+        try:
+            top = catalog.retire(rules.folder, published, rules.keep, rules.keep_best, rules.bad)
+        except OSError as error:  # no reason to end a training whose state is safe
+            return f"an old checkpoint in {rules.folder} could not be removed ({error}): remove it by hand"
+        if top != published or rules.keep_best is None:
+            return None
+        order = "lower" if catalog.is_lower_better(rules.keep_best) else "higher"
+        return f"best checkpoint so far: {published.name} by {rules.keep_best} ({order} is better)"
+
+
+def _rate(name: str | None, last: object, voice: Voice) -> tuple[str, float] | None:
+    """The value by which keep_best judges, where it was logged."""
+    if name is None:
+        return None
+    assert isinstance(last, dict)
+    if name in last and not math.isnan(last[name]):
+        return name, last[name]
+    voice.warn_once(
+        f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
+        f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
+    )
+    return None

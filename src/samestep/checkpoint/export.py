@@ -1,0 +1,41 @@
+"""The weights of a checkpoint as one plain file of safetensors, whole and with the names of the user's module."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from samestep.checkpoint import index as index_file
+from samestep.checkpoint.catalog import newest_sound
+from samestep.checkpoint.encode import tensor_names
+from samestep.checkpoint.files import explain, flush_folder, write_checked
+from samestep.checkpoint.tensor_file import Entry, tensor_blocks
+from samestep.checkpoint.writing import STATE
+from samestep.errors import CheckpointError
+
+
+def export(folder: Path, target: Path, part: str | None = None) -> dict[str, object]:
+    """Write the model of the newest sound checkpoint to `target`, one tensor in memory at a time; what was written."""
+    path, manifest = newest_sound(folder)
+    models = [name for name, kind in manifest.parts.items() if kind == "model"]
+    chosen = part or (models[0] if len(models) == 1 else None)
+    if chosen not in models:
+        what = f"no model {part!r}" if part else f"{len(models)} models"
+        raise CheckpointError(f"{path} holds {what}: choose one with --part, of {', '.join(models) or 'none'}")
+    if target.exists():
+        raise CheckpointError(f"{target} is there already: choose another file with --to, or remove it")
+    values = json.loads((path / STATE).read_bytes())[chosen]
+    index = index_file.from_record(json.loads((path / index_file.NAME).read_bytes()), manifest.files)
+    entries: list[Entry] = []
+    for name in tensor_names(values):
+        whole = index[name]
+        get = partial(index_file.read_whole, path, whole)
+        entries.append(Entry(name.removeprefix(f"{chosen}/"), whole.dtype, whole.shape, get))
+    beside = target.with_name(f"{target.name}.part")
+    try:
+        beside.unlink(missing_ok=True)
+        size = write_checked(beside, tensor_blocks(entries)).bytes
+        beside.rename(target)
+        flush_folder(target.parent)
+    except OSError as error:
+        raise explain(error, f"writing {target}") from error
+    return {"checkpoint": str(path), "step": manifest.step, "file": str(target), "tensors": len(entries), "bytes": size}

@@ -1,0 +1,116 @@
+"""Files that are on the disk when we say so: flushed, read again, and put in place by one rename."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from samestep.errors import CheckpointError
+from samestep.units import bytes_text
+
+_CHUNK: Final = 8 << 20
+
+_CAUSES: Final = {
+    errno.ENOSPC: "the disk is full: make room, or keep fewer with keep=",
+    errno.EDQUOT: "the quota is used up: make room, or keep fewer with keep=",
+    errno.EACCES: "there is no permission: choose a folder that you may write, or change its permissions",
+    errno.EPERM: "it is not permitted: choose a folder that you may write, or change its permissions",
+    errno.EROFS: "the disk is read-only: choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it should be."""
+
+    bytes: int
+    """Its size."""
+    sha256: str
+    """Its checksum."""
+
+
+def explain(error: OSError, doing: str) -> CheckpointError:
+    """The error of the operating system in words that say what to do."""
+    cause = _CAUSES.get(error.errno or 0, f"{error.strerror or error}")
+    return CheckpointError(f"{doing} failed: {cause}; the checkpoints already published are untouched")
+
+
+def checksum(path: Path) -> Written:
+    """Size and checksum of a file as it stands, past the operating system's memory where that can be had."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while block := file.read(_CHUNK):
+            digest.update(block)
+            size += len(block)
+    return Written(size, digest.hexdigest())
+
+
+def write_checked(path: Path, blocks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file, flush it to the disk, read it again and compare."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for block in blocks:
+            rest = memoryview(block)
+            for at in range(0, len(rest), _CHUNK):
+                part = rest[at : at + _CHUNK]
+                digest.update(part)
+                size += len(part)
+                _write_all(file.fileno(), part)
+        os.fsync(file.fileno())
+    made = Written(size, digest.hexdigest())
+    if checksum(path) != made:
+        raise CheckpointError(
+            f"{path} does not hold what was written to it: the disk or the memory of this machine is at fault; use "
+            "another folder"
+        )
+    return made
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder last through a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put a small file in place of another in one step."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    flush_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder so that no half of it can be taken for a checkpoint."""
+    aside = folder.with_name(f".deleting-{folder.name.lstrip('.')}")
+    if folder != aside:
+        folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise before anything is written where the disk cannot take it."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {bytes_text(free)} free and this checkpoint needs {bytes_text(needed)}: make room, or keep "
+            "fewer with keep=; the checkpoints already published are untouched"
+        )
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(handle, data) :]

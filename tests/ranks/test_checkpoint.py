@@ -1,0 +1,321 @@
+"""Checkpoints of real runs: any world size, either strategy, the same training; what is said when one is no good."""
+
+import gc
+import json
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+from samestep.data.audit import audit
+from tests.ranks.models import TASKS, Mlp, dataset
+
+EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
+
+
+class Lost(Exception):
+    pass
+
+
+def leave():
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(folder, strategy=None, fail_at=None, every=3, kind=torch.optim.AdamW, dtype=torch.float64, in_body=False):
+    """Train from what is in the folder; fail in the midst of step `fail_at`. The weights, or None after a failure."""
+    try:
+        with Run(global_batch=7, seed=2, folder=folder, ledger=True) as run:
+            task = TASKS["mlp"]
+            model = run.wrap(task.model().to(dtype), None if run.size == 1 else strategy)
+            optimizer = kind(model.parameters(), lr=0.05)
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 9], gamma=0.5)
+            data = run.shard(dataset(task, dtype), shuffle=True, workers=0, micro_batch=3)
+            checkpoint = run.restore(folder, model=model, optimizer=optimizer, scheduler=scheduler, train=data)
+            if not in_body:
+                checkpoint.every(steps=every)
+            for epoch in data.epochs(EPOCHS):
+                for step in epoch:
+                    for batch in step:
+                        if step.number == fail_at:
+                            raise Lost
+                        task.loss(model, step, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if in_body and step.number % every == 0:
+                        checkpoint.save()
+                    scheduler.step()
+            with torch.no_grad():
+                return {name: whole(value).clone() for name, value in model.state_dict().items()}
+    except Lost:
+        leave()
+        return None
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(("step-", ".")))
+
+
+def same(weights, others):
+    return max(float((weights[name] - others[key]).abs().max()) for name, key in zip(weights, others, strict=True))
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_training_that_fails_on_changing_world_sizes_ends_with_the_same_weights(ranks, tmp_path, in_body):
+    (undisturbed,) = ranks(1, train, tmp_path / "calm")
+    folder = tmp_path / "stormy"
+    ways = [(4, "fsdp", 4), (1, None, 5), (3, "ddp", 7), (2, "fsdp", 10), (4, "ddp", 11), (1, None, None)]
+    for size, strategy, fail_at in ways:
+        answers = ranks(size, train, folder, strategy, fail_at, 3, torch.optim.AdamW, torch.float64, in_body)
+    assert same(undisturbed, answers[0]) < 1e-6
+    report = audit(folder)
+    assert report.sound
+    trained = next(shard for shard in report.shards if shard.name == "shard-0")
+    assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(at, 23) for at in range(EPOCHS)]
+    assert not [name for name in names(folder) if name.startswith(".")]
+
+
+def test_single_precision_and_momentum_survive_as_well(ranks, tmp_path):
+    def once(size, strategy, folder, fail_at=None):
+        return ranks(size, train, folder, strategy, fail_at, 3, MomentumSgd, torch.float32)[0]
+
+    undisturbed = once(2, "ddp", tmp_path / "calm")
+    assert once(2, "fsdp", tmp_path / "stormy", 7) is None
+    assert same(undisturbed, once(3, "ddp", tmp_path / "stormy")) < 1e-6
+
+
+class MomentumSgd(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr, momentum=0.9)
+
+
+def state_of(folder, strategy, save):
+    """Build everything, fill it with this rank's own numbers, save or restore; what every rank then holds, whole."""
+    with Run(global_batch=8, seed=0, folder=folder) as run:
+        model = run.wrap(Mlp(), None if run.size == 1 else strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        data = run.shard(TensorDataset(torch.randn(16, 6)), workers=0)
+        checkpoint = run.restore(folder, model=model, optimizer=optimizer, train=data)
+        if save:
+            for epoch in data.epochs(1):
+                for step in epoch:
+                    for (x,) in step:
+                        step.mean(model(x).square().sum(1)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            checkpoint.save()
+        with torch.no_grad():
+            state = {name: whole(value).clone() for name, value in model.state_dict().items()}
+            for at, (name, _) in enumerate(model.named_parameters()):
+                for key, value in optimizer.state_dict()["state"][at].items():
+                    state[f"{name} {key}"] = whole(value).clone()
+        return {name.removeprefix("module."): value for name, value in state.items()}, data.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [((1, None), (4, "fsdp")), ((4, "fsdp"), (1, None)), ((2, "ddp"), (3, "fsdp")), ((3, "fsdp"), (2, "ddp"))],
+)
+def test_every_number_comes_back_on_any_world_size_and_strategy(ranks, tmp_path, saver, loader):
+    saved, place = ranks(saver[0], state_of, tmp_path, saver[1], True)[0]
+    for loaded, standing in ranks(loader[0], state_of, tmp_path, loader[1], False):
+        assert standing == place
+        assert loaded.keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, loaded[name]), name
+            assert value.dtype == loaded[name].dtype
+
+
+def fail_to_write(folder, failing):
+    """Fail where rank `failing` writes its file, and see when all ranks hear of it."""
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        model = run.wrap(nn.Linear(1, 1))
+        data = run.shard(TensorDataset(torch.zeros(400, 1)), workers=0)
+        checkpoint = run.restore(folder / "out", model=model, train=data)
+        if run.rank == failing:
+            from samestep.checkpoint import writing
+
+            writing.tensor_blocks = full_disk
+        try:
+            for epoch in data.epochs(1):
+                for step in epoch:
+                    for (x,) in step:
+                        step.mean(model(x).sum(1)).backward()
+                    if step.number == 3:
+                        checkpoint.save()
+                    time.sleep(0.02)
+        finally:
+            if run.rank == failing:
+                from samestep.checkpoint.tensor_file import tensor_blocks
+
+                writing.tensor_blocks = tensor_blocks
+
+
+def full_disk(entries):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_a_step_boundary(ranks, tmp_path, failing):
+    for text in ranks.errors(2, fail_to_write, tmp_path, failing):
+        assert "CheckpointError: writing the checkpoint" in text
+        assert f"on rank {failing} failed: the disk is full: make room, or keep fewer with keep=" in text
+        assert "the checkpoints already published are untouched" in text
+        assert "in reached" in text
+    time.sleep(0.1)
+    assert names(tmp_path / "out") == []
+
+
+def save_unlike_steps(folder):
+    with Run(global_batch=2, seed=0, folder=folder) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        run.restore(folder, model=model).save(step=run.rank)
+
+
+def test_ranks_that_save_different_steps_are_told_so(ranks, tmp_path):
+    first, second = ranks.errors(2, save_unlike_steps, tmp_path)
+    assert "rank 0 saves step 0 and rank 1 saves step 1: a checkpoint is of one step on all ranks" in first
+    assert "rank 1 saves step 1 and rank 0 saves step 0" in second
+
+
+class Odd:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {"inner": {"hook": print if self.rank == 1 else 0}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def save_the_odd(folder):
+    with Run(global_batch=2, seed=0, folder=folder) as run:
+        run.restore(folder, model=run.wrap(nn.Linear(1, 1)), odd=Odd(run.rank)).save()
+
+
+def test_state_that_cannot_be_told_on_one_rank_is_refused_on_all(ranks, tmp_path):
+    for text in ranks.errors(2, save_the_odd, tmp_path):
+        assert "CheckpointError: rank 1: odd/inner/hook is a value of builtin_function_or_method" in text
+    assert names(tmp_path) == [] or all(name.startswith(".writing") for name in names(tmp_path))
+
+
+def save_by_the_clock(folder):
+    with Run(global_batch=1, seed=0, folder=folder) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        data = run.shard(TensorDataset(torch.zeros(60, 1)), workers=0)
+        checkpoint = run.restore(folder, model=model, train=data, keep=100)
+        checkpoint.every(minutes=0.5 / 60 if run.first else 1e-9)  # the other rank's clock does not count
+        for epoch in data.epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x).sum(1)).backward()
+                time.sleep(0.05)
+        checkpoint.wait()
+        return len(names(folder))
+
+
+def test_saving_by_minutes_goes_by_the_first_ranks_clock(ranks, tmp_path):
+    first, second = ranks(2, save_by_the_clock, tmp_path)
+    assert first == second
+    assert 2 <= first <= 7
+
+
+def damage(path, at, bit):
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def restored_step(folder):
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        checkpoint = run.restore(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
+        told = [str(warning.message) for warning in given]
+        return (checkpoint.restored and checkpoint.restored.name), told
+
+
+def save_two(folder):
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        checkpoint = run.restore(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
+        for step in (10, 20):
+            checkpoint.save(step=step)
+
+
+def test_a_file_of_another_rank_that_is_damaged_is_seen_by_all(ranks, tmp_path):
+    ranks(2, save_two, tmp_path)
+    damage(tmp_path / "step-00000020" / "rank-00001.safetensors", -1, 0)
+    (first, told), (second, silent) = ranks(2, restored_step, tmp_path)
+    assert first == second == "step-00000010"
+    assert silent == []
+    assert len(told) == 1
+    assert "step-00000020 is passed over: rank-00001.safetensors was changed after it was written" in told[0]
+
+
+def draw(folder, save):
+    with Run(global_batch=2, seed=0, folder=folder) as run:
+        checkpoint = run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+        if save:
+            torch.rand(3)
+            checkpoint.save()
+        return torch.rand(2).tolist()
+
+
+def test_each_rank_goes_on_drawing_where_it_was(ranks, tmp_path):
+    saved = ranks(2, draw, tmp_path, True)
+    assert ranks(2, draw, tmp_path, False) == saved
+    assert saved[0] != saved[1]
+    others = ranks(3, draw, tmp_path, False)
+    assert len({tuple(drawn) for drawn in others}) == 3
+    assert not any(drawn in saved for drawn in others)
+
+
+def other_model(folder):
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        run.restore(folder, model=run.wrap(nn.Linear(6, 3), "fsdp"))
+
+
+def test_another_model_is_refused_on_every_rank(ranks, tmp_path):
+    ranks(2, save_two, tmp_path)
+    for text in ranks.errors(2, other_model, tmp_path):
+        assert "the checkpoint belongs to another run, for model is another model: bias is here only; " in text
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def unshared(folder):
+    """Two ranks whose folders of one name are not the same folder, as on nodes without a shared disk."""
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        checkpoint = run.restore(folder / "out", model=run.wrap(Mlp(), "fsdp"))
+        if run.rank == 1:
+            from dataclasses import replace
+
+            checkpoint._rules = replace(checkpoint._rules, folder=folder / "elsewhere")
+            (folder / "elsewhere").mkdir()
+        checkpoint.save()
+        checkpoint.wait()
+
+
+def test_a_disk_that_nodes_do_not_share_is_told(ranks, tmp_path):
+    for text in ranks.errors(2, unshared, tmp_path):
+        assert "rank-00001.safetensors was written by another rank and is not here" in text
+        assert "must lie on a disk that all nodes share" in text
+
+
+def test_the_manifest_tells_on_which_world_sizes_it_was_trained(ranks, tmp_path):
+    ranks(2, train, tmp_path, "ddp", 7)
+    ranks(3, train, tmp_path, "fsdp", 11)
+    newest = max(path for path in tmp_path.iterdir() if path.name.startswith("step-"))
+    history = json.loads((newest / "manifest.json").read_bytes())["history"]
+    told = [(stage["world_size"], stage["first_step"], stage["last_step"]) for stage in history]
+    assert told == [(2, 0, 6), (3, 6, 9)]

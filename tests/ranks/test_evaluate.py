@@ -1,0 +1,151 @@
+"""Evaluation: every sample once on uneven ranks, nothing that could hang, the model as it was afterwards."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from samestep import Run
+
+N = 10
+DATA = [(torch.full((4,), float(i)), i) for i in range(N)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.asleep = nn.Dropout(0.9)
+        self.body = nn.Linear(4, 4)
+        self.awake = nn.Dropout(0.9)
+        self.asleep.eval()
+
+    def forward(self, x):
+        return self.awake(self.body(self.asleep(x)))
+
+
+def modes(strategy):
+    """Modes inside and after an evaluation that ends well, then one that does not."""
+    with Run(global_batch=4) as run:
+        model = run.wrap(Net(), strategy)
+        inner = getattr(model, "module", model)
+        inner.asleep.eval()
+        seen = []
+        with run.evaluate(model) as net:
+            seen.append(([m.training for m in inner.modules()], torch.is_grad_enabled(), net(torch.ones(1, 4)).grad_fn))
+        seen.append([m.training for m in inner.modules()])
+        try:
+            with run.evaluate(model) as net:
+                raise ValueError("a bad metric")
+        except ValueError:
+            seen.append([m.training for m in inner.modules()])
+        return seen, torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
+def test_modes_come_back_also_after_an_exception(ranks, size, strategy):
+    for (inside, after, after_error), grad_enabled in ranks(size, modes, strategy):
+        assert inside == ([False] * 4, False, None)
+        assert after == after_error == [True, False, True, True]
+        assert grad_enabled
+
+
+def count(strategy, micro_batch, n=N, batches_only=False):
+    """How many samples an evaluation sees, their sum, their largest, and the batches of this rank."""
+    with Run(global_batch=8) as run:
+        model = run.wrap(nn.Linear(4, 4), strategy)
+        test = run.shard(DATA[:n], micro_batch=micro_batch)
+        batches = []
+
+        def values(net):
+            for x, index in test:
+                batches.append(len(index))
+                assert net(x).shape == (len(index), 4)
+                yield index
+
+        with run.evaluate(model) as net:
+            seen = run.sum(torch.ones_like(index) for index in values(net)), run.mean(values(net)), run.max(values(net))
+        for epoch in test.epochs(1):  # and training goes on as if nothing had been
+            for step in epoch:
+                for x, _ in step:
+                    step.mean(model(x).sum(dim=1)).backward()
+        return *seen, batches
+
+
+@pytest.mark.parametrize(("size", "strategy", "micro_batch"), [(1, None, None), (4, "ddp", 1), (4, "ddp", None)])
+def test_uneven_evaluation_counts_every_sample_once(ranks, size, strategy, micro_batch):
+    for total, mean, largest, _ in ranks(size, count, strategy, micro_batch):
+        assert (total, mean, largest) == (N, 4.5, 9)
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(N, 1), (N, None), (3, None)])
+def test_a_sharded_model_is_called_equally_often_and_copies_do_not_count(ranks, n, micro_batch):
+    by_rank = ranks(4, count, "fsdp", micro_batch, n)
+    for total, mean, largest, _ in by_rank:
+        assert (total, mean, largest) == (n, (n - 1) / 2, n - 1)
+    assert len({len(batches) for *_, batches in by_rank}) == 1
+    copies = sum(sum(batches) for *_, batches in by_rank) - 3 * n
+    assert copies == {(N, 1): 6, (N, None): 0, (3, None): 3}[n, micro_batch]
+
+
+def test_torchs_own_sampler_counts_twelve_of_ten():
+    parts = [list(DistributedSampler(range(N), num_replicas=4, rank=rank, shuffle=False)) for rank in range(4)]
+    assert sum(map(len, parts)) == 12
+
+
+def collect_first():
+    with Run(global_batch=8, start_timeout=20, step_timeout=20) as run:
+        model = run.wrap(nn.Linear(4, 4), "fsdp")
+        test = run.shard(DATA, micro_batch=1)
+        with run.evaluate(model) as net:
+            seen = [(net(x), index) for x, index in test]
+        run.mean(index for _, index in seen)
+
+
+def mean_of_batches():
+    with Run(global_batch=8, start_timeout=20, step_timeout=20) as run:
+        model = run.wrap(nn.Linear(4, 4), "fsdp")
+        test = run.shard(DATA, micro_batch=1)
+        with run.evaluate(model) as net:
+            run.mean(net(x).mean() for x, _ in test)
+
+
+def test_a_copy_that_would_count_is_explained(ranks):
+    texts = ranks.errors(4, collect_first)
+    for text in texts[2:]:
+        assert "DataError: this rank had no sample left and was given a copy of one, so that all ranks call" in text
+        assert "would count: give them values as they come, run.mean(net(x).argmax(-1) == y for x, y in test)" in text
+    for text in texts[:2]:
+        assert "RankMissing" in text
+
+
+def test_a_value_of_a_whole_batch_cannot_leave_a_copy_out(ranks):
+    for text in ranks.errors(4, mean_of_batches)[2:]:
+        assert (
+            "GroupError: this batch has 1 row(s), all padding, and a single value cannot be told apart by row: give "
+            in text
+        )
+        assert "run.max one value a sample (reduction='none'), not one of a whole batch" in text
+
+
+def accuracy():
+    with Run(global_batch=8) as run:
+        model = run.wrap(nn.Linear(4, 4))
+        test = run.shard(DATA)
+        with run.evaluate(model) as net:
+            return run.mean(net(x).argmax(-1).mul(0) == index for x, index in test)
+
+
+def test_a_mean_of_hits_is_a_fraction_and_not_floored(ranks):
+    for size in (1, 3):
+        assert ranks(size, accuracy) == [0.1] * size
+
+
+def never_wrapped():
+    with Run(global_batch=8) as run:
+        with run.evaluate(nn.Dropout(0.5)) as net:
+            value = run.mean(net(torch.ones(100)))
+        return value, net.training
+
+
+def test_a_model_that_was_not_wrapped_can_be_evaluated(ranks):
+    assert ranks(2, never_wrapped) == [(1.0, True)] * 2

@@ -1,0 +1,90 @@
+"""Replicas that drift apart: the tensor, the ranks and the step are named, and what may differ is left alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Run
+
+DATA = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def train(check_every, change, strategy=None):
+    """Six steps; in step 2 rank 1 changes something for itself."""
+    with Run(global_batch=8, check_every=check_every, start_timeout=20, step_timeout=20) as run:
+        model = run.wrap(Net(), strategy)
+        inner = getattr(model, "module", model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for epoch in run.shard(DATA).epochs(2):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == 2 and run.rank == 1:
+                    with torch.no_grad():
+                        change(inner, optimizer)
+        return run._engine.steps, inner.norm.running_mean.tolist()
+
+
+def nothing(inner, optimizer):
+    pass
+
+
+def nudge_weight(inner, optimizer):
+    weight = inner.head.weight
+    weight[0, 2] = torch.nextafter(weight[0, 2], torch.tensor(1.0))
+
+
+def nudge_moment(inner, optimizer):
+    optimizer.state[inner.body.bias]["exp_avg"][1] += 1e-3
+
+
+def nudge_buffer(inner, optimizer):
+    inner.seen[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(nudge_weight, "head.weight"), (nudge_moment, "body.bias (exp_avg of AdamW)"), (nudge_buffer, "seen")],
+)
+def test_the_first_difference_is_named_with_ranks_and_step(ranks, change, name):
+    # the nudge of step 2 has been carried into other tensors by the check after step 3; a buffer stays where it is
+    for text in ranks.errors(3, train, 1, change):
+        assert (
+            f"ReplicasDiffer: after step 2, ranks hold different bits in '{name}': ranks [0, 2] differ from ranks [1]."
+            in text
+        )
+        assert "Something changed it on some ranks only: a step under a rank condition, an update outside the" in text
+        assert "the run stops, since its ranks no longer train one model" in text
+
+
+def test_ranks_are_compared_every_so_many_steps(ranks):
+    for text in ranks.errors(2, train, 2, nudge_buffer):
+        assert (
+            "ReplicasDiffer: after step 3, ranks hold different bits in 'seen': ranks [0] differ from ranks [1]."
+            in text
+        )
+
+
+def test_nothing_is_compared_where_that_is_switched_off(ranks):
+    assert [steps for steps, _ in ranks(2, train, 0, nudge_buffer)] == [6, 6]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_statistics_of_each_rank_and_its_own_shards_are_no_difference(ranks, strategy):
+    (steps, first), (_, second) = ranks(2, train, 1, nothing, strategy)
+    assert steps == 6
+    assert first != second

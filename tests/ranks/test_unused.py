@@ -1,0 +1,168 @@
+"""Parameters that a step does not use: what plain DDP makes of them, what is said of them, and the connected graph."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep import Run
+from samestep.nn import ConditioningDropout
+from tests.warm import RankFailed
+
+LUCK = torch.Generator().manual_seed(2)
+DATA = list(zip(torch.randn(12, 4, generator=LUCK), torch.randn(12, 3, generator=LUCK), strict=True))
+DROP = 0.5
+
+
+class Encoder(nn.Module):
+    """What is left out. It is no container, so FSDP gathers it with the whole model and all ranks go forward alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, condition):
+        return self.second(self.first(condition).tanh())
+
+
+class Branching(nn.Module):
+    """Leaves its encoder out for a whole batch: the usual way to drop a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, condition, drop):
+        return self.head(x if drop else x + self.encoder(condition))
+
+
+class Blending(nn.Module):
+    """Drops the condition sample by sample, with every parameter in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.dropout = ConditioningDropout(DROP, null="learned", shape=(4,))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, condition, drop):
+        return self.head(x + self.dropout(self.encoder(condition)))
+
+
+def plain_ddp():
+    """Two steps of torch's own DDP, the first of which drops the condition; the error of the second."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Branching())
+    x, condition = torch.ones(2, 4), torch.ones(2, 3)
+    model(x, condition, drop=True).sum().backward()
+    message = ""
+    try:
+        model(x, condition, drop=False)
+    except RuntimeError as error:
+        message = str(error)
+    del model
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    return message
+
+
+def test_plain_ddp_fails_in_the_step_after_a_whole_batch_was_dropped(ranks):
+    for message in ranks(2, plain_ddp):
+        assert "Expected to have finished reduction in the prior iteration before starting a new one" in message
+
+
+def coin(step, rank):
+    """Whether this rank drops its whole micro-batch: every rank throws its own coin, as scripts do."""
+    return bool(torch.rand((), generator=torch.Generator().manual_seed(10 * step + rank)) < DROP)
+
+
+def train(kind):
+    """How often AdamW has stepped the encoder, its weights, and what was said about the search."""
+    folder = Path("run")
+    with Run(global_batch=4, folder=folder) as run:
+        model = run.wrap(kind(), unused="allow")
+        inner = getattr(model, "module", model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for epoch in run.shard(DATA, shuffle=True).epochs(5):
+            for step in epoch:
+                for x, condition in step:
+                    step.mean(model(x, condition, coin(step.number, run.rank)).square().squeeze(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
+        stepped = int(optimizer.state[inner.encoder.first.weight]["step"])
+        first = run.first
+    said = [line for line in (folder / "log.txt").read_text().splitlines() if "unused=" in line] if first else []
+    return stepped, weights, said
+
+
+def test_searching_for_unused_parameters_makes_the_result_depend_on_the_number_of_ranks(ranks):
+    (alone, one, _), (together, two, _) = ranks(1, train, Branching)[0], ranks(2, train, Branching)[0]
+    # one rank skips the encoder in every step whose coin says so, two ranks only where both coins do
+    assert alone == sum(not coin(step, 0) for step in range(15)) == 6
+    assert together == sum(not (coin(step, 0) and coin(step, 1)) for step in range(15)) == 9
+    assert float((one - two).abs().max()) > 1e-2
+
+
+def test_conditioning_dropout_learns_the_same_on_any_number_of_ranks(ranks):
+    stepped, one, _ = ranks(1, train, Blending)[0]
+    assert stepped == 15
+    for size in (2, 4):
+        for steps, weights, _ in ranks(size, train, Blending):
+            assert steps == 15
+            assert float((one - weights).abs().max()) < 1e-6
+
+
+def test_the_cost_of_the_search_is_said_once(ranks):
+    assert ranks(1, train, Branching)[0][2] == []
+    said = ranks(2, train, Branching)[0][2]
+    assert len(said) == 1
+    assert "unused='allow': searching for unused parameters takes " in said[0]
+    assert " ms a step (" in said[0]
+    assert "% of the forward pass); whether one is skipped depends on the number of ranks" in said[0]
+
+
+def branch(strategy, dropping):
+    """A healthy step, then one in which the ranks of `dropping` leave the encoder out."""
+    with Run(global_batch=4, start_timeout=20, step_timeout=20) as run:
+        model = run.wrap(Branching(), strategy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for epoch in run.shard(DATA, micro_batch=1).epochs(1):
+            for step in epoch:
+                for x, condition in step:
+                    drop = step.number == 1 and run.rank in dropping
+                    step.mean(model(x, condition, drop).square().squeeze(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def complains(text, rank, samples):
+    assert (
+        f"WrapError: step 1 did not use 4 parameter(s) of Encoder at 'encoder' on rank {rank}: encoder.first.weight, "
+        "encoder.first.bias, encoder.second.weight, encoder.second.bias. The samples that took the other branch are "
+        f"{samples}."
+    ) in text
+    assert "connect them at every step (for dropped conditioning: samestep.nn.ConditioningDropout)" in text
+    assert "freeze what never trains (parameter.requires_grad_(False))" in text
+    assert "accept the search and its cost: run.wrap(model, unused='allow')" in text
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
+def test_parameters_left_out_are_named_with_their_samples_and_the_remedies(ranks, size, strategy):
+    last = {1: [7], 2: [5, 7]}[size]
+    for rank, text in enumerate(ranks.errors(size, branch, strategy, {0, 1})):
+        complains(text, rank, last[rank])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_that_leaves_them_out_says_so_and_the_others_end_too(ranks, strategy):
+    with pytest.raises(RankFailed) as failure:
+        ranks(2, branch, strategy, {1})
+    complains(failure.value.errors[1], 1, 7)
+    assert "gave no answer" not in failure.value.errors[0]

@@ -1,0 +1,332 @@
+"""Wrapping: the first rank's weights everywhere, what is frozen left alone, what breaks the wrapper told at once."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Run
+from samestep.errors import WrapError
+from samestep.run.fsdp import find_blocks
+
+DATA = [torch.full((4,), float(i)) for i in range(8)]
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class Net(nn.Module):
+    """A frozen body between two layers that train."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        self.body.requires_grad_(not frozen)
+        self.after = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.after(self.body(self.before(x)))
+
+
+def start_from_different_seeds(strategy):
+    with Run(global_batch=4) as run:
+        torch.manual_seed(run.rank)
+        model = Net()
+        model.body[2].running_mean.uniform_()
+        built = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        wrapped = run.wrap(model, strategy)
+        return built, {name.removeprefix("module."): whole(t) for name, t in wrapped.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_rank_begins_with_the_weights_and_buffers_of_the_first(ranks, strategy):
+    (first, begun0), (second, begun1) = ranks(2, start_from_different_seeds, strategy)
+    assert not torch.equal(first["after.weight"], second["after.weight"])
+    for name, tensor in first.items():
+        assert torch.equal(begun0[name], tensor)
+        assert torch.equal(begun1[name], tensor)
+
+
+def freeze_different_weights():
+    with Run(global_batch=4) as run:
+        torch.manual_seed(run.rank)
+        run.wrap(Net(frozen=True))
+
+
+def test_frozen_weights_that_differ_are_told_at_the_start(ranks):
+    for text in ranks.errors(2, freeze_different_weights):
+        assert "ReplicasDiffer: at the start, ranks hold different bits in 'body.0.weight'" in text
+
+
+def build_different_models(kind):
+    with Run(global_batch=4) as run:
+        wide = 3 + run.rank if kind == "shape" else 3
+        model = nn.Sequential(nn.Linear(4, wide), *([nn.Linear(wide, 1)] if kind == "more" and run.rank else []))
+        run.wrap(model)
+
+
+def test_ranks_that_build_different_models_are_told_where(ranks):
+    first, second = ranks.errors(2, build_different_models, "shape")
+    assert "WrapError: rank 0 and rank 1 built different models: ('0.weight', (3, 4), 'torch.float32') here" in first
+    assert "('0.weight', (4, 4), 'torch.float32') there; build the model from the same settings on every rank" in first
+    assert "rank 1 and rank 0 built different models" in second
+    for text in ranks.errors(2, build_different_models, "more"):
+        assert "built different models: " in text
+        assert ("2 here, 4 there" in text) or ("4 here, 2 there" in text)
+
+
+def wrap_wrongly(**wish):
+    with Run(global_batch=4) as run:
+        run.wrap(nn.Linear(1, 1), **wish)
+
+
+def single_on_two():
+    wrap_wrongly(strategy="single")
+
+
+def test_a_wish_that_cannot_be_is_explained(ranks):
+    with pytest.raises(WrapError, match="does not know strategy='dpp': use one of 'single', 'ddp', 'fsdp', 'hybrid'"):
+        wrap_wrongly(strategy="dpp")
+    with pytest.raises(WrapError, match="does not know unused='ignore': use one of 'error', 'allow'"):
+        wrap_wrongly(unused="ignore")
+    with pytest.raises(
+        WrapError, match="offload=True moves sharded weights to host memory: use it with strategy='fsdp'"
+    ):
+        wrap_wrongly(offload=True)
+    for text in ranks.errors(2, single_on_two):
+        assert (
+            "strategy='single' is for one rank and there are 2: use 'ddp', 'fsdp' or 'hybrid', or leave it out" in text
+        )
+
+
+def test_a_model_in_which_nothing_trains_is_not_wrapped():
+    with (
+        Run(global_batch=4) as run,
+        pytest.raises(WrapError, match="Linear has no parameter that trains: call it as it"),
+    ):
+        run.wrap(nn.Linear(1, 1).requires_grad_(False))
+
+
+def train_with_frozen_body(strategy):
+    with Run(global_batch=4) as run:
+        model = run.wrap(Net(frozen=True), strategy)
+        inner = getattr(model, "module", model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        before = {name: whole(tensor) for name, tensor in inner.body.state_dict().items()}
+        for epoch in run.shard(DATA).epochs(1):
+            model.train()
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).sum(dim=1)).backward()
+                optimizer.step()
+                modes = [module.training for module in inner.body.modules()]
+                optimizer.zero_grad()
+        moved = [n for n, tensor in inner.body.state_dict().items() if not torch.equal(whole(tensor), before[n])]
+        names = {id(p): name for name, p in inner.named_parameters()}
+        stepped = sorted(names[id(p)] for p in optimizer.state)
+        return modes, moved, [p.grad is None for p in inner.body.parameters()], stepped
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
+def test_frozen_parts_stay_asleep_without_gradient_or_optimizer_state(ranks, size, strategy):
+    for modes, moved, without_gradient, stepped in ranks(size, train_with_frozen_body, strategy):
+        assert modes == [False] * 4
+        assert moved == []
+        assert all(without_gradient)
+        assert stepped == ["after.bias", "after.weight", "before.bias", "before.weight"]
+
+
+def one_step(run, model, call, optimizer):
+    for epoch in run.shard(DATA).epochs(1):
+        for step in epoch:
+            for x in step:
+                step.mean(call(x).sum(dim=1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stale_optimizer(strategy):
+    with Run(global_batch=4) as run:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(net.parameters())
+        model = run.wrap(net, strategy)
+        one_step(run, model, model, optimizer)
+
+
+def test_an_optimizer_built_before_sharding_is_explained_at_the_first_step(ranks):
+    for text in ranks.errors(2, stale_optimizer, "fsdp"):
+        assert (
+            "WrapError: AdamW holds 2 parameter(s) that no wrapped model has: shape (2, 4) in group 0, (2,) in group 0."
+            in text
+        )
+        assert "If it was built before run.wrap, build it after: AdamW(model.parameters(), ...)" in text
+    ranks(2, stale_optimizer, "ddp")  # which keeps the parameters, so that nothing is stale
+
+
+def two_modules():
+    with Run(global_batch=4) as run:
+        model, probe = run.wrap(nn.Linear(4, 2)), nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *probe.parameters()], lr=0.1)
+        one_step(run, model, lambda x: probe(model(x)), optimizer)
+
+
+def test_an_optimizer_over_a_module_that_was_not_wrapped_is_explained(ranks):
+    for text in ranks.errors(2, two_modules):
+        assert "SGD holds 2 parameter(s) that no wrapped model has: shape (1, 2) in group 0, (1,) in group 0." in text
+        assert "if they belong to another module, wrap that too: its gradients stay on each rank" in text
+
+
+def change_after_wrapping(how):
+    with Run(global_batch=4) as run:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        net[0].requires_grad_(how != "unfreeze")
+        model = run.wrap(net)
+        if how == "replace":
+            net[1] = nn.Linear(4, 2)
+        if how == "unfreeze":
+            net[0].requires_grad_(True)
+        one_step(run, model, model, torch.optim.SGD(net[0].parameters(), lr=0.1))
+
+
+def test_a_parameter_changed_after_wrapping_is_explained_at_the_first_step(ranks):
+    for size in (1, 2):
+        for text in ranks.errors(size, change_after_wrapping, "replace"):
+            assert (
+                "WrapError: parameter '1.weight' was replaced or added after run.wrap, so its gradient stays on each"
+                in text
+            )
+            assert "change the model first, then wrap it, then build the optimizer" in text
+    for text in ranks.errors(2, change_after_wrapping, "unfreeze"):
+        assert "WrapError: parameter '0.weight' was frozen when the model was wrapped and trains now" in text
+        assert "unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer" in text
+
+
+def bypass():
+    with Run(global_batch=4) as run:
+        model = run.wrap(nn.Linear(4, 2))
+        one_step(run, model, model.module, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_call_past_the_wrapper_is_explained(ranks):
+    for text in ranks.errors(2, bypass):
+        assert (
+            "WrapError: Linear was called past its wrapper in a training step (model.module(x)?): its gradients" in text
+        )
+        assert "call the model that run.wrap returned" in text
+
+
+def skip_backward():
+    """Go forward and not backward in every other step: the whole weights left behind are not mistaken for new ones."""
+    with Run(global_batch=4) as run:
+        model = run.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "fsdp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in run.shard(DATA).epochs(2):
+            for step in epoch:
+                for x in step:
+                    loss = step.mean(model(x).sum(dim=1))
+                    if step.number % 2:
+                        loss.backward()
+                if step.number % 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+                run._engine.models[0].check_unchanged()
+        return float(whole(model[0].weight).sum())
+
+
+def test_a_sharded_model_may_go_forward_without_going_back(ranks):
+    first, second = ranks(2, skip_backward)
+    assert first == second
+
+
+class Part(nn.Module):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.feed = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
+        self.inner = inner
+
+    def forward(self, x):
+        return self.feed(x)
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.levels = nn.ModuleList(nn.ModuleList([Part(), Part()]) for _ in range(2))
+        self.alone = nn.ModuleList([Part()])
+        self.head = nn.Sequential(nn.LayerNorm(2), nn.GELU(), nn.Linear(2, 1))
+
+
+def names(model, blocks):
+    known = {id(module): name for name, module in model.named_modules()}
+    return [known[id(block)] for block in blocks]
+
+
+def test_blocks_are_the_members_of_outermost_containers():
+    model = Stacked()
+    assert names(model, find_blocks(model, ())) == [
+        *("levels.0.0", "levels.0.1", "levels.1.0", "levels.1.1"),
+        *("alone.0.feed.0", "alone.0.feed.2"),
+        *("head.0", "head.2"),
+    ]
+    assert names(model.head, find_blocks(model.head, ())) == ["0", "2"]
+
+
+def test_blocks_by_class_come_inner_before_outer():
+    model = nn.Sequential(Part(inner=Part()), nn.Linear(2, 2))
+    assert names(model, find_blocks(model, (Part,))) == ["0.inner", "0"]
+    with pytest.raises(
+        WrapError, match="Sequential has no submodule of class Conv2d: give blocks= the classes that repeat"
+    ):
+        find_blocks(model, (nn.Conv2d,))
+
+
+def shard_by_class(offload):
+    with Run(global_batch=4) as run:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), Part2(), Part2(), nn.Linear(4, 2))
+        model = run.wrap(net, "fsdp", blocks=(Part2,), offload=offload)
+        one_step(run, model, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return whole(model[1].layer.weight), whole(model[0].weight)
+
+
+class Part2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_blocks_by_class_and_offload_change_nothing(ranks, offload):
+    expected = ranks(1, by_hand)[0]
+    for learnt in ranks(2, shard_by_class, offload):
+        for tensor, wanted in zip(learnt, expected, strict=True):
+            assert torch.allclose(tensor, wanted, atol=1e-6)
+
+
+def by_hand():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Part2(), Part2(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for batch in (torch.stack(DATA[:4]), torch.stack(DATA[4:])):
+        net(batch).sum(dim=1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net[1].layer.weight.detach(), net[0].weight.detach()
+
+
+def hybrid_on_one_node():
+    wrap_wrongly(strategy="hybrid")
+
+
+def test_hybrid_on_one_node_is_explained(ranks):
+    for text in ranks.errors(2, hybrid_on_one_node):
+        assert (
+            "strategy='hybrid' shards inside a node and replicates between nodes: 2 rank(s) on 1 node(s) cannot be"
+            in text
+        )
+        assert "use strategy='fsdp'" in text

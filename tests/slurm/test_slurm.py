@@ -1,0 +1,201 @@
+"""Jobs on a real SLURM of two nodes: what `samestep submit` writes is what sbatch, srun and scontrol do."""
+
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from tests.launch.started import wait_for
+from tests.slurm.cluster import FINAL, Cluster
+
+pytestmark = pytest.mark.slow
+
+SUM = """
+    import sys
+    from samestep import Run
+    from samestep.facts.world import read_world
+
+    world = read_world()
+    with Run(global_batch=4, backend="gloo") as run:
+        total = run.sum(run.rank + 1)
+        run.log({"total": total}, step=0)
+    if run.first:
+        print("SUM", total, world.launcher, world.size, world.nodes, world.address, world.port, sys.argv[1:])
+"""
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> None:
+    (folder / name).write_text(dedent(text))
+
+
+def submit(cluster: Cluster, folder: Path, *typed: str) -> str:
+    told = cluster.samestep("submit", "--folder", "kept", *typed, cwd=folder)
+    assert told.returncode == 0, told.stderr
+    job = told.stdout.strip()
+    assert told.stderr == f"samestep: job {job} is submitted; its log will be {folder}/kept/slurm-{job}.log\n"
+    return job
+
+
+def log(folder: Path, job: str) -> str:
+    path = folder / "kept" / f"slurm-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def listed(cluster: Cluster, folder: Path, job: str) -> dict[str, object]:
+    told = cluster.samestep("jobs", "--json", cwd=folder)
+    assert told.returncode == 0, told.stderr
+    (entry,) = [each for each in json.loads(told.stdout) if each["job"] == job]
+    return {name: entry[name] for name in ("state", "ended", "exit_code", "restarts")}
+
+
+def test_ranks_of_srun_find_each_other_and_two_jobs_at_once_do_not_collide(cluster, tmp_path):
+    write(tmp_path, SUM)
+    ranks = ["--ntasks=2", sys.executable, str(tmp_path / "train.py")]
+    jobs = {
+        "one": ["srun", "--nodes=1", "--nodelist=node1", *ranks],
+        # Both nodes are this machine, so their names mean nothing here; on a cluster nothing need be set.
+        "two": ["env", "MASTER_ADDR=127.0.0.1", "srun", "--nodes=2", *ranks],
+    }
+    for name in jobs:
+        (tmp_path / name).mkdir()
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(cluster.run, *command, cwd=tmp_path / name) for name, command in jobs.items()]
+    one, two = (each.result() for each in ended)
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    lines = [line.split() for told in (one, two) for line in told.stdout.splitlines() if line.startswith("SUM")]
+    assert [line[1:6] for line in lines] == [
+        ["3", "slurm", "2", "1", "127.0.0.1"],
+        ["3", "slurm", "2", "2", "127.0.0.1"],
+    ]
+    assert lines[0][6] != lines[1][6]  # the ports
+
+
+def test_a_job_on_two_nodes_trains_as_one_world_whatever_its_names(cluster, tmp_path):
+    script, argument = "a'; echo foo", 'x\n#SBATCH --nodes=7 "$HOME" `id` # not a comment'
+    write(tmp_path, SUM, script)
+    setup = 'echo "ODD is $ODD, folder is $folder"'
+    name, value = 'it\'s "50%" #1 \\ $(id)', "two\nlines # '$HOME'"
+    job = submit(
+        cluster, tmp_path, "--nodes", "2", "--nproc-per-node", "1", "--time", "5m", "--job-name", name,
+        "--env", f"ODD={value}", "--env", "folder=mine", "--setup", setup, script, argument, "--lr",
+    )  # fmt: skip
+    assert cluster.job(job)["TimeLimit"] == "00:05:00"
+    cluster.wait_until(job, FINAL)
+    told = log(tmp_path, job)
+    assert f"ODD is {value}, folder is mine" in told
+    (line,) = [line for line in told.splitlines() if line.startswith("SUM")]
+    assert line.startswith("SUM 3 torchrun 2 2 ")
+    assert line.endswith(repr([argument, "--lr"]))
+    summary = json.loads((tmp_path / "kept" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"]) == ("finished", 2)
+    assert listed(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 0}
+    assert f"JobName={name}\n" in cluster.run("scontrol", "show", "job", job).stdout
+
+
+def test_ranks_that_obey_the_warning_go_back_into_the_queue_and_go_on(cluster, tmp_path):
+    write(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        from pathlib import Path
+
+        warned = []
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        Path(f"begun-{restarts}").touch()
+        if restarts == "1":
+            print("going on", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, lambda *_: warned.append(time.time()))
+        while not warned:
+            time.sleep(0.05)
+        print("saved", flush=True)
+        sys.exit(75)
+        """,
+    )
+    # SLURM looks at time limits about twice a minute: a warning due after a second comes with the next look.
+    job = submit(cluster, tmp_path, "--nproc-per-node", "1", "--time", "2m", "--signal-before", "119", "train.py")
+    wait_for((tmp_path / "begun-0").exists, 60)
+    assert listed(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
+    cluster.wait_until(job, FINAL | {"PENDING"})
+    wait_for(lambda: cluster.job(job)["Reason"] == "BeginTime", 10)  # all of the first run is cleared away
+    assert cluster.job(job)["Restarts"] == "1"
+    assert listed(cluster, tmp_path, job)["state"] == "PENDING"
+    # SLURM would wait two minutes. Two seconds must be: a node starts no job in the second in which it was to end it.
+    time.sleep(2)
+    cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
+    told = log(tmp_path, job)
+    assert told.index("warned by SLURM; the ranks are told") < told.index("saved") < told.index("going on")
+    assert f"job {job} goes back into the queue" in told
+    assert listed(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}
+
+
+def test_a_cancelled_job_ends_and_does_not_come_back(cluster, tmp_path):
+    write(
+        tmp_path,
+        """
+        import signal, sys, time
+        from pathlib import Path
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        Path("begun").touch()
+        time.sleep(100)
+        """,
+    )
+    job = submit(cluster, tmp_path, "--nproc-per-node", "1", "train.py")
+    wait_for((tmp_path / "begun").exists, 60)
+    cluster.run("scancel", job)
+    state = cluster.wait_until(job, FINAL)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
+    entry = listed(cluster, tmp_path, job)
+    assert (entry["state"], entry["ended"], entry["restarts"]) == ("CANCELLED", True, 0)
+    assert entry["exit_code"] != 0
+    wait_for(lambda: not of_script(tmp_path), 10)
+
+
+def of_script(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            found += [process] if process.cwd() == str(folder) else []
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_who_follows_a_job_sees_the_traceback_and_gets_the_exit_code(cluster, tmp_path):
+    write(
+        tmp_path,
+        """
+        import os, sys, traceback
+
+        def load():
+            raise ValueError("no such table")
+
+        try:
+            load()
+        except ValueError:
+            traceback.print_exc()
+            sys.exit(3)
+        """,
+    )
+    told = cluster.samestep("submit", "--nproc-per-node", "1", "--follow", "train.py", cwd=tmp_path)
+    assert told.returncode == 3
+    job = told.stdout.splitlines()[0]
+    assert "ValueError: no such table" in told.stdout
+    assert told.stderr.splitlines()[-1] == f"samestep: job {job} ended: FAILED, exit code 3"
+    assert listed(cluster, tmp_path, job) == {"state": "FAILED", "ended": True, "exit_code": 3, "restarts": 0}
+
+
+def test_what_sbatch_refuses_is_told_in_its_own_words(cluster, tmp_path):
+    write(tmp_path, "")
+    told = cluster.samestep("submit", "--folder", "kept", "--partition", "nowhere", "train.py", cwd=tmp_path)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith(f"samestep: sbatch did not take {tmp_path}/kept/slurm.sbatch: ")
+    assert "invalid partition specified: nowhere" in told.stderr
+    assert told.stderr.count("\n") == 1
