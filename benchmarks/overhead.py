@@ -3,13 +3,13 @@
     python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
     python benchmarks/overhead.py --device cuda --task gpt2 [--compile]
 
-Every contender has ranks of its own (two on the CPU, joined by gloo, one thread each; one on a GPU), started once. They
-take turns in short blocks of steps, in an order that changes from round to round, and wait without work in between. A ratio
-is taken inside a round, so that a machine whose speed drifts does not favour anybody; the median over the rounds counts.
-All read the same rows through a DataLoader without workers, shuffle, step the same AdamW, and log their loss every
-50 steps or, where logging is the framework's own, as it does by itself; nobody writes checkpoints. On the GPU all compute
-in bf16 with TF32 and a fused AdamW. "best" compares the fastest rounds and "cpu" the CPU seconds of the first rank: a
-machine that others use disturbs these less than the clock.
+Every contender has ranks of its own (two on the CPU, joined by gloo, one thread each; one on a GPU), started once.
+They take turns in short blocks of steps, in an order that changes from round to round, and wait without work in
+between. A ratio is taken inside a round, so that a machine whose speed drifts does not favour anybody; the median over
+the rounds counts. "best" compares the fastest rounds and "cpu" the CPU seconds of the first rank: a machine that others
+use disturbs these less than the clock. All read the same rows through a DataLoader without workers, shuffle, step the
+same AdamW, and log their loss every 50 steps or, where logging is the framework's own, as it does by itself; nobody
+writes checkpoints. On the GPU all compute in bf16 with TF32 and a fused AdamW.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def build(task: Task):
     if task.name == "mlp":
         data = Rows(torch.randn(n, 784), torch.randint(0, 10, (n,)))
         sizes = (784, 512, 512, 10)
-        layers = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        layers = [m for a, b in pairwise(sizes) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
         return torch.nn.Sequential(*layers[:-1]), data
     shape = {"transformer": (1024, 256, 6, 8, 64), "gpt2": (50304, 768, 12, 12, 1024)}[task.name]
     tokens = torch.randint(0, shape[0], (n, shape[4] + 1))
@@ -145,7 +145,7 @@ class Turns:
         self._wall = self._cpu = 0.0
         self._turns = 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> None:  # noqa: D102 the class says it
         if self._step == self._length:
             self._wait()
         if self._step == self._task.warm:
@@ -178,7 +178,7 @@ class Log:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "log.jsonl").open("a")
 
-    def __call__(self, step: int, loss) -> None:
+    def __call__(self, step: int, loss) -> None:  # noqa: D102 the class says it
         if step % LOG_EVERY == 0:
             self._file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
             self._file.flush()
@@ -223,8 +223,9 @@ def by_hand(task: Task, turn: Turns, folder: Path) -> None:
 
 
 def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
-    from samestep import Run
     from torch.optim import AdamW
+
+    from samestep import Run
 
     module, data = build(task)
     with Run(global_batch=task.rows * task.world, seed=0, folder=folder, compile=task.compile) as run:
@@ -366,6 +367,8 @@ def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: 
     if task.world > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world), GROUP_RANK="0")
         os.environ.update(LOCAL_WORLD_SIZE=str(task.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if task.device == "cpu":  # Lightning gives itself more threads where nobody says how many, samestep takes a GPU
+        os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     sys.stdout = sys.stderr = (folder / f"output-{rank}.txt").open("w", buffering=1)
     import torch
 
@@ -398,7 +401,7 @@ class Contender:
             self._processes.append(process)
 
     def ready(self) -> list[float]:
-        """Wait until every rank stands before a turn; (seconds, CPU seconds) a step of the last one, of the first rank."""
+        """Wait until every rank stands before a turn; (seconds, CPU seconds) a step of the first rank's last one."""
         answers = [pipe.recv() for pipe in self._pipes]
         for answer in answers:
             if isinstance(answer, str):
@@ -472,8 +475,8 @@ def summarise(task: Task, name: str, mine: list[list[float]], by_hand: list[list
 
 def line(row) -> str:
     return (
-        f"{row['name']:12} {row['contender']:13} {row['ms']:9.3f} ms/step   x {row['ratio']:.4f} {row['added_us']:+8.0f} us"
-        f"   best x {row['best_ratio']:.4f}"
+        f"{row['name']:12} {row['contender']:13} {row['ms']:9.3f} ms/step"
+        f"   x {row['ratio']:.4f} {row['added_us']:+8.0f} us   best x {row['best_ratio']:.4f}"
         f"   cpu x {row['cpu_ratio']:.4f} {row['added_cpu_us']:+8.0f} us"
     )
 

@@ -285,9 +285,9 @@ class Ranks:
         if "<" in function.__qualname__:
             raise TypeError(f"{function.__qualname__} cannot travel to another process: define it at module level")
         work, port, around = pickle.dumps((function, arguments)), free_port(), forget_launchers(os.environ)
-        processes = self._started(size)
-        start = time.monotonic()
         try:
+            processes = self._started(size)
+            start = time.monotonic()
             for rank, process in enumerate(processes):
                 environment = {**around, **variables(rank, size, nodes, port)}
                 process.take(Job(work, environment, Path.cwd(), list(sys.path)))

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch.started import start
-
 from samestep import read_metrics
+from tests.launch.started import start
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow

@@ -69,9 +69,9 @@ def test_all_reduce_gives_a_new_tensor_for_each_op(ranks):
 
 def test_empty_and_wrong_values_are_explained():
     with Run(global_batch=8) as run:
-        with pytest.raises(GroupError, match="run.mean got no values on any rank"):
+        with pytest.raises(GroupError, match=r"run\.mean got no values on any rank"):
             run.mean([])
-        with pytest.raises(GroupError, match="run.max got no values on any rank"):
+        with pytest.raises(GroupError, match=r"run\.max got no values on any rank"):
             run.max([])
         with pytest.raises(
             GroupError, match="cannot take numbers from NoneType: give a number, a tensor, or an iterable"

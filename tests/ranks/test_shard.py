@@ -167,7 +167,7 @@ def test_a_dropped_tail_is_said(ranks):
 
 
 def test_position_is_saved_within_the_body_of_the_last_step():
-    """A save in the last step must not lose the evaluation that follows the epoch; one after the epoch must not repeat it."""
+    """A save in the last step must not lose the evaluation that follows it; one after the epoch must not repeat it."""
     with Run(global_batch=12, seed=3) as run:
         train = run.shard(Numbers(), shuffle=True)
         states = []
@@ -236,7 +236,7 @@ def test_bad_datasets_are_explained():
     ):
         read_all(Odd(), 0)
     with pytest.raises(
-        DataError, match=r"batch\[1\] is a object: a batch is a tensor, or tuples, lists and dicts of them"
+        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of them"
     ):
         read_all(Numbers(), 0, lambda samples: (torch.stack(samples), object()))
 

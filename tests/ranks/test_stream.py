@@ -93,7 +93,7 @@ def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
 
 def test_what_is_no_stream_is_explained():
     with Run(global_batch=4) as run:
-        with pytest.raises(DataError, match="has a length and items, so it is no stream: use run.shard"):
+        with pytest.raises(DataError, match=r"has a length and items, so it is no stream: use run\.shard"):
             run.stream(list(range(3)))
         stream = run.stream(Count(3))
         with pytest.raises(

@@ -339,6 +339,21 @@ def test_a_save_inside_a_step_waits_for_its_end(tmp_path):
     assert json.loads((tmp_path / "step-00000002" / "state.json").read_bytes())["train"]["step"] == 2
 
 
+def test_a_step_that_is_passed_over_is_not_saved_twice(tmp_path):
+    with Run(global_batch=2, folder=tmp_path / "logs") as run:
+        model = run.wrap(nn.Linear(1, 1))
+        data = run.shard(TensorDataset(torch.zeros(12, 1)), workers=0)
+        checkpoint = run.restore(tmp_path, model=model, train=data, keep=9)
+        checkpoint.every(steps=2)
+        for epoch in data.epochs(1):
+            for step in epoch:
+                if step.number == 2:
+                    continue
+                for (x,) in step:
+                    step.mean(model(x).sum(1)).backward()
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
     save(tmp_path, [5])
     for path in (tmp_path / "step-00000005").iterdir():

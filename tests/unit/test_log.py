@@ -9,8 +9,8 @@ import pytest
 
 import samestep.log
 import samestep.sinks.console
-import samestep.sinks.values
 import samestep.sinks.readable
+import samestep.sinks.values
 import samestep.units
 from samestep.log import SamestepWarning, Voice, note, notes_to, warn
 

@@ -14,13 +14,13 @@ import torch
 
 from samestep.errors import LogError
 from samestep.sinks.console import open_console
-from samestep.sinks.values import checked_step, checked_values
 from samestep.sinks.metrics_file import MetricsFile, read_metrics
 from samestep.sinks.readable import line, plain
 from samestep.sinks.sinks import open_sinks
 from samestep.sinks.summary_file import write_summary
 from samestep.sinks.tensorboard import open_tensorboard
 from samestep.sinks.text_log import TextLog
+from samestep.sinks.values import checked_step, checked_values
 from samestep.units import bytes_text, duration
 
 

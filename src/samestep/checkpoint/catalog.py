@@ -24,9 +24,9 @@ class Found:
     path: Path
 
 
-def is_name(name: str) -> bool:
-    """Whether a folder of this name is, or was, a published checkpoint."""
-    return _PUBLISHED.fullmatch(name) is not None
+def is_one(folder: Path) -> bool:
+    """Whether a folder is, or by its name was, a published checkpoint."""
+    return (folder / NAME).exists() or _PUBLISHED.fullmatch(folder.name) is not None
 
 
 def name_of(step: int, again: int = 1) -> str:
@@ -53,7 +53,7 @@ def free_name(folder: Path, step: int) -> str:
 
 def newest_sound(folder: Path) -> tuple[Path, Manifest]:
     """The checkpoint that `folder` is, or the newest sound one in it."""
-    if (folder / NAME).exists():
+    if is_one(folder):
         return folder, check_whole(folder)
     wrong: list[str] = []
     for found in find(folder):
@@ -112,20 +112,24 @@ def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Co
     """
     now = next(found for found in find(folder) if found.path == published)
     for found in find(folder):
-        if found.step == now.step and found.again < now.again:  # the same step, saved anew
+        if found.step == now.step and found < now:  # the same step, saved anew
             remove_folder(found.path)
     there = find(folder)
+    known = _readable(there, bad)
+    top = best(known, metric) if metric is not None else None
+    oldest = min(*sorted(known, reverse=True)[:keep], now)
+    for found in there:
+        if found < oldest and found != top:
+            remove_folder(found.path)
+    return None if top is None else top.path
+
+
+def _readable(there: list[Found], bad: Collection[str]) -> dict[Found, Manifest]:
     known: dict[Found, Manifest] = {}
     for found in there:
         try:
             if found.path.name not in bad:
                 known[found] = read_manifest(found.path)
-        except (Damaged, CheckpointError):
+        except (Damaged, CheckpointError):  # of a newer format perhaps: it counts for nothing here
             continue
-    top = best(known, metric) if metric is not None else None
-    newest = sorted(known, reverse=True)[:keep]
-    oldest = min(*newest, now)
-    for found in there:
-        if found < oldest and found != top:
-            remove_folder(found.path)
-    return None if top is None else top.path
+    return known

@@ -48,7 +48,7 @@ class Checkpoint:
         self._ground, self._rules, self._parts, self._history = ground, rules, parts, tuple(history)
         self.restored: Path | None = None
         """The checkpoint that training went on from, or None where it began anew."""
-        self._first_step = ground.engine.steps
+        self._first_step = self._saved_at = ground.engine.steps
         self._memory = HostMemory(ground.link.world.rank)
         self._writing: Writing | None = None
         self._saves, self._asked, self._step = 0, False, None
@@ -99,7 +99,8 @@ class Checkpoint:
         """Called at every step boundary."""
         if self._trouble:
             self.wait()
-        by_steps = bool(self._steps) and steps % self._steps == 0
+        # a step that was passed over leaves the count where it was
+        by_steps = bool(self._steps) and steps % self._steps == 0 and steps != self._saved_at
         if self._asked or by_steps or self._due:
             self._save(self._step)
 
@@ -156,7 +157,7 @@ class Checkpoint:
                 retire=self._retire,
             )
         )
-        self._since = time.monotonic()
+        self._since, self._saved_at = time.monotonic(), ground.engine.steps
 
     def _check_together(self, number: int) -> None:
         link = self._ground.link

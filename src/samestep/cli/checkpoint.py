@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep.checkpoint import catalog
-from samestep.checkpoint.manifest import NAME, Manifest
+from samestep.checkpoint.manifest import Manifest
 from samestep.errors import CheckpointError
 from samestep.units import bytes_text
 
@@ -43,25 +43,16 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.pass_context
 def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     """Read every byte and compare checksums. Ends with 0 if all is sound, with 1 if not; it then says what is wrong."""
-    alone = (folder / NAME).exists() or catalog.is_name(folder.name)
-    paths = [folder] if alone else [found.path for found in catalog.find(folder)]
+    paths = [folder] if catalog.is_one(folder) else [found.path for found in catalog.find(folder)]
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint: give the folder that run.restore was given")
-    wrong: dict[str, str | None] = {}
-    for path in paths:
-        try:
-            catalog.check_whole(path)
-        except CheckpointError as error:
-            wrong[str(path)] = str(error)
-        else:
-            wrong[str(path)] = None
+    wrong = {str(path): _wrong_with(path) for path in paths}
     sound = not any(wrong.values())
     if as_json:
         found = [{"checkpoint": path, "sound": told is None, "wrong": told} for path, told in wrong.items()]
         click.echo(json.dumps({"sound": sound, "checkpoints": found}, indent=2))
     else:
-        for path, told in wrong.items():
-            click.echo(f"sound: {path}" if told is None else f"wrong: {told}")
+        click.echo("\n".join(f"wrong: {told}" if told else f"sound: {path}" for path, told in wrong.items()))
     context.exit(0 if sound else 1)
 
 
@@ -80,6 +71,14 @@ def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:
     else:
         size = bytes_text(float(str(told["bytes"])))
         click.echo(f"{told['file']}: {told['tensors']} tensors, {size}, of step {told['step']} ({told['checkpoint']})")
+
+
+def _wrong_with(path: Path) -> str | None:
+    try:
+        catalog.check_whole(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _show(path: Path, manifest: Manifest, tensors: dict[str, dict[str, list[object]]]) -> None:

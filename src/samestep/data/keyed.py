@@ -77,7 +77,7 @@ def _words(keys: Tensor, count: int, salt: int) -> Tensor:
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise DataError(
             f"keys are {keys.dtype} of shape {tuple(keys.shape)} and must be torch.int64 of shape (rows,): "
-            "take them from step.keys or sample_key_tensor(...)"
+            "take them from micro_batch_keys() or sample_key_tensor(...)"
         )
     starts = _mix_(keys + _signed(key64(_ELEMENT, salt)))
     counters = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device).mul_(_signed(GOLDEN))

@@ -53,7 +53,7 @@ class Loader:
         self._device = device
         self._loader: DataLoader[object] = DataLoader(
             _Keyed(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # it has __getitems__, which is all that is called
-            batch_sampler=self._requests,
+            batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # what it yields goes to _Keyed alone
             collate_fn=_Collate(collate or default_collate, rank),
             num_workers=workers,
             persistent_workers=workers > 0,

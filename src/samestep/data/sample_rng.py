@@ -140,7 +140,8 @@ def _current(asked: str) -> SampleLuck:
     if luck is None:
         raise DataError(
             f"{asked} was called outside a sample: it works inside a dataset's __getitem__ while run.shard(...) reads "
-            "it, in the thread that called it; in a test, write: with sample_luck(seed=0, epoch=0, index=3): dataset[3]"
+            "it, in the thread that called it; in a test, write: with samestep.data.sample_rng.sample_luck(seed=0, "
+            "epoch=0, index=3): dataset[3]"
         )
     return luck
 

@@ -30,9 +30,9 @@ def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: 
     if isinstance(tree, _RIDES_ALONG):
         return tree
     raise DataError(
-        f"{path} is a {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of them (strings and "
-        "numbers may "
-        "ride along); give run.shard a collate= that makes one"
+        f"{path} is of class {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of them (strings "
+        "and "
+        "numbers may ride along); give run.shard a collate= that makes one"
     )
 
 
@@ -70,9 +70,9 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 def _rebuild(like: tuple[object, ...] | list[object], values: list[object]) -> object:
     if isinstance(like, list):
         return values
-    return (
-        type(like)(*values) if hasattr(like, "_fields") else tuple(values)
-    )  # a named tuple takes its fields one by one
+    if hasattr(like, "_fields"):  # a named tuple takes its fields one by one
+        return type(like)(*values)  # pyright: ignore[reportArgumentType]
+    return tuple(values)
 
 
 def _rebuild_mapping(like: Mapping[object, object], values: dict[object, object]) -> object:

@@ -148,13 +148,13 @@ def _shm_small(facts: Facts) -> Iterator[Row]:
         yield (
             False,
             f"/dev/shm holds {bytes_text(total)}: {_WORKERS_AND_SHM}",
-            "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0",
+            "start the container with --shm-size=8g or --ipc=host, or load with workers=0",
         )
     elif free < _ENOUGH_SHM:
         yield (
             False,
             f"/dev/shm has {bytes_text(free)} of {bytes_text(total)} free: {_WORKERS_AND_SHM}",
-            "remove what ended processes left there (ls -l /dev/shm), or load with num_workers=0",
+            "remove what ended processes left there (ls -l /dev/shm), or load with workers=0",
         )
 
 

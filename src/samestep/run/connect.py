@@ -1,6 +1,7 @@
 """Opening the connection between ranks: the store they share and the process group over it."""
 
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,7 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     """The store of a world: served by the launcher's agent or by the first rank."""
     hosts = world.first and not world.agent_store
     try:
-        return dist.TCPStore(
-            world.address, world.port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
+        return _open_store(world.address, world.port, hosts, timeout)
     except RuntimeError as error:
         what = (
             f"rank 0 cannot listen at {world.address}:{world.port}: set MASTER_PORT to a free port"
@@ -25,6 +24,19 @@ def connect_store(world: World, timeout: float) -> dist.Store:
             "that it started, that MASTER_ADDR and MASTER_PORT are right and that no firewall stands between"
         )
         raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error
+
+
+@lru_cache(maxsize=1)
+def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.Store:
+    """A store that outlives a run: others may still read there, and the next run of these processes meets there."""
+    return dist.TCPStore(
+        address, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+    )
+
+
+def count_runs(store: dist.Store, rank: int) -> int:
+    """Which run of these processes begins: ranks count alike, since each of them opens every run."""
+    return store.add(f"runs/{rank}", 1)
 
 
 def store_beside_group(world: World) -> dist.Store:

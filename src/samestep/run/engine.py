@@ -2,12 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import StepError
+from samestep.errors import DataError, StepError
 from samestep.log import SamestepWarning
 from samestep.run.account import Account
 from samestep.run.batchnorm import rows_needed, unsynchronised
@@ -34,6 +36,8 @@ class RunEngine:
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.epoch = 0
+        self.said: set[str] = set()
+        self.at_end: list[Callable[[], None]] = []
         self.steps = self.samples = 0
         self.lockstep = self.in_step = False
         self.padding = Padding()
@@ -41,10 +45,7 @@ class RunEngine:
         self._optimizers: list[Optimizer] = []
         self._abandoned: Step | None = None
         self._since, self._samples_since = time.monotonic(), 0
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        self._hooks = _watch_optimizers(self)
 
     @property
     def size(self) -> int:
@@ -81,6 +82,8 @@ class RunEngine:
             rider.ended(failed=True)
         for account in self.accounts:
             account.close(failed)
+        for act in self.at_end:
+            act()
         self.speed.close()
 
     def expect(self, total: int, start: int) -> None:
@@ -104,6 +107,8 @@ class RunEngine:
         for model in self.models:
             model.check_use(step.number, step.last_samples, self._link.world.rank)
         self.speed.settle(self.models, step.number)
+        self.steps, self.samples = step.number + 1, self.samples + step.samples
+        self._samples_since += step.samples
         if (loss := step.loss) is not None:
             self.pulse.pending.values[step.number, "train/loss"] = loss  # a good name and a good step: no check
 
@@ -115,13 +120,11 @@ class RunEngine:
 
     def end_step(self, step: Step) -> None:
         """Called when the body of the user's loop is over: a boundary that all ranks reach."""
-        self.steps, self.samples = step.number + 1, self.samples + step.samples
-        self._samples_since += step.samples
         self.in_step = False
         self._link.stepping()
         if self._writer is not None:
             self._writer.advance(self.steps)
-        if self._check_every and self.steps % self._check_every == 0:
+        if self._check_every and (step.number + 1) % self._check_every == 0 and not self._link.alone:
             check_alike(self._link, self._replicated(), f"after step {step.number}")
         if (averages := self.pulse.step()) is not None:
             for model in self.models:
@@ -143,6 +146,17 @@ class RunEngine:
     def exchange_counts(self, count: int) -> list[int]:
         """How many samples each rank has in a step of a stream."""
         return [int(part[0]) for part in self._link.exchange("a step of run.stream", [float(count)])]
+
+    def same_everywhere(self, act: str, samples: int) -> None:
+        """Raise where ranks see datasets of different lengths: their steps would not hold the same samples."""
+        lengths = [int(part[0]) for part in self._link.exchange(act, [float(samples)])]
+        if len(set(lengths)) > 1:
+            told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:8]))
+            raise DataError(
+                f"the dataset has not the same length on all ranks: {told}; every rank must be given the whole of the "
+                "same "
+                "data, and run.shard takes this rank's part of it"
+            )
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient."""
@@ -199,15 +213,15 @@ class RunEngine:
         if records:
             self._writer.write(records)
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        if self.current is None:
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer steps: in a training step it must be one of the wrapped models'."""
+        if not self.in_step:
             return
         if (left := self._abandoned) is not None:
             raise StepError(
                 f"step {left.number} was left before its last micro-batch, and then {type(optimizer).__name__}.step() "
-                "was called: "
-                "its gradients are not those of the global batch and were dropped; to skip a step, `continue` with the "
-                "next one"
+                "was called: its gradients are not those of the global batch and were dropped; to skip a step, "
+                "`continue` with the next one"
             )
         if not any(optimizer is known for known in self._optimizers):
             check_optimizer(optimizer, self.models)
@@ -216,8 +230,9 @@ class RunEngine:
             self._optimizers.append(optimizer)
             self.speed.meet(optimizer)
 
-    def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        if self._writer is None or self.current is None:
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Called after any optimizer has stepped: its learning rates belong to the step's record."""
+        if self._writer is None or self.current is None or not self.in_step:
             return
         which = next(at for at, known in enumerate(self._optimizers) if known is optimizer)
         prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
@@ -225,3 +240,20 @@ class RunEngine:
         for at, group in enumerate(groups):
             name = prefix if len(groups) == 1 else f"{prefix}/{at}"
             self._own[self.current.number, name] = float(group["lr"])
+
+
+def _watch_optimizers(engine: RunEngine) -> list[RemovableHandle]:
+    """Hear of every optimizer's step, without keeping alive a run that was dropped and never closed."""
+    held = weakref.ref(engine)
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        """Pass it on, if there still is somebody."""
+        if (live := held()) is not None:
+            live.before_optimizer(optimizer)
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        """Pass it on, if there still is somebody."""
+        if (live := held()) is not None:
+            live.after_optimizer(optimizer)
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

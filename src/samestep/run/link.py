@@ -14,7 +14,7 @@ import torch.distributed as dist
 from samestep.errors import GroupError, RankMissing
 from samestep.facts.world import World
 from samestep.run import frames
-from samestep.run.connect import connect_store, open_group, store_beside_group
+from samestep.run.connect import connect_store, count_runs, open_group, store_beside_group
 from samestep.run.places import Place, Places, call_site
 from samestep.run.torch_private import set_group_timeout, wait_until_released
 
@@ -38,6 +38,7 @@ class Link:
         self._places: Places | None = None
         self._adopted = False
         self._doing_for_all: str | None = None
+        self._opened = self._stepping = False
 
     @property
     def alone(self) -> bool:
@@ -52,11 +53,13 @@ class Link:
 
     def open(self, device: torch.device) -> None:
         """Connect the ranks; a process group that already stands is used and left standing at the end."""
+        self._opened = True
         if self.alone:
             return
         self._adopted = dist.is_initialized()
         base = store_beside_group(self.world) if self._adopted else connect_store(self.world, self.start_timeout)
         generation = f"samestep/{self.world.job}/{self.world.restart}"  # a restarted group must not read dead addresses
+        generation += f"/{count_runs(dist.PrefixStore(generation, base), self.world.rank)}"
         self._store = dist.PrefixStore(f"{generation}/link", base)
         self._places = Places(self._store, self.world.rank, self.world.size)
         if not self._adopted:
@@ -66,8 +69,10 @@ class Link:
     def close(self) -> None:
         """Disconnect after success: wait for all, then drop the group that `open` made."""
         if self._places is None:
+            self._opened = False
             return
         self.exchange("Run.close", [])
+        self._opened = False
         self._places.end(None)
         farewell = torch.zeros(1)  # the first rank may serve the store: it goes when all have said their last word
         dist.all_reduce(farewell)
@@ -86,9 +91,9 @@ class Link:
 
     def stepping(self) -> None:
         """From now on ranks are in step: wait for each other by the short timeout."""
-        if self.timeout == self._step_timeout:
+        if self._stepping:
             return
-        self.timeout = self._step_timeout
+        self._stepping, self.timeout = True, self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
             set_group_timeout(self._step_timeout, dist.group.WORLD)
 
@@ -123,25 +128,32 @@ class Link:
         if self._places is None:
             yield act
             return
-        site = call_site()
+        site, since = call_site(), time.monotonic()
         self._places.enter(act, site)
         try:
             yield f"{act} at {site}"
         except RuntimeError as error:  # torch's word for a lost peer or a timeout
-            self._explain(error)
+            self._explain(error, time.monotonic() - since)
         self._places.leave()
 
     @contextmanager
     def doing_for_all(self, what: str) -> Generator[None]:
         """Mark that this rank acts alone for all of them, so that no common act may begin meanwhile."""
         self._doing_for_all = what
+        if self._places is not None:
+            self._places.work()
         try:
             yield
         finally:
             self._doing_for_all = None
 
     def refuse_inside_once(self, act: str) -> None:
-        """Raise where a common act is begun inside run.once: the other ranks are not there."""
+        """Raise where a common act is begun inside run.once, or before or after the run: other ranks are not there."""
+        if not self._opened:
+            raise GroupError(
+                f"{act} at {call_site()} was called on a run that is not started or is closed: use it inside "
+                "`with Run(...) as run:`, or between run.start() and run.close()"
+            )
         if self._doing_for_all is not None:
             raise GroupError(
                 f"{act} at {call_site()} was called inside {self._doing_for_all}: one rank alone is there and the "
@@ -179,7 +191,17 @@ class Link:
         if theirs != frames.shorten(mine):
             raise GroupError(f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {_ORDER_RULE}")
 
-    def _explain(self, error: RuntimeError) -> NoReturn:
+    def tell_peers(self) -> str | None:
+        """Where the other ranks are, for an error that torch raised by itself; None where nothing can be told."""
+        if self._places is None:
+            return None
+        try:
+            peers = self._places.peers()
+        except RuntimeError:
+            return "the store of the ranks is gone: the rank that served it has ended or died; look for its message"
+        return f"seen from rank {self.world.rank}: {_tell(peers)}"
+
+    def _explain(self, error: RuntimeError, waited: float) -> NoReturn:
         assert self._places is not None
         try:
             astray = self._places.astray()
@@ -190,7 +212,7 @@ class Link:
             ) from error
         if astray:
             self._raise_astray(astray, error)
-        self._raise_late(self.timeout, error)
+        self._raise_late(waited, error)
 
     def _raise_astray(self, astray: dict[int, Place], cause: RuntimeError | None) -> NoReturn:
         rule = "" if all(place.state == "failed" for place in astray.values()) else f": {_ORDER_RULE}"
@@ -199,11 +221,15 @@ class Link:
     def _raise_late(self, waited: float, cause: RuntimeError | None) -> NoReturn:
         assert self._places is not None
         missing = {r: p for r, p in self._places.peers().items() if not self._places.is_here(p)}
-        which = "start_timeout" if self.timeout == self.start_timeout else "step_timeout"
-        raise RankMissing(
-            f"{self._here()} since {waited:.0f} s: {_tell(missing)}. If that rank does honest work, give it time with "
-            f"Run({which}=...); if it is stuck, its stack shows where: py-spy dump --pid PID"
-        ) from cause
+        which = "step_timeout" if self._stepping else "start_timeout"
+        remedy = (
+            f"If that rank does honest work, give it time with Run({which}=...); if it is stuck, its stack shows "
+            "where: "
+            "py-spy dump --pid PID"
+            if waited >= self.timeout
+            else "The connection to a rank was lost: it died or was killed; look for its last lines"
+        )
+        raise RankMissing(f"{self._here()} since {waited:.0f} s: {_tell(missing)}. {remedy}") from cause
 
     def _here(self) -> str:
         assert self._places is not None

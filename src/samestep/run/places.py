@@ -22,7 +22,7 @@ class Place:
     site: str
     """The user's line it was called from."""
     state: str
-    """"in" while it waits there, "past" after it, "ended" or "failed" when its run is over."""
+    """"in" while it waits there, "at work" while it acts for all, "past" after it, "ended" or "failed" at its end."""
     words: str = ""
     """The reason, where it failed."""
 
@@ -31,6 +31,8 @@ class Place:
         match self.state:
             case "in":
                 return f"waits in {self.act} at {self.site}"
+            case "at work":
+                return f"is still at work in {self.act} at {self.site}"
             case "past":
                 return f"was last in {self.act} at {self.site} and has left it"
             case "failed":
@@ -49,6 +51,10 @@ class Places:
     def enter(self, act: str, site: str) -> None:
         """Tell that this rank has begun a common act."""
         self._post(Place(self.here.count + 1, act, site, "in"))
+
+    def work(self) -> None:
+        """Tell that this rank acts for all, which may take its time."""
+        self._post(Place(self.here.count, self.here.act, self.here.site, "at work"))
 
     def leave(self) -> None:
         """Tell that the act is over."""

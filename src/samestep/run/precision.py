@@ -1,4 +1,11 @@
-"""The numbers a run computes in: chosen for all ranks with a reason, applied around the model, undone at the end."""
+"""The numbers a run computes in: chosen for all ranks with a reason, applied around the model, undone at the end.
+
+`Run(precision="auto")` is bf16 where every GPU has it, else fp32; products that stay in fp32 use TF32, unless fp32 was
+asked for by name. Weights, gradients and losses stay in fp32. `Run(compile=True)` compiles the model: once for the
+shape of a step, once more for the smaller last step of an epoch, and once for each in evaluation; torch ends compiling
+anew after eight times and goes on without. Attention through scaled_dot_product_attention needs nothing: torch picks
+flash kernels in fp16 and bf16.
+"""
 
 import copy
 import dataclasses

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -11,7 +12,8 @@ from samestep.errors import GroupError
 from samestep.run.link import Link
 
 Number = bool | int | float
-Values = Number | torch.Tensor | Iterable[Number | torch.Tensor]
+Numbers = np.ndarray | np.generic
+Values = Number | torch.Tensor | Numbers | Iterable[Number | torch.Tensor | Numbers]
 Op = Literal["sum", "mean", "max", "min"]
 _OPS: dict[Op, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -113,8 +115,8 @@ def _accumulate(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) ->
     return (math.fsum([whole_sum, *float_sums]), count, False) if float_sums else (whole_sum, count, True)
 
 
-def _iterate(values: Values) -> Iterable[Number | torch.Tensor]:
-    if isinstance(values, torch.Tensor | bool | int | float):
+def _iterate(values: Values) -> Iterable[object]:
+    if isinstance(values, torch.Tensor | bool | int | float | np.ndarray | np.generic):
         return [values]
     if isinstance(values, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' values are what they are
         return values
@@ -129,6 +131,8 @@ def _tensor(value: object) -> torch.Tensor:
         if value.is_complex():
             raise GroupError("cannot order or average a complex tensor: give its real part or its absolute value")
         return value.detach()
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.as_tensor(value)
     if isinstance(value, bool | int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     raise GroupError(

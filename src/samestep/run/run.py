@@ -72,7 +72,8 @@ class Run(Group):
         self._ledger = ledger
         world = read_world()
         self._choice = choose_device(world, see_accelerators(), backend)
-        self._arithmetic = see_arithmetic(self._choice.device, check_wish(precision), compile)
+        self._precision: Precision = check_wish(precision)
+        self._compile = compile
         super().__init__(Link(world, self._choice.backend, start_timeout, step_timeout))
         self._wished_folder = Path(folder) if folder is not None else run_folder()
         self._folder: Path | None = None
@@ -106,7 +107,7 @@ class Run(Group):
         if self.first:
             console = open_console(sys.stdout)
             self._writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
-        speed = Speed(self._link, self._arithmetic, self.say)
+        speed = Speed(self._link, see_arithmetic(self.device, self._precision, self._compile), self.say)
         self._engine = RunEngine(self._link, self.device, self._writer, self._check_every, speed)
         if self._choice.warning:
             self._voice.warn_once(self._choice.warning)
@@ -132,6 +133,8 @@ class Run(Group):
             return
         if self._engine is not None:
             self._engine.detach(failed=True)
+        if isinstance(error, RuntimeError) and (told := self._link.tell_peers()):
+            error.add_note(told)  # torch does not know which rank it waited for
         self._link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
@@ -158,7 +161,7 @@ class Run(Group):
         engine = self._started()
         engine.speed.tell()
         wish = Wish(strategy, unused, sync_batchnorm, offload, blocks, checkpoint, channels_last)
-        in_step, numbers = (lambda: engine.current is not None), engine.speed.numbers
+        in_step, numbers = (lambda: engine.in_step), engine.speed.numbers
         wrapped = wrap(self._link, model, self.device, wish, numbers, in_step, self.say)
         engine.models.append(wrapped)
         seed_apart(self.seed, self.rank)
@@ -175,9 +178,10 @@ class Run(Group):
         drop_tail: bool = False,
         micro_batch: int | None = None,
         settings: Settings | None = None,
+        name: str | None = None,
     ) -> Shard:
         """This rank's part of a map-style dataset, every sample exactly once over all ranks."""
-        wish = Reading(shuffle, weights, collate, workers, drop_tail, micro_batch, settings)
+        wish = Reading(shuffle, weights, collate, workers, drop_tail, micro_batch, settings, name)
         return open_shard(self._terms(), dataset, wish)
 
     def stream(
@@ -240,8 +244,16 @@ class Run(Group):
 
     def _terms(self) -> Terms:
         return Terms(
-            self.global_batch, self.seed, self._link.world, self.device, self._started(), self.folder, self._ledger, self.say, self.once
-        )  # fmt: skip
+            self.global_batch,
+            self.seed,
+            self._link.world,
+            self.device,
+            self._started(),
+            self.folder,
+            self._ledger,
+            self.say,
+            self.once,
+        )
 
     def _move_to(self, folder: Path) -> None:
         """Let logs and ledgers lie beside the checkpoints, unless the user chose a place or something is written."""

@@ -56,6 +56,7 @@ class Shard:
         self._source, self._cut, self._engine, self._account = source, cut, engine, account
         self._reader = OrderReader(source.order, cut.span, cut.steps)
         self._loaders: dict[str, Loader] = {}
+        engine.at_end.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
         self._epoch = self._step = 0
         self._open: Step | None = None
         self._voice = Voice()
@@ -111,8 +112,7 @@ class Shard:
             if state.get(name) != here:
                 raise StateError(
                     f"the saved position has {name}={state.get(name)} and this shard has {name}={here}: the samples "
-                    "already seen "
-                    f"would not be the same; {remedy}"
+                    f"already seen would not be the same; {remedy}"
                 )
         self._epoch, self._step = state["epoch"], state["step"]
 
@@ -126,13 +126,10 @@ class Shard:
             start, stop = self._cut.positions(index)
             count = self._cut.shape(index)[0]
             place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count)
-            step = self._open = Step(place, islice(stream, count), self._engine)
+            step = self._open = Step(place, islice(stream, count), self._engine, partial(self._count, epoch, index))
             self._engine.begin_step(step)
             yield step
             step.drain()
-            if self._account and step.done:
-                begin, end = self._cut.slice(index)
-                self._account.trained(epoch, index, begin, end - begin)
             self._open, self._step = None, index + 1
             self._engine.end_step(step)
         self._epoch, self._step = epoch + 1, 0
@@ -140,6 +137,12 @@ class Shard:
     def steps_left(self) -> int:
         """How many steps the epoch under way still has."""
         return self._cut.steps - self._step
+
+    def _count(self, epoch: int, index: int) -> None:
+        """Write down that a step's samples have been learnt from."""
+        if self._account:
+            begin, end = self._cut.slice(index)
+            self._account.trained(epoch, index, begin, end - begin)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         asked: deque[tuple[int, np.ndarray]] = deque()
@@ -155,7 +158,7 @@ class Shard:
                 for part in self._cut.micro_batches(index):
                     chosen = _rows(indices, part, start)
                     if fewest:  # ranks need equally many backward passes, not equal shapes
-                        chosen = chosen[: max(part.real, fewest)]
+                        chosen = np.resize(chosen, max(part.real, fewest))
                     asked.append((part.real, chosen))
                     yield Request(epoch, chosen, setting)
 
@@ -210,6 +213,8 @@ class Reading:
     """The most rows that go through the model at once."""
     settings: Settings | None
     """A value for each epoch that reaches every sample of it."""
+    name: str | None
+    """What the ledger calls it; None: shard-0, shard-1 and so on."""
 
 
 def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
@@ -217,13 +222,14 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     n = check_dataset(dataset)
     order = Order(n, terms.seed, reading.shuffle, None if reading.weights is None else reading.weights.double().numpy())
     cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, reading.micro_batch, reading.drop_tail)
+    terms.engine.same_everywhere("run.shard", n)
     workers = terms.workers_for(dataset, reading.workers)
     if cut.dropped:
         terms.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
     weighted = reading.weights is not None
     description = Description(n, terms.seed, reading.shuffle, terms.global_batch, weighted, reading.drop_tail)
     source = Source(dataset, order, reading.collate, workers, reading.settings, terms.device)
-    return Shard(source, cut, terms.engine, terms.account("shard", description))
+    return Shard(source, cut, terms.engine, terms.account(reading.name, "shard", description))
 
 
 def check_dataset(dataset: object) -> int:
@@ -247,8 +253,8 @@ def check_dataset(dataset: object) -> int:
 def _tell_copies(cut: Cut, index: int, fewest: int) -> str | None:
     """What to say of a step in which some rank has fewer samples than BatchNorm can compute with."""
     start, stop = cut.positions(index)
-    count, rows = cut.shape(index)
-    if (stop - start) // cut.size // count >= min(fewest, rows):
+    count = cut.shape(index)[0]
+    if (stop - start) // cut.size // count >= fewest:
         return None
     return (
         f"step {index} of each epoch has {stop - start} sample(s) for {cut.size} rank(s) in {count} micro-batch(es) "

@@ -92,12 +92,14 @@ class Engine(Protocol):
 class Step:
     """One optimizer step. Iterate over it once; each item is a micro-batch, already on the device."""
 
-    def __init__(self, place: StepPlace, micro_batches: Iterator[MicroBatch], engine: Engine) -> None:
+    def __init__(
+        self, place: StepPlace, micro_batches: Iterator[MicroBatch], engine: Engine, count: Callable[[], None]
+    ) -> None:
         self.place = place
         self.done = False
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
         self.last_samples: list[int] = []
-        self._source, self._engine = micro_batches, engine
+        self._source, self._engine, self._count = micro_batches, engine, count
         self._current: MicroBatch | None = None
         self._masked_count: torch.Tensor | None = None
         self._means = self._masked_means = self._draws = 0
@@ -141,6 +143,7 @@ class Step:
             if not self.done:
                 self._engine.abandon_step(self)
         self._engine.end_micro_batches(self)
+        self._count()  # from here on its samples have been learnt from, whatever the body of the loop still does
 
     def drain(self) -> None:
         """Pass over micro-batches that were not asked for, so that the next step begins with its own."""
@@ -272,6 +275,7 @@ class Step:
 def _positive(count: float, number: int) -> float:
     if count == 0:
         raise StepError(
-            f"the masks of step {number} leave nothing that counts on any rank: the mean of nothing is no number"
+            f"the masks of step {number} leave nothing that counts on any rank: the mean of nothing is no number; "
+            "check how the mask is made, or leave such samples out of the dataset"
         )
     return count

@@ -88,8 +88,7 @@ class Stream:
             if state.get(name) != here:
                 raise StateError(
                     f"the saved position has {name}={state.get(name)} and this stream has {name}={here}: the samples "
-                    "already "
-                    f"seen would not be the same; pass Run({name}={state.get(name)})"
+                    f"already seen would not be the same; pass Run({name}={state.get(name)})"
                 )
         self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
         self._place = state.get("stream")
@@ -102,16 +101,19 @@ class Stream:
             micro_batches = list(self._micro_batches(part, count, largest, epoch))
             place = StepPlace(self._number, self._step, epoch, count, len(micro_batches))
             self._place = part.state  # known when the step is read; it counts from when the step is done
-            step = self._open = Step(place, iter(micro_batches), self._engine)
+            step = self._open = Step(place, iter(micro_batches), self._engine, partial(self._count, epoch, part))
             self._engine.begin_step(step)
             yield step
             step.drain()
-            if self._account and step.done:
-                first = part.positions[0] if part.positions else self._step * self._terms.global_batch
-                self._account.trained(epoch, self._step, first, len(part.positions))
             self._open, self._step, self._number = None, self._step + 1, self._number + 1
             self._engine.end_step(step)
         self._epoch, self._step, self._place = epoch + 1, 0, None
+
+    def _count(self, epoch: int, part: StreamStep) -> None:
+        """Write down that a step's samples have been learnt from."""
+        if self._account:
+            first = part.positions[0] if part.positions else self._step * self._terms.global_batch
+            self._account.trained(epoch, self._step, first, len(part.positions))
 
     def _read(self, epoch: int, first: int, state: object) -> Iterator[StreamStep]:
         source, terms = self._source, self._terms
@@ -120,7 +122,11 @@ class Stream:
             source.decode, source.drop_tail,
         )  # fmt: skip
         loader: DataLoader[StreamStep] = DataLoader(
-            _typed(cut), batch_size=None, num_workers=source.workers, collate_fn=_as_it_is, generator=torch.Generator()
+            _typed(cut),
+            batch_size=None,
+            num_workers=source.workers,
+            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  # without automatic batches it is given one item
+            generator=torch.Generator(),
         )
         return iter(loader)
 
@@ -177,7 +183,7 @@ def open_stream(terms: Terms, source: StreamSource) -> Stream:
     description = Description(
         n=None, seed=terms.seed, shuffle=False, global_batch=terms.global_batch, drop_tail=source.drop_tail
     )
-    return Stream(source, terms, terms.account("stream", description))
+    return Stream(source, terms, terms.account(None, "stream", description))
 
 
 def _as_it_is(part: StreamStep) -> StreamStep:

@@ -42,14 +42,17 @@ class Terms:
         if wish is not None:
             return wish
         workers, reason = choose_workers(dataset, read_hardware().cores.usable, self.world.local_size)
-        self.say(f"data workers: {workers} a rank ({reason}); set workers= to change it")
+        text = f"data workers: {workers} a rank ({reason}); set workers= to change it"
+        if text not in self.engine.said:
+            self.engine.said.add(text)
+            self.say(text)
         return workers
 
-    def account(self, kind: str, description: Description) -> Account | None:
+    def account(self, name: str | None, kind: str, description: Description) -> Account | None:
         """A ledger for one more shard or stream, where the run keeps ledgers."""
         if not self.ledger:
             return None
-        name = f"{kind}-{len(self.engine.accounts)}"
+        name = name or f"{kind}-{len(self.engine.accounts)}"
         generation = self.once(next_generation, self.folder, name)
         account = Account(self.folder, name, description, self.world.rank, self.world.size, generation)
         self.engine.accounts.append(account)

@@ -14,7 +14,7 @@ from samestep.errors import WrapError
 from samestep.run.batchnorm import unsynchronised
 from samestep.run.fingerprint import check_alike
 from samestep.run.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
-from samestep.run.fsdp import Sharding, shard_model
+from samestep.run.fsdp import Sharding, find_blocks, shard_model
 from samestep.run.link import Link
 from samestep.run.precision import Numbers, check_weights, compute_in, use_channels_last
 from samestep.run.recompute import recompute_blocks
@@ -65,6 +65,9 @@ def wrap(
     model = _with_common_norms(link, model, device, wish)
     parts = frozen_parts(model)
     _prepare(model, parts, None if sharded and wish.offload else device, wish, say)
+    if strategy == "single" and wish.strategy not in (None, "single"):
+        find_blocks(model, wish.blocks)  # a class that is not there shows on a laptop already
+        say(f"strategy: single (on one rank {wish.strategy!r} has nothing to share)")
     if strategy != "single":
         _begin_alike(link, model, frozen_names(model, parts), device)
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")

@@ -34,13 +34,14 @@ def open_tensorboard(folder: Path, warn: Callable[[str], None]) -> TensorBoardSi
     """A sink for `folder`, or None after a warning where tensorboard cannot be imported."""
     try:
         import tensorboard  # noqa: F401  # pyright: ignore[reportUnusedImport]  # torch's message for its absence is less clear
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # generated
         from torch.utils.tensorboard import FileWriter
     except ImportError as error:
         warn(f"TensorBoard curves are left out ({error}): to have them, pip install 'samestep[tensorboard]'")
         return None
 
     def make_summary(values: Mapping[str, float]) -> object:
+        """All numbers of a record in one event."""
         return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
 
     return TensorBoardSink(FileWriter(str(folder), flush_secs=_FLUSH_SECONDS), make_summary)
