@@ -9,7 +9,7 @@ from torch.nn.functional import batch_norm
 from torch.utils.data import IterableDataset
 
 from samestep import Run
-from samestep.run.sync_batchnorm import CpuSyncBatchNorm, over_all_ranks
+from samestep.wrap.sync_batchnorm import CpuSyncBatchNorm, over_all_ranks
 
 LUCK = torch.Generator().manual_seed(4)
 IMAGES = list(torch.randn(20, 2, 3, 3, generator=LUCK))

@@ -36,7 +36,7 @@ def train(check_every, change, strategy=None):
                 if step.number == 2 and run.rank == 1:
                     with torch.no_grad():
                         change(inner, optimizer)
-        return run._engine.steps, inner.norm.running_mean.tolist()
+        return run._life.engine.steps, inner.norm.running_mean.tolist()
 
 
 def nothing(inner, optimizer):

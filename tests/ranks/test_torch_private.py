@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
-from samestep.run.torch_private import leave_to_their_own, set_group_timeout, without_buffer_broadcast
+from samestep.torch_private import leave_to_their_own, set_group_timeout, without_buffer_broadcast
 
 
 def wait_for_nobody():

@@ -6,7 +6,7 @@ from torch import nn
 
 from samestep import Run
 from samestep.errors import WrapError
-from samestep.run.fsdp import find_blocks
+from samestep.wrap.fsdp import find_blocks
 
 DATA = [torch.full((4,), float(i)) for i in range(8)]
 
@@ -230,7 +230,7 @@ def skip_backward():
                 if step.number % 2:
                     optimizer.step()
                 optimizer.zero_grad()
-                run._engine.models[0].check_unchanged()
+                run._life.engine.models[0].check_unchanged()
         return float(whole(model[0].weight).sum())
 
 

@@ -19,7 +19,7 @@ from samestep.checkpoint.parts import Parts, Taken
 from samestep.checkpoint.writing import Task, Writing
 from samestep.errors import CheckpointError
 from samestep.log import Voice
-from samestep.run.batchnorm import average_statistics
+from samestep.wrap.batchnorm import average_statistics
 
 _AFTER_FAILURE_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 1.0

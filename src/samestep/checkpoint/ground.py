@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from samestep.run.link import Link
-from samestep.run.wrapped import Wrapped
+from samestep.ranks.link import Link
+from samestep.wrap.wrapped import Wrapped
 
 
 class Stateful(Protocol):

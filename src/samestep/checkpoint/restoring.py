@@ -19,7 +19,7 @@ from samestep.checkpoint.parts import Parts
 from samestep.checkpoint.writing import STATE
 from samestep.errors import CheckpointError, SamestepError
 from samestep.log import warn
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 
 _ACT = "run.restore"
 

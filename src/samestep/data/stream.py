@@ -133,8 +133,7 @@ class StreamCut(IterableDataset[StreamStep]):
                 raise self._too_short(places.start + found)
             if mine and counts:
                 start, stop = split_evenly(found, self.size, self.rank)
-                pad = self._decoded(kept[0], places[0]) if start == stop else None
-                yield self._step(number, places[start:stop], kept[start:stop], found, pad)
+                yield self._step(number, places[start:stop], kept[start:stop], found, (kept[0], places[0]))
             if ends:
                 return
 
@@ -187,9 +186,15 @@ class StreamCut(IterableDataset[StreamStep]):
         return len(positions), kept
 
     def _step(
-        self, number: int, positions: Sequence[int], records: list[object], found: int | None, pad: object = None
+        self,
+        number: int,
+        positions: Sequence[int],
+        records: list[object],
+        found: int | None,
+        spare: tuple[object, int] | None = None,
     ) -> StreamStep:
         samples = [self._decoded(record, position) for record, position in zip(records, positions, strict=True)]
+        pad = self._decoded(*spare) if spare and not samples else None
         return StreamStep(number, samples, positions, found, self._state(), pad)
 
     def _state(self) -> object:

@@ -11,18 +11,19 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import DataError, StepError
 from samestep.log import SamestepWarning
+from samestep.ranks.link import Link
 from samestep.run.account import Account
-from samestep.run.batchnorm import rows_needed, unsynchronised
-from samestep.run.fingerprint import check_alike
 from samestep.run.finite import describe_not_finite
-from samestep.run.link import Link
 from samestep.run.logs import Row, Writer
 from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
-from samestep.run.speed import Speed
+from samestep.run.replicas import replicated
 from samestep.run.step import Step
-from samestep.run.torch_private import multiply_all
-from samestep.run.wrapped import Wrapped, check_optimizer
+from samestep.torch_private import multiply_all
+from samestep.wrap.batchnorm import rows_needed
+from samestep.wrap.fingerprint import check_alike
+from samestep.wrap.speed import Speed
+from samestep.wrap.wrapped import Wrapped, check_optimizer
 
 
 class RunEngine:
@@ -125,7 +126,7 @@ class RunEngine:
         if self._writer is not None:
             self._writer.advance(self.steps)
         if self._check_every and (step.number + 1) % self._check_every == 0 and not self._link.alone:
-            check_alike(self._link, self._replicated(), f"after step {step.number}")
+            check_alike(self._link, replicated(self.models, self._optimizers), f"after step {step.number}")
         if (averages := self.pulse.step()) is not None:
             for model in self.models:
                 model.check_unchanged()
@@ -179,25 +180,6 @@ class RunEngine:
             if self._writer is not None:
                 warnings.warn(report, SamestepWarning, stacklevel=3)
         return healthy
-
-    def _replicated(self) -> dict[str, torch.Tensor]:
-        """All that must hold the same bits on every rank: weights, shared buffers, optimizer state."""
-        found: dict[str, torch.Tensor] = {}
-        for at, model in enumerate(self.models):
-            own = {id(b) for norm in unsynchronised(model.inner).values() for b in norm.buffers()}
-            named = (*model.inner.named_parameters(), *model.inner.named_buffers())
-            found.update({name if at == 0 else f"model {at}: {name}": t for name, t in named if id(t) not in own})
-            for optimizer in self._optimizers:
-                for name, parameter in model.inner.named_parameters():
-                    state = optimizer.state.get(parameter, {})
-                    found.update(
-                        {
-                            f"{name} ({k} of {type(optimizer).__name__})": v
-                            for k, v in state.items()
-                            if torch.is_tensor(v)
-                        }
-                    )
-        return found
 
     def _write(self, averages: Mapping[Row, float], with_speed: bool) -> None:
         if self._writer is None:

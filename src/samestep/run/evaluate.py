@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from samestep.run.batchnorm import average_statistics
+from samestep.ranks.link import Link
 from samestep.run.engine import RunEngine
-from samestep.run.link import Link
+from samestep.wrap.batchnorm import average_statistics
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 from samestep.run.step import Step
-from samestep.run.wrapped import Wrapped
+from samestep.wrap.wrapped import Wrapped
 
 _SHOWN = 8
 

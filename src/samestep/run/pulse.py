@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 from samestep.run.logs import Pending, Row, average, names_mark
 
 _SECONDS = 1.0  # how often ranks tell each other, at most

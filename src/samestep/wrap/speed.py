@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from samestep.run.fused import turn_on_fused
-from samestep.run.link import Link
-from samestep.run.precision import Arithmetic, agree_on_numbers, set_fp32_products
-from samestep.run.scaler import LossScale
-from samestep.run.wrapped import Wrapped
+from samestep.ranks.link import Link
+from samestep.wrap.fused import turn_on_fused
+from samestep.wrap.precision import Arithmetic, agree_on_numbers, set_fp32_products
+from samestep.wrap.scaler import LossScale
+from samestep.wrap.wrapped import Wrapped
 
 
 class Speed:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import GroupError
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 
 Number = bool | int | float
 Numbers = np.ndarray | np.generic

@@ -23,6 +23,7 @@ def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
         return
 
     def still(*_: object) -> None:
+        """Bring back to evaluation mode what was woken."""
         for part in parts.values():
             if part.training:
                 part.eval()

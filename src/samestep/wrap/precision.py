@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from samestep.errors import GroupError, WrapError
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 _WISHES: tuple[Precision, ...] = get_args(Precision)
@@ -112,21 +112,27 @@ def choose_numbers(ranks: Sequence[Arithmetic]) -> Numbers:
 
 def _name(ranks: Sequence[Arithmetic]) -> tuple[str, str]:
     wish = ranks[0].wish
-    without = [str(at) for at, rank in enumerate(ranks) if rank.device == "cuda" and not rank.bf16]
+    without = ", ".join(str(at) for at, rank in enumerate(ranks) if rank.device == "cuda" and not rank.bf16)
+    if wish != "auto":
+        _refuse_impossible(ranks, without)
+        return wish, "as asked"
+    if any(rank.device != "cuda" for rank in ranks):
+        return "fp32", f"auto, on the {'CPU' if ranks[0].device == 'cpu' else 'GPU of Apple'}"
+    if without:
+        return "fp32", f"auto: the GPUs of rank(s) {without} have no bf16"
+    return "bf16", "auto: the GPU has it" if len(ranks) == 1 else "auto: every GPU has it"
+
+
+def _refuse_impossible(ranks: Sequence[Arithmetic], without: str) -> None:
+    """Raise where the wish is one that some device cannot fulfil; `without` names the ranks whose GPU has no bf16."""
+    wish = ranks[0].wish
     if wish in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
         raise GroupError(f"precision={wish!r} is for CUDA and the CPU: on Apple's GPU use 'fp32', or leave it out")
     if wish == "bf16" and without:
         raise GroupError(
             "precision='bf16' needs GPUs that have it (compute capability 8.0 and up), and those of rank(s) "
-            f"{', '.join(without)} have not: use precision='fp16' or 'fp32', or leave it out"
+            f"{without} have not: use precision='fp16' or 'fp32', or leave it out"
         )
-    if wish != "auto":
-        return wish, "as asked"
-    if any(rank.device != "cuda" for rank in ranks):
-        return "fp32", f"auto, on the {'CPU' if ranks[0].device == 'cpu' else 'GPU of Apple'}"
-    if without:
-        return "fp32", f"auto: the GPUs of rank(s) {', '.join(without)} have no bf16"
-    return "bf16", "auto: the GPU has it" if len(ranks) == 1 else "auto: every GPU has it"
 
 
 def set_fp32_products(numbers: Numbers) -> Callable[[], None]:
@@ -145,6 +151,7 @@ def set_fp32_products(numbers: Numbers) -> Callable[[], None]:
     cudnn.allow_tf32 = not numbers.strict
 
     def restore() -> None:
+        """Put back what stood before."""
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32 = before[1]
 
@@ -159,10 +166,12 @@ def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     open_blocks: list[torch.autocast] = []
 
     def enter(*_: object) -> None:
+        """Open a block."""
         open_blocks.append(torch.autocast(device.type, dtype=dtype))
         open_blocks[-1].__enter__()
 
     def leave(_module: nn.Module, _inputs: object, output: object) -> object:
+        """Close it, also after an exception."""
         open_blocks.pop().__exit__(None, None, None)
         return in_fp32(output)
 
@@ -184,10 +193,14 @@ def in_fp32(output: object) -> object:
         values = [in_fp32(value) for value in cast("Sequence[object]", output)]
         make = cast("Callable[..., object]", type(output))
         return make(*values) if hasattr(output, "_fields") else make(values)  # a named tuple takes them one by one
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        fields = {f.name: in_fp32(getattr(output, f.name)) for f in dataclasses.fields(output) if f.init}
-        return dataclasses.replace(output, **fields)
-    return output
+    return _fields_in_fp32(output) if dataclasses.is_dataclass(output) else output
+
+
+def _fields_in_fp32(output: object) -> object:
+    if not dataclasses.is_dataclass(output) or isinstance(output, type):  # a dataclass itself is not one of its kind
+        return output
+    fields = {f.name: in_fp32(getattr(output, f.name)) for f in dataclasses.fields(output) if f.init}
+    return dataclasses.replace(output, **fields)
 
 
 def use_channels_last(model: nn.Module, entrance: nn.Module) -> None:
@@ -195,6 +208,7 @@ def use_channels_last(model: nn.Module, entrance: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # an overload that the stubs lack
 
     def turn(value: object) -> object:
+        """One input in the order of the weights."""
         if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point():
             return value.contiguous(memory_format=torch.channels_last)
         return value
@@ -202,6 +216,7 @@ def use_channels_last(model: nn.Module, entrance: nn.Module) -> None:
     def enter(
         _: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """All inputs, by position and by name."""
         return tuple(turn(value) for value in inputs), {name: turn(value) for name, value in named.items()}
 
     entrance.register_forward_pre_hook(enter, with_kwargs=True)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from samestep.errors import GroupError, RankMissing
 from samestep.facts.world import World
-from samestep.run import frames
-from samestep.run.connect import connect_store, count_runs, open_group, store_beside_group
-from samestep.run.places import Place, Places, call_site
-from samestep.run.torch_private import set_group_timeout, wait_until_released
+from samestep.ranks import frames
+from samestep.ranks.connect import connect_store, count_runs, open_group, store_beside_group
+from samestep.ranks.missing import ORDER_RULE, come_late, gone_astray, store_gone, tell
+from samestep.ranks.places import Place, Places, call_site
+from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
 _LOOK_AROUND = 1.0  # seconds of waiting after which a rank asks where the others are
-_ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.first:`?)"
 
 
 class Link:
@@ -166,9 +166,9 @@ class Link:
         assert self._places is not None
         astray = self._places.astray()
         if settled := {rank: place for rank, place in astray.items() if before.get(rank) == place}:
-            self._raise_astray(settled, None)
+            raise gone_astray(self.world.rank, self._places.here, settled)
         if time.monotonic() - since > patience:
-            self._raise_late(time.monotonic() - since, None)
+            raise self._late(time.monotonic() - since)
         return astray
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -189,7 +189,7 @@ class Link:
 
     def _compare_labels(self, mine: str, rank: int, theirs: str) -> None:
         if theirs != frames.shorten(mine):
-            raise GroupError(f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {_ORDER_RULE}")
+            raise GroupError(f"rank {self.world.rank} came to {mine} while rank {rank} came to {theirs}: {ORDER_RULE}")
 
     def tell_peers(self) -> str | None:
         """Where the other ranks are, for an error that torch raised by itself; None where nothing can be told."""
@@ -199,42 +199,20 @@ class Link:
             peers = self._places.peers()
         except RuntimeError:
             return "the store of the ranks is gone: the rank that served it has ended or died; look for its message"
-        return f"seen from rank {self.world.rank}: {_tell(peers)}"
+        return f"seen from rank {self.world.rank}: {tell(peers)}"
 
     def _explain(self, error: RuntimeError, waited: float) -> NoReturn:
         assert self._places is not None
         try:
             astray = self._places.astray()
         except RuntimeError:
-            raise RankMissing(
-                f"{self._here()}, and the store of the ranks is gone: the rank that served it has ended or died; "
-                "look for its message"
-            ) from error
+            raise store_gone(self.world.rank, self._places.here) from error
         if astray:
-            self._raise_astray(astray, error)
-        self._raise_late(waited, error)
+            raise gone_astray(self.world.rank, self._places.here, astray) from error
+        raise self._late(waited) from error
 
-    def _raise_astray(self, astray: dict[int, Place], cause: RuntimeError | None) -> NoReturn:
-        rule = "" if all(place.state == "failed" for place in astray.values()) else f": {_ORDER_RULE}"
-        raise RankMissing(f"{self._here()}, but {_tell(astray)}{rule}") from cause
-
-    def _raise_late(self, waited: float, cause: RuntimeError | None) -> NoReturn:
+    def _late(self, waited: float) -> RankMissing:
         assert self._places is not None
-        missing = {r: p for r, p in self._places.peers().items() if not self._places.is_here(p)}
-        which = "step_timeout" if self._stepping else "start_timeout"
-        remedy = (
-            f"If that rank does honest work, give it time with Run({which}=...); if it is stuck, its stack shows "
-            "where: "
-            "py-spy dump --pid PID"
-            if waited >= self.timeout
-            else "The connection to a rank was lost: it died or was killed; look for its last lines"
-        )
-        raise RankMissing(f"{self._here()} since {waited:.0f} s: {_tell(missing)}. {remedy}") from cause
-
-    def _here(self) -> str:
-        assert self._places is not None
-        return f"rank {self.world.rank} waits in {self._places.here.act} at {self._places.here.site}"
-
-
-def _tell(places: dict[int, Place]) -> str:
-    return "; ".join(f"rank {rank} {place.tell()}" for rank, place in sorted(places.items())[:8]) or "no rank tells why"
+        missing = {rank: place for rank, place in self._places.peers().items() if not self._places.is_here(place)}
+        option = "step_timeout" if self._stepping else "start_timeout"
+        return come_late(self.world.rank, self._places.here, missing, waited, self.timeout, option)

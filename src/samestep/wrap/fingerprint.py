@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from samestep.errors import ReplicasDiffer
-from samestep.run.link import Link
+from samestep.ranks.link import Link
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.run.torch_private import gathered_parameters
+from samestep.torch_private import gathered_parameters
 
 _SHOWN = 6
 _TIMED = 10  # forward passes whose median tells what a search costs

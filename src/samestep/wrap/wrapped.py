@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import WrapError
-from samestep.run.batchnorm import learning
-from samestep.run.torch_private import drop_gathered_gradients
-from samestep.run.unused import Use, explain
+from samestep.torch_private import drop_gathered_gradients
+from samestep.wrap.batchnorm import learning
+from samestep.wrap.unused import Use, explain
 
 _SHOWN = 6
 

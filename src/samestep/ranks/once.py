@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import GroupError, OnceFailed
-from samestep.run.link import Link
-from samestep.run.places import Place
+from samestep.ranks.link import Link
+from samestep.ranks.places import Place
 
 T = TypeVar("T")
 Per = Literal["run", "node"]

@@ -11,17 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.sample_rng import micro_batch_keys
 from samestep.errors import WrapError
-from samestep.run.batchnorm import unsynchronised
-from samestep.run.fingerprint import check_alike
-from samestep.run.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
-from samestep.run.fsdp import Sharding, find_blocks, shard_model
-from samestep.run.link import Link
-from samestep.run.precision import Numbers, check_weights, compute_in, use_channels_last
-from samestep.run.recompute import recompute_blocks
-from samestep.run.sync_batchnorm import over_all_ranks
-from samestep.run.torch_private import leave_to_their_own, without_buffer_broadcast
-from samestep.run.unused import SearchCost, Use
-from samestep.run.wrapped import Wrapped, guard_against_bypass
+from samestep.ranks.link import Link
+from samestep.torch_private import leave_to_their_own, without_buffer_broadcast
+from samestep.wrap.batchnorm import unsynchronised
+from samestep.wrap.fingerprint import check_alike
+from samestep.wrap.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
+from samestep.wrap.fsdp import Sharding, find_blocks, shard_model
+from samestep.wrap.precision import Numbers, check_weights, compute_in, use_channels_last
+from samestep.wrap.recompute import recompute_blocks
+from samestep.wrap.sync_batchnorm import over_all_ranks
+from samestep.wrap.unused import SearchCost, Use
+from samestep.wrap.wrapped import Wrapped, guard_against_bypass
 
 Strategy = Literal["single", "ddp", "fsdp", "hybrid"]
 Unused = Literal["error", "allow"]
@@ -65,10 +65,9 @@ def wrap(
     model = _with_common_norms(link, model, device, wish)
     parts = frozen_parts(model)
     _prepare(model, parts, None if sharded and wish.offload else device, wish, say)
-    if strategy == "single" and wish.strategy not in (None, "single"):
-        find_blocks(model, wish.blocks)  # a class that is not there shows on a laptop already
-        say(f"strategy: single (on one rank {wish.strategy!r} has nothing to share)")
-    if strategy != "single":
+    if strategy == "single":
+        _tell_lone_wish(model, wish, say)
+    else:
         _begin_alike(link, model, frozen_names(model, parts), device)
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
     core: nn.Module = torch.compile(model) if numbers.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # of a module, a module
@@ -83,6 +82,14 @@ def wrap(
         _time_search(joined, core, wish, say)
     use = Use(model) if wish.unused == "error" else None
     return Wrapped(model, core, joined, strategy, use)
+
+
+def _tell_lone_wish(model: nn.Module, wish: Wish, say: Callable[[str], None]) -> None:
+    """On one rank a strategy for several has nothing to do; what is wrong with it shows on a laptop all the same."""
+    if wish.strategy in (None, "single"):
+        return
+    find_blocks(model, wish.blocks)
+    say(f"strategy: single (on one rank {wish.strategy!r} has nothing to share)")
 
 
 def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: Strategy | None) -> tuple[Strategy, str]:

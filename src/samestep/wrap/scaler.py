@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from samestep.errors import StepError
-from samestep.run.link import Link
-from samestep.run.torch_private import multiply_all
-from samestep.run.wrapped import Wrapped
+from samestep.ranks.link import Link
+from samestep.torch_private import multiply_all
+from samestep.wrap.wrapped import Wrapped
 
 _FIRST: Final = 65536.0
 _GROWTH_STEPS: Final = 2000  # as torch.amp.GradScaler

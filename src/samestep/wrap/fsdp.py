@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from samestep.errors import WrapError
 from samestep.facts.world import World
-from samestep.run.frozen import frozen_parts
-from samestep.run.torch_private import send_unused_as_zeros
+from samestep.torch_private import send_unused_as_zeros
+from samestep.wrap.frozen import frozen_parts
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
 
 def _twice(forward: Callable[..., object]) -> Callable[..., object]:
     def recomputed(*inputs: object, **named: object) -> object:
+        """Keep the inputs only, and compute the rest again in the backward pass."""
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         # named inputs are bound: some of their names are options of `checkpoint`

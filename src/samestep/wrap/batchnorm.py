@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the only name for all of its kinds
 
-from samestep.run.frozen import frozen_parts
-from samestep.run.link import Link
-from samestep.run.sync_batchnorm import SYNCHRONISED
+from samestep.ranks.link import Link
+from samestep.wrap.frozen import frozen_parts
+from samestep.wrap.sync_batchnorm import SYNCHRONISED
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:

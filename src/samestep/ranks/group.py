@@ -5,10 +5,10 @@ from typing import TypeVar
 
 import torch
 
-from samestep.run import reduce
-from samestep.run.link import Link
-from samestep.run.once import Per, once
-from samestep.run.reduce import Op, Values
+from samestep.ranks import reduce
+from samestep.ranks.link import Link
+from samestep.ranks.once import Per, once
+from samestep.ranks.reduce import Op, Values
 
 T = TypeVar("T")
 

@@ -1,0 +1,178 @@
+"""A run from its start to its end: what was asked for, what is open while it lives, what is left when it is over."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from samestep import __version__
+from samestep.data.ledger import next_generation
+from samestep.errors import GroupError
+from samestep.facts.world import read_world, run_folder
+from samestep.log import Voice
+from samestep.ranks.link import Link
+from samestep.run.device import choose_device, see_accelerators
+from samestep.run.engine import RunEngine
+from samestep.run.logs import Writer
+from samestep.run.seed import seed_alike
+from samestep.sinks.console import open_console
+from samestep.sinks.sinks import open_sinks
+from samestep.wrap.precision import Precision, check_wish, see_arithmetic
+from samestep.wrap.speed import Speed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for in Run(...)."""
+
+    global_batch: int
+    """Samples in a step, over all ranks."""
+    seed: int
+    """Where weights, order and luck come from."""
+    folder: str | Path | None
+    """Where logs go; None: the launcher's folder, or one named after the script and the time."""
+    backend: str | None
+    """What connects the ranks; None: chosen."""
+    start_timeout: float
+    """Seconds to wait for other ranks until the first step is done."""
+    step_timeout: float
+    """Seconds to wait for them from then on."""
+    check_every: int
+    """Steps between two comparisons of the replicas; 0: none."""
+    precision: Precision
+    """What is computed in."""
+    compile: bool
+    """Whether models are compiled."""
+    ledger: bool
+    """Whether every sample that counts is written down."""
+
+
+class Life:
+    """What is open while a run lives: the link between its ranks, the engine that follows its steps, its files."""
+
+    def __init__(self, asked: Asked) -> None:
+        if asked.global_batch < 1:
+            raise GroupError(
+                f"global_batch={asked.global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256"
+            )
+        check_wish(asked.precision)
+        self.asked = asked
+        self.world = read_world()
+        self.choice = choose_device(self.world, see_accelerators(), asked.backend)
+        self.link = Link(self.world, self.choice.backend, asked.start_timeout, asked.step_timeout)
+        self.writer: Writer | None = None
+        self._engine: RunEngine | None = None
+        self._wished_folder = Path(asked.folder) if asked.folder is not None else run_folder()
+        self._folder: Path | None = None
+        self._voice = Voice()
+        self._began = time.monotonic()
+
+    @property
+    def engine(self) -> RunEngine:
+        """What follows the steps; there is one between start and end."""
+        if self._engine is None:
+            raise GroupError("this run is not started: use `with Run(...) as run:`, or call run.start() first")
+        return self._engine
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's files lie, the same on every rank."""
+        assert self._folder is not None, "the run is not started"
+        return self._folder
+
+    def start(self, once: Callable[..., Path]) -> None:
+        """Connect the ranks and open what they need."""
+        if self._engine is not None:
+            raise GroupError("this run was started already: a Run is started once, by `with` or by start()")
+        device, asked = self.choice.device, self.asked
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before anything is allocated, or it would land on the first GPU
+        self.link.open(device)
+        _check_alike(self.link, asked)
+        seed_alike(asked.seed)
+        self._folder = once(_choose_folder, self._wished_folder)
+        if self.world.first:
+            console = open_console(sys.stdout)
+            self.writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
+        speed = Speed(self.link, see_arithmetic(device, asked.precision, asked.compile), self.say)
+        self._engine = RunEngine(self.link, device, self.writer, asked.check_every, speed)
+        if self.choice.warning:
+            self._voice.warn_once(self.choice.warning)
+
+    def end(self) -> None:
+        """End after success: write what is pending, wait for all ranks, disconnect."""
+        self.engine.close()
+        self._close_files("finished")
+        self.link.close()
+        self._engine = None
+
+    def fail(self, error: BaseException) -> None:
+        """End after an exception: tell the other ranks and the launcher, destroy nothing that others may wait in."""
+        if self._engine is not None:
+            self._engine.detach(failed=True)
+        if isinstance(error, RuntimeError) and (told := self.link.tell_peers()):
+            error.add_note(told)  # torch does not know which rank it waited for
+        self.link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
+        if isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # for the launcher, which shows it last
+        self._close_files("failed")
+
+    def say(self, text: str) -> None:
+        """Print on the first rank."""
+        if self.writer is not None:
+            self.writer.say(text)
+
+    def move_to(self, folder: Path, once: Callable[..., object]) -> None:
+        """Let logs and ledgers lie in `folder`, unless the user chose a place or something is written."""
+        opened = self.writer is not None and self.writer.opened
+        if self._wished_folder is not None or once(lambda: opened):
+            return
+        self._folder = self._wished_folder = folder
+        for account in self.engine.accounts:
+            account.folder, account.generation = folder, int(str(once(next_generation, folder, account.name)))
+
+    def summary(self, status: str) -> dict[str, object]:
+        """What is worth keeping of this run."""
+        engine = self._engine
+        return {
+            "status": status,
+            "version": __version__,
+            "torch": torch.__version__,
+            "world_size": self.world.size,
+            "nodes": self.world.nodes,
+            "backend": self.choice.backend,
+            "device": str(self.choice.device),
+            "global_batch": self.asked.global_batch,
+            "seed": self.asked.seed,
+            "steps": engine.steps if engine else 0,
+            "samples": engine.samples if engine else 0,
+            "seconds": round(time.monotonic() - self._began, 3),
+            "metrics": self.writer.last if self.writer else {},
+            "choices": engine.speed.choices() if engine else {},
+        }
+
+    def _close_files(self, status: str) -> None:
+        if self.writer is not None:
+            self.writer.close(self.summary(status) if self.writer.opened else {})
+
+
+def _check_alike(link: Link, asked: Asked) -> None:
+    mine = [float(asked.global_batch), float(asked.seed)]
+    for rank, theirs in enumerate(link.exchange("Run.start", mine)):
+        if theirs.tolist() != mine:
+            raise GroupError(
+                f"rank {link.world.rank} has Run(global_batch={asked.global_batch}, seed={asked.seed}) and rank {rank} "
+                f"has Run(global_batch={theirs[0]:.0f}, seed={theirs[1]:.0f}): a step is global, so both must be alike "
+                "on all ranks"
+            )
+
+
+def _choose_folder(wish: Path | None) -> Path:
+    if wish is not None:
+        return wish.absolute()
+    script = Path(sys.argv[0]).stem or "run"
+    return Path("runs").absolute() / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"

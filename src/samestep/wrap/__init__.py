@@ -1,0 +1,1 @@
+"""A model among its ranks: wrapped, watched, computed in the right precision."""
