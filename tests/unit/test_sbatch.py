@@ -70,7 +70,7 @@ FORMS = (
 # What is typed after `samestep submit`, in a folder with train.py.
 MISTAKES = [
     ([], "no script was named: type `samestep submit train.py`, or `samestep submit -m package.module`"),
-    (["--fast", "train.py"], f"there is no option --fast: there are {OPTIONS}\n"),
+    (["train.py", "--fast"], f"there is no option --fast: there are {OPTIONS}; options of the script follow `--`\n"),
     (["nope.py"], "there is no script nope.py in HERE: here are train.py\n"),
     (["-m", "nope"], "there is no module nope: nope is neither in HERE nor installed; type its dotted name"),
     (["--nodes", "0", "train.py"], "Invalid value for '--nodes': 0 is not in the range x>=1.\n"),
@@ -163,7 +163,8 @@ def test_the_shell_derives_the_port_that_ranks_of_srun_would(job):
 
 def test_a_dry_run_prints_the_file_and_leaves_nothing(here, capsys):
     assert (
-        main(["submit", "--dry-run", "--time", "3h55m", "--qos", "low", "--folder", "f", "train.py", "--lr", "1"]) == 0
+        main(["submit", "train.py", "--dry-run", "--time", "3h55m", "--qos", "low", "--folder", "f", "--", "--lr", "1"])
+        == 0
     )
     out, err = capsys.readouterr()
     assert err == ""

@@ -12,7 +12,7 @@ from samestep.errors import SamestepError
 # Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
 COMMANDS = {
     "run": ("samestep.cli.run", "Start a script on every GPU of this machine, or as ranks on several nodes."),
-    "submit": ("samestep.cli.submit", "Submit a script to SLURM; the job requeues itself and resumes."),
+    "submit": ("samestep.cli.submit", "Submit a script to SLURM, as ranks on one node or several."),
     "jobs": ("samestep.cli.jobs", "List what was submitted to SLURM, and how each job ended."),
     "doctor": ("samestep.cli.doctor", "Look at this machine and say what would go wrong, and what to do."),
     "audit": ("samestep.cli.audit", "Count which samples a run has seen: each exactly once?"),
@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SamestepError as error:
         return _complain(str(error))
     except click.NoSuchOption as error:
-        return _complain(f"there is no option {error.option_name}: there are {', '.join(_options(error.ctx))}")
+        own = "; options of the script follow `--`" if error.ctx and error.ctx.allow_interspersed_args else ""
+        return _complain(f"there is no option {error.option_name}: there are {', '.join(_options(error.ctx))}{own}")
     except click.ClickException as error:
         return _complain(error.format_message())
     except (click.Abort, KeyboardInterrupt):

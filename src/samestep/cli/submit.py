@@ -56,13 +56,12 @@ def _with_dashes(name: str) -> str:
 
 @click.command(
     context_settings={
-        # Everything from the script on is the script's; underscores are as good as dashes, as for `samestep run`.
-        "allow_interspersed_args": False,
+        # Options may stand on either side of the script; underscores are as good as dashes, as for `samestep run`.
         "token_normalize_func": _with_dashes,
         "help_option_names": ["-h", "--help"],
     },
-    epilog="Everything after the script goes to it untouched. Example: samestep submit --nodes 2 --gpus-per-node 4 "
-    "--time 4:00:00 train.py --lr 0.1",
+    epilog="What follows `--` is the script's own. Example: samestep submit train.py --nodes 2 --gpus-per-node 4 "
+    "--time 4:00:00 -- --lr 0.1",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
 @click.option(

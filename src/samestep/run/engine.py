@@ -132,13 +132,13 @@ class RunEngine:
                 model.check_unchanged()
             for account in self.accounts:
                 account.flush()
-            self._write(averages, with_speed=True)
+            self._write(averages, speed_at=step.number)
         for rider in self.pulse.riders:
             rider.reached(self.steps)
 
     def flush(self, act: str) -> None:
         """Bring pending values together now, on all ranks."""
-        self._write(self.pulse.beat(act), with_speed=False)
+        self._write(self.pulse.beat(act))
 
     def total(self, count: torch.Tensor) -> float:
         """The sum of a count over all ranks."""
@@ -181,17 +181,17 @@ class RunEngine:
                 warnings.warn(report, SamestepWarning, stacklevel=3)
         return healthy
 
-    def _write(self, averages: Mapping[Row, float], with_speed: bool) -> None:
+    def _write(self, averages: Mapping[Row, float], speed_at: int | None = None) -> None:
         if self._writer is None:
             return
         records = {**self._own, **averages}
         self._own = {}
-        if with_speed:
+        if speed_at is not None and self._samples_since:
             now = time.monotonic()
-            records[self.steps - 1, "train/samples_per_s"] = self._samples_since / max(now - self._since, 1e-9)
+            records[speed_at, "train/samples_per_s"] = self._samples_since / max(now - self._since, 1e-9)
             self._since, self._samples_since = now, 0
             if self._device.type == "cuda":
-                records[self.steps - 1, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+                records[speed_at, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         if records:
             self._writer.write(records)
 

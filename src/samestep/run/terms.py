@@ -8,6 +8,7 @@ import torch
 
 from samestep.data.ledger import Description, next_generation
 from samestep.data.loader import choose_workers
+from samestep.errors import DataError
 from samestep.facts.hardware import read_hardware
 from samestep.facts.world import World
 from samestep.run.account import Account
@@ -53,6 +54,8 @@ class Terms:
         if not self.ledger:
             return None
         name = name or f"{kind}-{len(self.engine.accounts)}"
+        if any(account.name == name for account in self.engine.accounts):
+            raise DataError(f"two shards are named {name!r}, and each needs a ledger of its own: give them other names")
         generation = self.once(next_generation, self.folder, name)
         account = Account(self.folder, name, description, self.world.rank, self.world.size, generation)
         self.engine.accounts.append(account)
