@@ -169,7 +169,7 @@ CASES = {
             "shm-small",
             False,
             f"/dev/shm holds 64.0 MiB: {WORKERS}",
-            "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0",
+            "start the container with --shm-size=8g or --ipc=host, or load with workers=0",
         ),
     ),
     "shm is full": (
@@ -178,7 +178,7 @@ CASES = {
             "shm-small",
             False,
             f"/dev/shm has 512.0 MiB of 32.0 GiB free: {WORKERS}",
-            "remove what ended processes left there (ls -l /dev/shm), or load with num_workers=0",
+            "remove what ended processes left there (ls -l /dev/shm), or load with workers=0",
         ),
     ),
     "threads times ranks are over the cores": (
@@ -344,7 +344,7 @@ def test_a_report_names_what_is_wrong_and_what_to_do():
         "wrong: RANK=3 [red].",
         "   do: unset RANK",
         f"advice: /dev/shm holds 0 B: {WORKERS}",
-        "   do: start the container with --shm-size=8g or --ipc=host, or load with num_workers=0",
+        "   do: start the container with --shm-size=8g or --ipc=host, or load with workers=0",
     ]
     assert "world      contradicts itself, see below" in lines
 

@@ -142,7 +142,8 @@ def test_a_sample_read_without_settings_says_how_to_give_them() -> None:
 def test_outside_a_sample_each_says_where_it_works_and_how_to_test_with_it(ask, name: str) -> None:
     message = (
         f"{name} was called outside a sample: it works inside a dataset's __getitem__ while run.shard(...) reads it, "
-        "in the thread that called it; in a test, write: with sample_luck(seed=0, epoch=0, index=3): dataset[3]"
+        "in the thread that called it; in a test, write: with samestep.data.sample_rng.sample_luck(seed=0, epoch=0, "
+        "index=3): dataset[3]"
     )
     with pytest.raises(DataError, match=re.escape(message)):
         ask()

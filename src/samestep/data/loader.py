@@ -1,6 +1,6 @@
 """Samples of given indices, read by DataLoader workers, on the device: the same on any number of workers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -50,6 +50,7 @@ class Loader:
         self, dataset: MapDataset, seed: int, rank: int, collate: Collate | None, workers: int, device: torch.device
     ) -> None:
         self._requests = _Requests()
+        self._passes = 0
         self._device = device
         self._loader: DataLoader[object] = DataLoader(
             _Keyed(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # it has __getitems__, which is all that is called
@@ -64,8 +65,19 @@ class Loader:
     def read(self, requests: Iterator[Request]) -> Iterator[object]:
         """The batches of `requests`, each on the device, the next one on its way while this one is used."""
         self._requests.upcoming = requests
-        batches = iter(self._loader)
+        self._passes += 1
+        batches = self._unless_superseded(iter(self._loader), self._passes)
         return _ahead(batches, self._device) if self._device.type == "cuda" else _moved(batches, self._device)
+
+    def _unless_superseded(self, batches: Iterator[object], number: int) -> Iterator[object]:
+        for batch in batches:
+            yield batch
+            if self._passes != number:
+                raise DataError(
+                    "another pass over this shard was begun before this one ended, and its workers serve one at a "
+                    "time: give the "
+                    "inner loop a shard of its own, run.shard(dataset)"
+                )
 
 
 def choose_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
@@ -176,5 +188,7 @@ def _send(batches: Iterator[object], device: torch.device, stream: torch.cuda.St
     batch = next(batches, None)
     if batch is None:
         return None
+    if not isinstance(batch, torch.Tensor | Mapping | tuple | list):
+        return move(batch, device)  # a class of the user's: its tensors are not known to the stream
     with torch.cuda.stream(stream):
         return move(batch, device)

@@ -30,6 +30,10 @@ from samestep.log import note
 from samestep.plan.batch import Cut, Span, split_evenly
 
 
+_Lane = tuple[Span, Span, Iterator[object]]
+"""A part of every step that some shards feed: its places in a step, those of them this rank keeps, and the records."""
+
+
 class _End(Enum):
     """What no stream yields."""
 
@@ -139,19 +143,27 @@ class StreamCut(IterableDataset[StreamStep]):
 
     def _by_shards(self, dataset: Sharded, worker: int, workers: int) -> Iterator[StreamStep]:
         lanes = list(_lanes(dataset, self.global_batch, self.rank, self.size))
+        spare: tuple[object, int] | None = None
         for number in count():
             mine = self._is_mine(number, worker, workers)
-            any_found, positions, samples = 0, list[int](), list[object]()
-            for (start, stop), (keep_from, keep_to), records in lanes:
-                places = range(number * self.global_batch + start, number * self.global_batch + stop)
-                found, kept = self._take(records, places, (keep_from, keep_to) if mine else (0, 0))
-                any_found += found
-                positions += places[keep_from : keep_from + len(kept)]
-                samples += kept
-            if not any_found:
+            found, positions, samples = self._take_lanes(lanes, number, keep=mine or number == 0)
+            if number == 0 and samples:  # one that resumes behind its own end still needs something to pad with
+                spare = samples[0], positions[0]
+            if mine or (not found and number <= self.start_step):
+                yield self._step(number, positions, samples, None, spare)
+            if not found:
                 return
-            if mine:
-                yield self._step(number, positions, samples, None)
+
+    def _take_lanes(self, lanes: list[_Lane], number: int, keep: bool) -> tuple[int, list[int], list[object]]:
+        """How much of a step this rank's lanes still have, and what it keeps of that with its positions."""
+        any_found, positions, samples = 0, list[int](), list[object]()
+        for (start, stop), (keep_from, keep_to), records in lanes:
+            places = range(number * self.global_batch + start, number * self.global_batch + stop)
+            found, kept = self._take(records, places, (keep_from, keep_to) if keep else (0, 0))
+            any_found += found
+            positions += places[keep_from : keep_from + len(kept)]
+            samples += kept
+        return any_found, positions, samples
 
     def _begin(self) -> Iterator[object]:
         """The stream from where it is read: its beginning, or the start step where it can jump there."""
@@ -225,7 +237,7 @@ class StreamCut(IterableDataset[StreamStep]):
         )
 
 
-def _lanes(dataset: Sharded, global_batch: int, rank: int, size: int) -> Iterator[tuple[Span, Span, Iterator[object]]]:
+def _lanes(dataset: Sharded, global_batch: int, rank: int, size: int) -> Iterator[_Lane]:
     """For each part of a step that some shards feed: its places, those of them this rank keeps, and the records."""
     lanes = min(dataset.num_shards, global_batch)
     low, high = split_evenly(global_batch, size, rank)

@@ -1,6 +1,6 @@
-"""Batches as trees of tensors: moved to a device, cut to their real rows, refused where they are something else."""
+"""Batches as trees of tensors: moved to a device, refused where they are something else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,21 +43,6 @@ def move(tree: object, device: torch.device) -> object:
     return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def first_rows(tree: object, rows: int) -> object:
-    """`tree` with its tensors and lists of strings cut to their first `rows` rows."""
-    match tree:
-        case torch.Tensor():
-            return tree[:rows] if tree.dim() else tree
-        case Mapping():
-            return _rebuild_mapping(tree, {key: first_rows(value, rows) for key, value in tree.items()})
-        case list() | tuple() if _all_text(tree):
-            return _rebuild(tree, list(tree[:rows]))
-        case list() | tuple():
-            return _rebuild(tree, [first_rows(value, rows) for value in tree])
-        case _:
-            return tree
-
-
 def tensors_of(tree: object) -> list[torch.Tensor]:
     """Every tensor in `tree`."""
     found: list[torch.Tensor] = []
@@ -77,7 +62,3 @@ def _rebuild(like: tuple[object, ...] | list[object], values: list[object]) -> o
 
 def _rebuild_mapping(like: Mapping[object, object], values: dict[object, object]) -> object:
     return values if type(like) is dict else type(like)(values)  # pyright: ignore[reportCallIssue]  # a mapping class of the user's
-
-
-def _all_text(values: Sequence[object]) -> bool:
-    return len(values) > 0 and all(isinstance(value, str | bytes) for value in values)

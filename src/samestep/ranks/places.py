@@ -77,7 +77,9 @@ class Places:
         return {
             rank: place
             for rank, place in self.peers().items()
-            if place.state in ("failed", "ended") or (place.state == "in" and not self.is_here(place))
+            if place.state in ("failed", "ended")
+            # one that is ahead has passed this act, and what it sent is on its way
+            or (place.state == "in" and not self.is_here(place) and place.count <= self.here.count)
         }
 
     def is_here(self, place: Place) -> bool:

@@ -1,6 +1,7 @@
 """Numbers over all ranks: exact sums, means and maxima, each in one collective."""
 
 import math
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -76,20 +77,22 @@ def all_reduce(link: Link, tensor: torch.Tensor, op: Op, weight: float | None) -
 
 
 def _all_mean(link: Link, tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    wide = tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else _double(tensor.detach())
+    wide = tensor.detach() if tensor.is_complex() else _wide(tensor.detach())
     carried = torch.cat(
         [wide.reshape(-1) * weight, wide.new_tensor([weight])]
     )  # the weights ride along: one collective
     summed = _reduce_in_place(link, carried, "mean")
     if not summed[-1].is_nonzero():
         raise GroupError("run.all_reduce got weight=0 on every rank: a mean needs something that counts")
-    return (summed[:-1] / summed[-1]).reshape(tensor.shape)
+    mean = (summed[:-1] / summed[-1]).reshape(tensor.shape)
+    return mean.to(tensor.dtype) if tensor.is_floating_point() else mean
 
 
 def _reduce_in_place(link: Link, tensor: torch.Tensor, op: Op) -> torch.Tensor:
     if link.alone:
         link.refuse_inside_once("run.all_reduce")
         return tensor
+    _compare_tensors(link, tensor, op)
     home = tensor.device
     carried = (
         tensor.cpu() if home.type not in ("cpu", "cuda") or (home.type == "cuda" and link.backend == "gloo") else tensor
@@ -97,6 +100,18 @@ def _reduce_in_place(link: Link, tensor: torch.Tensor, op: Op) -> torch.Tensor:
     with link.together("run.all_reduce"):
         dist.all_reduce(carried, op=_OPS[op])
     return carried.to(home)
+
+
+def _compare_tensors(link: Link, tensor: torch.Tensor, op: Op) -> None:
+    """Raise where ranks give tensors that cannot be added: torch would hang, or add what does not belong together."""
+    mine = [float(list(_OPS).index(op)), float(zlib.crc32(str(tensor.dtype).encode())), float(tensor.numel())]
+    for rank, theirs in enumerate(link.exchange("run.all_reduce", mine)):
+        if theirs.tolist() != mine:
+            raise GroupError(
+                f"run.all_reduce got op={op!r} and {tensor.numel()} elements of {tensor.dtype} on rank "
+                f"{link.world.rank}, and "
+                f"rank {rank} gave something else ({int(theirs[2])} elements): all ranks must give tensors alike"
+            )
 
 
 def _accumulate(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int | float, int, bool]:
@@ -142,6 +157,13 @@ def _tensor(value: object) -> torch.Tensor:
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # Apple's GPU has no float64
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Room for weights and sums: half precision as fp32, whole numbers as float64."""
+    if not tensor.is_floating_point():
+        return _double(tensor)
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _largest(tensor: torch.Tensor) -> int | float:

@@ -56,7 +56,10 @@ def choose_device(world: World, seen: Accelerators, backend: str | None) -> Devi
 
 def _choose_cuda(world: World, devices: int, wish: str | None) -> DeviceChoice:
     device = torch.device("cuda", world.local_rank % devices)
-    if world.local_size <= devices:
+    own_each = (
+        devices == 1 and world.launcher == "slurm" and wish == "nccl"
+    )  # srun --gpus-per-task=1 shows each rank its own
+    if world.local_size <= devices or own_each:
         chosen = _backend(world, wish or "nccl")
         return DeviceChoice(device, chosen, f"a GPU for each of the {world.local_size} rank(s) of this node")
     if wish == "nccl":

@@ -3,13 +3,14 @@
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import DataError, StepError
+from samestep.errors import StepError
 from samestep.log import SamestepWarning
 from samestep.ranks.link import Link
 from samestep.run.account import Account
@@ -23,7 +24,7 @@ from samestep.torch_private import multiply_all
 from samestep.wrap.batchnorm import rows_needed
 from samestep.wrap.fingerprint import check_alike
 from samestep.wrap.speed import Speed
-from samestep.wrap.wrapped import Wrapped, check_optimizer
+from samestep.wrap.wrapped import Wrapped, check_optimizer, local
 
 
 class RunEngine:
@@ -77,24 +78,33 @@ class RunEngine:
 
     def detach(self, failed: bool) -> None:
         """Let go of the optimizers and close the ledgers, without a word to the other ranks."""
-        for hook in self._hooks:
-            hook.remove()
-        for rider in self.pulse.riders if failed else ():
-            rider.ended(failed=True)
-        for account in self.accounts:
-            account.close(failed)
-        for act in self.at_end:
-            act()
-        self.speed.close()
+        with ExitStack() as ending:  # each of these happens, whatever another raises
+            ending.callback(self.speed.close)
+            for act in self.at_end:
+                ending.callback(act)
+            for account in self.accounts:
+                ending.callback(account.close, failed)
+            for rider in self.pulse.riders if failed else ():
+                ending.callback(rider.ended, failed=True)
+            for hook in self._hooks:
+                ending.callback(hook.remove)
 
     def expect(self, total: int, start: int) -> None:
         """Tell how far training will go, for the bar and the time left."""
         if self._writer is not None:
             self._writer.expect(total, start)
 
-    def begin_step(self, step: Step) -> None:
-        """Called when a step is handed out."""
+    def hand_out(self, step: Step) -> Iterator[Step]:
+        """Yield a step once, and know when the body of the user's loop is over, also where it is left for good."""
         self.current, self._abandoned, self.in_step = step, None, True
+        try:
+            yield step
+        finally:
+            self.in_step = False
+        step.drain()
+
+    def begin_micro_batches(self) -> None:
+        """Called before the first micro-batch: gradients that stand get the factor that the coming ones carry."""
         if self.speed.scale is not None:
             self.speed.scale.begin(self.models)
 
@@ -121,7 +131,6 @@ class RunEngine:
 
     def end_step(self, step: Step) -> None:
         """Called when the body of the user's loop is over: a boundary that all ranks reach."""
-        self.in_step = False
         self._link.stepping()
         if self._writer is not None:
             self._writer.advance(self.steps)
@@ -144,20 +153,13 @@ class RunEngine:
         """The sum of a count over all ranks."""
         return sum(float(part[0]) for part in self._link.exchange("step.mean", [float(count)]))
 
-    def exchange_counts(self, count: int) -> list[int]:
-        """How many samples each rank has in a step of a stream."""
-        return [int(part[0]) for part in self._link.exchange("a step of run.stream", [float(count)])]
+    def exchange_counts(self, act: str, count: int) -> list[int]:
+        """A whole number of every rank, such as its samples in a step of a stream."""
+        return [int(part[0]) for part in self._link.exchange(act, [float(count)])]
 
-    def same_everywhere(self, act: str, samples: int) -> None:
-        """Raise where ranks see datasets of different lengths: their steps would not hold the same samples."""
-        lengths = [int(part[0]) for part in self._link.exchange(act, [float(samples)])]
-        if len(set(lengths)) > 1:
-            told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:8]))
-            raise DataError(
-                f"the dataset has not the same length on all ranks: {told}; every rank must be given the whole of the "
-                "same "
-                "data, and run.shard takes this rank's part of it"
-            )
+    def has_gradients(self) -> bool:
+        """Whether a gradient other than zero stands on this rank."""
+        return any(bool(local(gradient).any()) for model in self.models for gradient in model.gradients())
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient."""
@@ -205,6 +207,11 @@ class RunEngine:
                 "was called: its gradients are not those of the global batch and were dropped; to skip a step, "
                 "`continue` with the next one"
             )
+        if self.current is not None and self.current.under_way and (len(self.current) > 1 or self.speed.scale):
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called inside the loop over the micro-batches of step "
+                f"{self.current.number}: its gradients are complete after the loop; call it there"
+            )
         if not any(optimizer is known for known in self._optimizers):
             check_optimizer(optimizer, self.models)
             for model in self.models:
@@ -217,11 +224,15 @@ class RunEngine:
         if self._writer is None or self.current is None or not self.in_step:
             return
         which = next(at for at, known in enumerate(self._optimizers) if known is optimizer)
-        prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
-        groups = optimizer.param_groups
-        for at, group in enumerate(groups):
-            name = prefix if len(groups) == 1 else f"{prefix}/{at}"
-            self._own[self.current.number, name] = float(group["lr"])
+        self._own.update({(self.current.number, name): rate for name, rate in _rates(which, optimizer)})
+
+
+def _rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+    """The learning rate of every parameter group, by name."""
+    prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
+    groups = optimizer.param_groups
+    for at, group in enumerate(groups):
+        yield prefix if len(groups) == 1 else f"{prefix}/{at}", float(group["lr"])
 
 
 def _watch_optimizers(engine: RunEngine) -> list[RemovableHandle]:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,34 +93,44 @@ class Life:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on the first GPU
         self.link.open(device)
-        _check_alike(self.link, asked)
-        seed_alike(asked.seed)
-        self._folder = once(_choose_folder, self._wished_folder)
-        if self.world.first:
-            console = open_console(sys.stdout)
-            self.writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
-        speed = Speed(self.link, see_arithmetic(device, asked.precision, asked.compile), self.say)
-        self._engine = RunEngine(self.link, device, self.writer, asked.check_every, speed)
+        try:
+            _check_alike(self.link, asked)
+            seed_alike(asked.seed)
+            self._folder = once(_choose_folder, self._wished_folder)
+            if self.world.first:
+                console = open_console(sys.stdout)
+                self.writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
+            speed = Speed(self.link, see_arithmetic(device, asked.precision, asked.compile), self.say)
+            self._engine = RunEngine(self.link, device, self.writer, asked.check_every, speed)
+        except BaseException as error:
+            self.fail(error)  # `with` does not reach its end where it fails to begin
+            raise
         if self.choice.warning:
             self._voice.warn_once(self.choice.warning)
 
     def end(self) -> None:
         """End after success: write what is pending, wait for all ranks, disconnect."""
-        self.engine.close()
-        self._close_files("finished")
-        self.link.close()
+        try:
+            self.engine.close()
+            self._close_files("finished", self.engine)
+            self.link.close()
+        except BaseException as error:
+            self.fail(error)
+            raise
         self._engine = None
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: tell the other ranks and the launcher, destroy nothing that others may wait in."""
-        if self._engine is not None:
-            self._engine.detach(failed=True)
         if isinstance(error, RuntimeError) and (told := self.link.tell_peers()):
             error.add_note(told)  # torch does not know which rank it waited for
-        self.link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])
+        self.link.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first of all: others may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
-        self._close_files("failed")
+        engine, self._engine = self._engine, None
+        with ExitStack() as ending:
+            ending.callback(self._close_files, "failed", engine)
+            if engine is not None:
+                ending.callback(engine.detach, failed=True)
 
     def say(self, text: str) -> None:
         """Print on the first rank."""
@@ -128,16 +139,16 @@ class Life:
 
     def move_to(self, folder: Path, once: Callable[..., object]) -> None:
         """Let logs and ledgers lie in `folder`, unless the user chose a place or something is written."""
-        opened = self.writer is not None and self.writer.opened
-        if self._wished_folder is not None or once(lambda: opened):
+        settled = self._wished_folder is not None or (self.writer is not None and self.writer.opened)
+        if once(lambda: settled):
             return
         self._folder = self._wished_folder = folder
         for account in self.engine.accounts:
             account.folder, account.generation = folder, int(str(once(next_generation, folder, account.name)))
 
-    def summary(self, status: str) -> dict[str, object]:
+    def summary(self, status: str, engine: RunEngine | None = None) -> dict[str, object]:
         """What is worth keeping of this run."""
-        engine = self._engine
+        engine = engine or self._engine
         return {
             "status": status,
             "version": __version__,
@@ -155,9 +166,9 @@ class Life:
             "choices": engine.speed.choices() if engine else {},
         }
 
-    def _close_files(self, status: str) -> None:
+    def _close_files(self, status: str, engine: RunEngine | None) -> None:
         if self.writer is not None:
-            self.writer.close(self.summary(status) if self.writer.opened else {})
+            self.writer.close(self.summary(status, engine) if self.writer.opened else {})
 
 
 def _check_alike(link: Link, asked: Asked) -> None:

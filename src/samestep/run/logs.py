@@ -25,7 +25,7 @@ class Pending:
     def add(self, step: int, name: str, value: object) -> None:
         """Keep one value; a tensor is not read yet, since that would wait for the device."""
         lazy = isinstance(value, torch.Tensor) and value.shape == _SINGLE and not value.is_complex()
-        kept = value.detach() if lazy and isinstance(value, torch.Tensor) else number(name, value)
+        kept = value.detach().clone() if lazy and isinstance(value, torch.Tensor) else number(name, value)
         self.values[checked_step(step), checked_name(name)] = kept
 
     def take(self) -> tuple[list[Row], list[float]]:
@@ -38,7 +38,9 @@ class Pending:
         for at, value in lazy:
             by_device.setdefault(value.device, []).append((at, value))
         for members in by_device.values():
-            fetched = torch.stack([value.float() if value.dtype != torch.float64 else value for _, value in members])
+            fetched = torch.stack(
+                [value.double() if value.device.type != "mps" else value.float() for _, value in members]
+            )
             for (at, _), item in zip(members, fetched.tolist(), strict=True):
                 plain[at] = item
         return rows, plain

@@ -16,8 +16,10 @@ def replicated(models: Sequence[Wrapped], optimizers: Sequence[Optimizer]) -> di
         own = {id(b) for norm in unsynchronised(model.inner).values() for b in norm.buffers()}
         named = (*model.inner.named_parameters(), *model.inner.named_buffers())
         found.update({name if at == 0 else f"model {at}: {name}": t for name, t in named if id(t) not in own})
-        for optimizer in optimizers:
-            found.update(_state(model, optimizer))
+        for which, optimizer in enumerate(optimizers):
+            prefix = "" if at == 0 else f"model {at}: "
+            suffix = "" if which == 0 else f", optimizer {which}"
+            found.update({f"{prefix}{name}{suffix}": value for name, value in _state(model, optimizer)})
     return found
 
 

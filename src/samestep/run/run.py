@@ -14,6 +14,7 @@ from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.ground import Ground, Stateful
 from samestep.checkpoint.restoring import restore
 from samestep.data.loader import Collate, MapDataset
+from samestep.errors import WrapError
 from samestep.ranks.group import Group
 from samestep.run.evaluate import evaluate
 from samestep.run.life import Asked, Life
@@ -114,6 +115,8 @@ class Run(Group):
         None chooses.
         """
         engine = self._life.engine
+        if any(known.owns(parameter) for known in engine.models for parameter in model.parameters()):
+            raise WrapError(f"{type(model).__name__} has parameters that are wrapped already: a model is wrapped once")
         engine.speed.tell()
         wish = Wish(strategy, unused, sync_batchnorm, offload, blocks, checkpoint, channels_last)
         in_step, numbers = (lambda: engine.in_step), engine.speed.numbers

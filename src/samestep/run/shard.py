@@ -58,7 +58,6 @@ class Shard:
         self._loaders: dict[str, Loader] = {}
         engine.at_end.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
         self._epoch = self._step = 0
-        self._open: Step | None = None
         self._voice = Voice()
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -93,10 +92,9 @@ class Shard:
 
     def state_dict(self) -> dict[str, int]:
         """Where training stands, the same on every rank: valid on any world size and any number of workers."""
-        within = self._open is not None and self._open.done
         return {
             "epoch": self._epoch,
-            "step": self._step + int(within),
+            "step": self._step,
             "seed": self._source.order.seed,
             "n": self._cut.n,
             "global_batch": self._cut.global_batch,
@@ -126,20 +124,24 @@ class Shard:
             start, stop = self._cut.positions(index)
             count = self._cut.shape(index)[0]
             place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count)
-            step = self._open = Step(place, islice(stream, count), self._engine, partial(self._count, epoch, index))
-            self._engine.begin_step(step)
-            yield step
-            step.drain()
-            self._open, self._step = None, index + 1
+            step = Step(place, islice(stream, count), self._engine, partial(self._count, epoch, index))
+            yield from self._engine.hand_out(step)
+            self._step = index + 1
             self._engine.end_step(step)
         self._epoch, self._step = epoch + 1, 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the global batch in one epoch, on any world size: what a learning-rate schedule wants to know."""
+        return self._cut.steps
 
     def steps_left(self) -> int:
         """How many steps the epoch under way still has."""
         return self._cut.steps - self._step
 
     def _count(self, epoch: int, index: int) -> None:
-        """Write down that a step's samples have been learnt from."""
+        """Stand behind a step whose samples have been learnt from, and write that down."""
+        self._step = index + 1
         if self._account:
             begin, end = self._cut.slice(index)
             self._account.trained(epoch, index, begin, end - begin)
@@ -222,7 +224,7 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     n = check_dataset(dataset)
     order = Order(n, terms.seed, reading.shuffle, None if reading.weights is None else reading.weights.double().numpy())
     cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, reading.micro_batch, reading.drop_tail)
-    terms.engine.same_everywhere("run.shard", n)
+    check_lengths(terms.engine.exchange_counts("run.shard", n))
     workers = terms.workers_for(dataset, reading.workers)
     if cut.dropped:
         terms.say(f"drop_tail: {cut.dropped} of {n} samples are left out of every epoch")
@@ -230,6 +232,16 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     description = Description(n, terms.seed, reading.shuffle, terms.global_batch, weighted, reading.drop_tail)
     source = Source(dataset, order, reading.collate, workers, reading.settings, terms.device)
     return Shard(source, cut, terms.engine, terms.account(reading.name, "shard", description))
+
+
+def check_lengths(lengths: list[int]) -> None:
+    """Raise where ranks see datasets of different lengths: their steps would not hold the same samples."""
+    if len(set(lengths)) > 1:
+        told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:8]))
+        raise DataError(
+            f"the dataset has not the same length on all ranks: {told}; every rank must be given the whole of the same "
+            "data, and run.shard takes this rank's part of it"
+        )
 
 
 def check_dataset(dataset: object) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from samestep.data import keyed
+from samestep.data.mix import key64
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import StepError
 
@@ -64,8 +65,16 @@ class Engine(Protocol):
         """The factor that losses carry through the backward pass; 1 but for fp16."""
         ...
 
+    def begin_micro_batches(self) -> None:
+        """Called before the first micro-batch."""
+        ...
+
     def begin_micro_batch(self, last: bool) -> None:
         """Called before each micro-batch: gradients travel with the last one only."""
+        ...
+
+    def has_gradients(self) -> bool:
+        """Whether a gradient other than zero stands on this rank."""
         ...
 
     def end_micro_batches(self, step: "Step") -> None:
@@ -107,6 +116,11 @@ class Step:
         self._loss_factor = 1.0
 
     @property
+    def under_way(self) -> bool:
+        """Whether the loop over the micro-batches has begun and is not over."""
+        return self._current is not None
+
+    @property
     def number(self) -> int:
         """Optimizer steps before this one since training began, on any world size."""
         return self.place.number
@@ -129,6 +143,7 @@ class Step:
     def __iter__(self) -> Iterator[object]:
         if self._current is not None or self.done:
             raise StepError(f"step {self.number} was iterated twice: its micro-batches can be had once")
+        self._engine.begin_micro_batches()
         try:
             for number, micro in enumerate(self._source):
                 self._current, self._draws, self.last_samples = micro, 0, micro.indices
@@ -154,6 +169,7 @@ class Step:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global mean.
 
         `losses` has one value a row, or more with `mask` (or none) saying which count; padding rows never count.
+        The loss of a masked place may be inf or nan, its gradient may not: mask what it is computed from as well.
         With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
         brought to the mean when the loop over the micro-batches ends, and `step.loss` tells the true value.
         """
@@ -174,6 +190,7 @@ class Step:
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
         self._check(losses, mask)
+        self._means += 1
         weighted, _ = self._weigh(losses, mask)
         return self._scaled(weighted.sum() * self._engine.size)
 
@@ -199,7 +216,9 @@ class Step:
 
     def rng(self, row: int) -> torch.Generator:
         """A generator on the CPU for one row's sample, for what `random` and `normal` cannot draw."""
-        key = int(self._micro().keys[row]) ^ (self._next_draw() << 32)
+        key = key64(
+            int(self._micro().keys[row]), self._next_draw()
+        )  # every bit of both reaches the lower 32 that torch uses
         return torch.Generator().manual_seed(key % (1 << 63))
 
     def _scaled(self, value: torch.Tensor) -> torch.Tensor:
@@ -230,7 +249,6 @@ class Step:
             raise StepError(
                 f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike"
             )
-        self.losses.append((losses.detach(), micro.indices))
 
     def _plain_mean(self, losses: torch.Tensor) -> torch.Tensor:
         """The mean without a mask; where every row counts, as cheap as torch's own."""
@@ -239,6 +257,7 @@ class Step:
         if not micro.full:
             weighted, _ = self._weigh(losses, None)
             return weighted.sum() * (size * rows / (self.samples * losses.numel()))
+        self.losses.append((losses.detach(), micro.indices))
         losses = losses.float() if losses.dtype in _HALF else losses
         if rows * size == self.samples:
             return losses.mean()
@@ -250,9 +269,18 @@ class Step:
         if mask is not None:
             weights = weights * mask
         # a padded or masked loss may be inf or nan, and nan times zero is nan: put zero there instead
-        return torch.where(weights != 0, losses * weights, torch.zeros_like(losses)), weights
+        weighted = torch.where(weights != 0, losses * weights, torch.zeros_like(losses))
+        self.losses.append((weighted.detach(), self._micro().indices))
+        return weighted, weights
 
     def _defer(self, weighted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._masked_count is None and self._engine.has_gradients():
+            raise StepError(
+                f"step {self.number} begins with gradients of an earlier one, and its masked mean over several "
+                "micro-batches is "
+                "settled by a factor on all gradients: call optimizer.zero_grad() before it, or use a larger "
+                "micro_batch"
+            )
         self._masked_means += 1
         count = weights.sum(dtype=torch.float64)
         self._masked_count = count if self._masked_count is None else self._masked_count + count

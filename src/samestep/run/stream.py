@@ -52,7 +52,6 @@ class Stream:
         self._source, self._terms, self._engine, self._account = source, terms, terms.engine, account
         self._epoch = self._step = self._number = 0
         self._place: object = None
-        self._open: Step | None = None
         self._spare: list[object] = []
 
     def epochs(self, count: int) -> Iterator[Epoch]:
@@ -64,19 +63,25 @@ class Stream:
                 self._epoch, self._step, self._place = number + 1, 0, None
 
     def __iter__(self) -> Iterator[object]:
-        """Everything once, in batches of this rank, one for each global batch in which it has a part."""
+        """Everything once, in batches of this rank; not for sharded models, whose ranks need equally many batches."""
+        if self._engine.lockstep:
+            raise DataError(
+                "a sharded model cannot be evaluated on a stream: its ranks need equally many batches, and a stream "
+                "does not "
+                "know how many it has; give run.shard a dataset with a length"
+            )
         collate = self._source.collate or default_collate
-        for part in self._read(epoch=0, first=0, state=None):
-            if part.samples:
-                yield move(collate(part.samples), self._terms.device)
+        for part in self._read(epoch=0, first=0, state=None, drop_tail=False):
+            rows = self._source.micro_batch or len(part.samples) or 1
+            for at in range(0, len(part.samples), rows):
+                yield move(collate(part.samples[at : at + rows]), self._terms.device)
 
     def state_dict(self) -> dict[str, object]:
         """Where training stands, the same on every rank: valid on any world size and any number of workers."""
-        within = int(self._open is not None and self._open.done)
         return {
             "epoch": self._epoch,
-            "step": self._step + within,
-            "number": self._number + within,
+            "step": self._step,
+            "number": self._number,
             "seed": self._terms.seed,
             "global_batch": self._terms.global_batch,
             "stream": self._place,
@@ -97,29 +102,30 @@ class Stream:
         """The steps of one pass from where this stream stands; it ends on all ranks together."""
         if self._account:
             self._account.begin(epoch, self._step)
-        for part, count, largest in self._together(self._read(epoch, self._step, self._place)):
+        for part, count, largest in self._together(self._read(epoch, self._step, self._place, self._source.drop_tail)):
             micro_batches = list(self._micro_batches(part, count, largest, epoch))
             place = StepPlace(self._number, self._step, epoch, count, len(micro_batches))
-            self._place = part.state  # known when the step is read; it counts from when the step is done
-            step = self._open = Step(place, iter(micro_batches), self._engine, partial(self._count, epoch, part))
-            self._engine.begin_step(step)
-            yield step
-            step.drain()
-            self._open, self._step, self._number = None, self._step + 1, self._number + 1
+            step = Step(place, iter(micro_batches), self._engine, partial(self._count, place, part))
+            yield from self._engine.hand_out(step)
+            self._stand_behind(place, part)
             self._engine.end_step(step)
         self._epoch, self._step, self._place = epoch + 1, 0, None
 
-    def _count(self, epoch: int, part: StreamStep) -> None:
-        """Write down that a step's samples have been learnt from."""
+    def _count(self, place: StepPlace, part: StreamStep) -> None:
+        """Stand behind a step whose samples have been learnt from, and write that down."""
+        self._stand_behind(place, part)
         if self._account:
-            first = part.positions[0] if part.positions else self._step * self._terms.global_batch
-            self._account.trained(epoch, self._step, first, len(part.positions))
+            first = part.positions[0] if part.positions else place.index * self._terms.global_batch
+            self._account.trained(place.epoch, place.index, first, len(part.positions))
 
-    def _read(self, epoch: int, first: int, state: object) -> Iterator[StreamStep]:
+    def _stand_behind(self, place: StepPlace, part: StreamStep) -> None:
+        self._step, self._number, self._place = place.index + 1, place.number + 1, part.state
+
+    def _read(self, epoch: int, first: int, state: object, drop_tail: bool) -> Iterator[StreamStep]:
         source, terms = self._source, self._terms
         cut = StreamCut(
             source.dataset, terms.world.rank, terms.world.size, terms.global_batch, first, state, terms.seed, epoch,
-            source.decode, source.drop_tail,
+            source.decode, drop_tail,
         )  # fmt: skip
         loader: DataLoader[StreamStep] = DataLoader(
             _typed(cut),
@@ -140,7 +146,7 @@ class Stream:
             return
         while True:
             part = next(parts, _NOTHING)
-            counts = self._engine.exchange_counts(len(part.samples))
+            counts = self._engine.exchange_counts("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
             yield part, sum(counts), max(counts)

@@ -68,7 +68,7 @@ def wrap(
     if strategy == "single":
         _tell_lone_wish(model, wish, say)
     else:
-        _begin_alike(link, model, frozen_names(model, parts), device)
+        _begin_alike(link, model, frozen_names(model, parts))
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
     core: nn.Module = torch.compile(model) if numbers.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # of a module, a module
     _set_up_forward(model, core, device, wish, numbers, cast=not sharded or bool(parts))
@@ -106,7 +106,8 @@ def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: St
     if device.type != "cuda":
         return "ddp", "each rank holds the whole model"
     state = _STATE_FACTOR * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    memory = torch.cuda.get_device_properties(device).total_memory
+    mine = float(torch.cuda.get_device_properties(device).total_memory)
+    memory = min(float(part[0]) for part in link.exchange("choosing a strategy", [mine]))  # one choice for all ranks
     facts = f"weights, gradients and optimizer take {state / 2**30:.1f} GiB of {memory / 2**30:.1f} on a GPU"
     return (
         ("ddp", f"{facts}: each rank holds the whole model") if state < 0.5 * memory else ("fsdp", f"{facts}: sharded")
@@ -161,9 +162,8 @@ def _time_search(joined: DistributedDataParallel, core: nn.Module, wish: Wish, s
         SearchCost(joined, core, say)
 
 
-def _begin_alike(link: Link, model: nn.Module, frozen: list[str], device: torch.device) -> None:
+def _begin_alike(link: Link, model: nn.Module, frozen: list[str]) -> None:
     """The first rank's weights and buffers on all ranks; frozen parts were loaded, not drawn, and are only checked."""
-    del device
     left = set(frozen)
     named = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in left}
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()]
@@ -178,7 +178,12 @@ def _begin_alike(link: Link, model: nn.Module, frozen: list[str], device: torch.
             )
     with torch.no_grad(), link.together("sending the first rank's weights"):
         for tensor in named.values():
-            dist.broadcast(tensor, src=0)
+            dense = tensor.detach().clone()
+            if dense.stride() == tensor.stride():
+                dist.broadcast(tensor, src=0)
+            else:  # expanded or cut out: its elements do not lie side by side, and torch sends them as if they did
+                dist.broadcast(dense, src=0)
+                tensor.set_(dense)  # pyright: ignore[reportArgumentType]  # the stubs lack this overload
     check_alike(link, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
 
 

@@ -24,7 +24,6 @@ class Wrapped:
         self.norms = learning(inner)
         """BatchNorm layers that learn statistics from what goes through."""
         self._use = use
-        self._alone = strategy == "single"
         self._known = {id(p): p.requires_grad for p in inner.parameters()}
         self._names = {id(p): name for name, p in inner.named_parameters()}
 
@@ -58,7 +57,7 @@ class Wrapped:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What trains."""
-        return (parameter for parameter in self.inner.parameters() if parameter.requires_grad)
+        return (parameter for parameter in self.inner.parameters() if self._known.get(id(parameter)))
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradients that stand on this rank."""
@@ -87,6 +86,9 @@ class Wrapped:
         """Raise where the step left parameters unused."""
         if self._use is not None and (missing := self._use.missing()):
             self.check_unchanged()  # where a parameter was replaced, the old one is unused: tell the cause
+            frozen = [name for name, p in self.inner.named_parameters() if name in missing and not p.requires_grad]
+            if frozen:
+                raise WrapError(f"parameter {frozen[0]!r} was frozen after run.wrap: freeze before, then wrap")
             raise WrapError(explain(self.inner, missing, number, samples, rank))
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -106,7 +108,9 @@ class Wrapped:
             if parameter.requires_grad and not known:
                 raise WrapError(
                     f"parameter {name!r} was frozen when the model was wrapped and trains now, so its gradient stays "
-                    "on each rank: unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer"
+                    "on each rank: unfreeze it before run.wrap; to train more from some epoch on, end this Run there "
+                    "and "
+                    "go on with another"
                 )
 
 

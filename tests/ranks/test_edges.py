@@ -1,0 +1,242 @@
+"""Edges where a training loop easily goes wrong without a word: each is right here, or refused with its reason."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from samestep import Run, read_metrics
+from samestep.errors import DataError, GroupError, StepError, WrapError
+
+
+class Count(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+class Uneven(IterableDataset):
+    """Two shards, one of which ends long before the other."""
+
+    num_shards = 2
+
+    def shard(self, index):
+        return range(20) if index == 0 else range(100, 104)
+
+    def __iter__(self):
+        raise AssertionError("it is read by shards")
+
+
+def numbers(n=10):
+    return TensorDataset(torch.arange(float(n)).reshape(-1, 1))
+
+
+def linear():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return model
+
+
+def several_runs():
+    totals = []
+    for _ in range(3):
+        with Run(global_batch=4) as run:
+            model = run.wrap(torch.nn.Linear(1, 1))
+            totals.append((run.sum(run.rank + 1), model is not None))
+    return totals
+
+
+def test_several_runs_one_after_the_other_work(ranks):
+    assert ranks(2, several_runs) == [[(3, True)] * 3] * 2
+
+
+def test_a_run_that_is_not_open_says_so():
+    run = Run(global_batch=4)
+    with pytest.raises(GroupError, match=r"run\.barrier at test_edges\.py:\d+ was called on a run that is not started"):
+        run.barrier()
+    with run:
+        pass
+    with pytest.raises(GroupError, match="not started or is closed"):
+        run.agree(True)
+
+
+def unlike_tensors():
+    with Run(global_batch=4, start_timeout=20) as run:
+        run.all_reduce(torch.ones(3 + run.rank), "sum")
+
+
+def test_tensors_of_other_sizes_are_refused_instead_of_hanging(ranks):
+    for text in ranks.errors(2, unlike_tensors):
+        assert "GroupError: run.all_reduce got op='sum' and" in text
+        assert "all ranks must give tensors alike" in text
+
+
+def test_a_weighted_mean_in_half_precision_does_not_overflow():
+    with Run(global_batch=4) as run:
+        mean = run.all_reduce(torch.tensor([100.0], dtype=torch.float16), "mean", weight=1000.0)
+        assert (mean.item(), mean.dtype) == (100.0, torch.float16)
+
+
+def unlike_lengths():
+    with Run(global_batch=4) as run:
+        run.shard(numbers(10 + run.rank))
+
+
+def test_datasets_of_unlike_lengths_are_refused(ranks):
+    for text in ranks.errors(2, unlike_lengths):
+        assert "DataError: the dataset has not the same length on all ranks: 10 on rank 0, 11 on rank 1" in text
+
+
+def send_expanded():
+    with Run(global_batch=4) as run:
+        model = torch.nn.Linear(1, 1)
+        model.register_buffer("mask", torch.full((1,), float(run.rank)).expand(64))
+        model.register_buffer("turned", torch.full((4, 4), float(run.rank)).t())
+        run.wrap(model)
+        return model.mask.tolist(), model.turned.flatten().tolist()
+
+
+def test_buffers_that_are_not_dense_arrive_whole(ranks):
+    assert ranks(2, send_expanded) == [([0.0] * 64, [0.0] * 16)] * 2
+
+
+def test_a_model_is_wrapped_once():
+    with Run(global_batch=4) as run:
+        model = torch.nn.Linear(1, 1)
+        run.wrap(model)
+        with pytest.raises(WrapError, match="Linear has parameters that are wrapped already: a model is wrapped once"):
+            run.wrap(model)
+
+
+def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
+    with Run(global_batch=2, seed=1) as run:
+        train = run.shard(numbers())
+        seen = []
+        for epoch in train.epochs(1):
+            for step in epoch:
+                seen += [row for (x,) in step for row in x[:, 0].tolist()]
+                if step.number == 1:
+                    break
+            break
+        assert (train.state_dict()["epoch"], train.state_dict()["step"]) == (0, 2)
+        assert not run._life.engine.in_step
+        for epoch in train.epochs(1):
+            for step in epoch:
+                seen += [row for (x,) in step for row in x[:, 0].tolist()]
+        assert seen == [float(i) for i in range(10)]
+
+
+def test_an_epoch_and_a_pass_cannot_be_had_twice():
+    with Run(global_batch=2) as run:
+        train = run.shard(numbers())
+        for epoch in train.epochs(1):
+            assert sum(1 for step in epoch for _ in step) == 5
+            with pytest.raises(DataError, match="epoch 0 was iterated twice"):
+                list(epoch)
+        with pytest.raises(DataError, match="another pass over this shard was begun before this one ended"):
+            [list(train) for _ in train]
+        assert train.steps_per_epoch == 5
+
+
+def step_within_the_loop(micro_batch):
+    with Run(global_batch=4) as run:
+        model = run.wrap(linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in run.shard(numbers(), micro_batch=micro_batch).epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x)[:, 0]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_steps_before_the_gradient_is_complete_is_refused(ranks):
+    for text in ranks.errors(2, step_within_the_loop, 1):
+        assert "StepError: SGD.step() was called inside the loop over the micro-batches of step 0" in text
+    ranks(2, step_within_the_loop, None)  # one micro-batch a step: its gradient is complete
+
+
+def learn(step, model, loss):
+    for (x,) in step:
+        loss(step, model(x)[:, 0]).backward()
+
+
+def test_a_masked_mean_over_several_micro_batches_stands_alone():
+    with Run(global_batch=4) as run:
+        model = run.wrap(linear())
+        train = run.shard(numbers(8), micro_batch=2)
+        steps = iter(next(iter(train.epochs(1))))
+        with pytest.raises(StepError, match="mixes a masked mean with other means"):
+            learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1) + step.sum(losses))
+    with Run(global_batch=4) as run:
+        model = run.wrap(linear())
+        steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
+        learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
+        with pytest.raises(StepError, match=r"begins with gradients of an earlier one.*call optimizer.zero_grad\(\)"):
+            learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
+
+
+def test_every_generator_of_a_sample_draws_other_numbers():
+    with Run(global_batch=4) as run:
+        for step in next(iter(run.shard(numbers(4)).epochs(1))):
+            for _ in step:
+                draws = [torch.rand(1, generator=step.rng(row)).item() for row in (0, 0, 1, 2)]
+                assert len(set(draws)) == 4
+
+
+def test_what_is_logged_is_the_value_at_that_time(tmp_path):
+    with Run(global_batch=4, folder=tmp_path) as run:
+        total = torch.tensor(5.0)
+        run.log({"train/total": total, "train/count": torch.tensor(16777217)}, step=0)
+        total.zero_()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (record["train/total"], record["train/count"]) == (5.0, 16777217)
+
+
+def test_an_evaluation_of_a_stream_drops_nothing_and_keeps_to_the_micro_batch():
+    with Run(global_batch=4) as run:
+        batches = [batch.tolist() for batch in run.stream(Count(), drop_tail=True, micro_batch=2)]
+        assert batches == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def read_uneven(state):
+    with Run(global_batch=4) as run:
+        train = run.stream(Uneven())
+        if state is not None:
+            train.load_state_dict(state)
+        states, seen = [], []
+        for epoch in train.epochs(1):
+            for step in epoch:
+                seen += [int(v) for batch in step for v in batch[step._current.weights > 0]]
+                states.append(train.state_dict())
+        return states, seen
+
+
+def test_a_stream_in_shards_resumes_where_one_rank_has_nothing_left(ranks):
+    whole = ranks(2, read_uneven, None)
+    rest = ranks(2, read_uneven, whole[0][0][3])
+    assert [part[1][8 if rank == 0 else 4 :] for rank, part in enumerate(whole)] == [part[1] for part in rest]
+
+
+def test_a_failed_start_tells_the_other_ranks(ranks):
+    first, second = ranks.errors(2, fail_in_start)
+    assert "RankMissing" in first or "GroupError" in first
+    assert "OSError: no console" in second
+
+
+def fail_in_start():
+    import os
+
+    from samestep.run import life
+
+    if os.environ["RANK"] == "1":
+
+        def broken(*_):
+            raise OSError("no console")
+
+        life.seed_alike = broken
+    try:
+        with Run(global_batch=4, start_timeout=30):
+            pass
+    finally:
+        from samestep.run.seed import seed_alike
+
+        life.seed_alike = seed_alike
