@@ -29,7 +29,6 @@ from samestep.errors import DataError, SampleError, StateError
 from samestep.log import note
 from samestep.plan.batch import Cut, Span, split_evenly
 
-
 _Lane = tuple[Span, Span, Iterator[object]]
 """A part of every step that some shards feed: its places in a step, those of them this rank keeps, and the records."""
 
