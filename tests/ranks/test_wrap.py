@@ -199,7 +199,7 @@ def test_a_parameter_changed_after_wrapping_is_explained_at_the_first_step(ranks
             assert "change the model first, then wrap it, then build the optimizer" in text
     for text in ranks.errors(2, change_after_wrapping, "unfreeze"):
         assert "WrapError: parameter '0.weight' was frozen when the model was wrapped and trains now" in text
-        assert "unfreeze first and wrap again (model = run.wrap(...)), then build a new optimizer" in text
+        assert "unfreeze it before run.wrap; to train more from some epoch on, end this Run there and go on" in text
 
 
 def bypass():

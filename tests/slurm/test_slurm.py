@@ -82,7 +82,7 @@ def test_a_job_on_two_nodes_trains_as_one_world_whatever_its_names(cluster, tmp_
     name, value = 'it\'s "50%" #1 \\ $(id)', "two\nlines # '$HOME'"
     job = submit(
         cluster, tmp_path, "--nodes", "2", "--nproc-per-node", "1", "--time", "5m", "--job-name", name,
-        "--env", f"ODD={value}", "--env", "folder=mine", "--setup", setup, script, argument, "--lr",
+        "--env", f"ODD={value}", "--env", "folder=mine", "--setup", setup, script, "--", argument, "--lr",
     )  # fmt: skip
     assert cluster.job(job)["TimeLimit"] == "00:05:00"
     cluster.wait_until(job, FINAL)

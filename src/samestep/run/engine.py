@@ -112,9 +112,16 @@ class RunEngine:
         """Let gradients travel with the last micro-batch only."""
         for model in self.models:
             model.sync(last)
+        if not any(model.sharded for model in self.models):  # those have a policy of their own
+            self.speed.open_forward()
+
+    def loss_known(self) -> None:
+        """Called when a micro-batch's loss is computed."""
+        self.speed.close_forward()
 
     def end_micro_batches(self, step: Step) -> None:
         """Called when all micro-batches of a step are done, before the optimizer's turn."""
+        self.speed.close_forward()
         for model in self.models:
             model.check_use(step.number, step.last_samples, self._link.world.rank)
         self.speed.settle(self.models, step.number)
@@ -126,6 +133,7 @@ class RunEngine:
     def abandon_step(self, step: Step) -> None:
         """A step left early: its gradients are of some micro-batches and some ranks only, so they are dropped."""
         self._abandoned = step
+        self.speed.close_forward()
         for model in self.models:
             model.forget()
 

@@ -73,6 +73,10 @@ class Engine(Protocol):
         """Called before each micro-batch: gradients travel with the last one only."""
         ...
 
+    def loss_known(self) -> None:
+        """Called when a micro-batch's loss is computed: what follows is the backward pass."""
+        ...
+
     def has_gradients(self) -> bool:
         """Whether a gradient other than zero stands on this rank."""
         ...
@@ -183,6 +187,7 @@ class Step:
             value = weighted.sum() * (self._engine.size / _positive(count, self.number))
         else:
             value = self._defer(*self._weigh(losses, mask))
+        self._engine.loss_known()
         detached = value.detach()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         return self._scaled(value)
@@ -192,7 +197,9 @@ class Step:
         self._check(losses, mask)
         self._means += 1
         weighted, _ = self._weigh(losses, mask)
-        return self._scaled(weighted.sum() * self._engine.size)
+        value = weighted.sum() * self._engine.size
+        self._engine.loss_known()
+        return self._scaled(value)
 
     def finite(self) -> bool:
         """Whether this step's gradients are finite, the same answer on every rank; a warning tells where they are not.

@@ -161,18 +161,24 @@ def set_fp32_products(numbers: Numbers) -> Callable[[], None]:
 def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Let every call of `module` run under autocast and give its floating results in fp32, for losses in fp32.
 
-    Only calls of the module itself are meant: a method such as `module.encode(x)` called from outside runs as it is.
+    In a training step autocast is on already, up to the loss, and results are left as they are. Only calls of the
+    module itself are meant: a method such as `module.encode(x)` called from outside a step runs as it is.
     """
-    open_blocks: list[torch.autocast] = []
+    open_blocks: list[torch.autocast | None] = []
 
     def enter(*_: object) -> None:
-        """Open a block."""
-        open_blocks.append(torch.autocast(device.type, dtype=dtype))
-        open_blocks[-1].__enter__()
+        """Open a block, unless one is open around."""
+        block = None if torch.is_autocast_enabled(device.type) else torch.autocast(device.type, dtype=dtype)
+        open_blocks.append(block)
+        if block is not None:
+            block.__enter__()
 
     def leave(_module: nn.Module, _inputs: object, output: object) -> object:
         """Close it, also after an exception."""
-        open_blocks.pop().__exit__(None, None, None)
+        block = open_blocks.pop()
+        if block is None:
+            return output
+        block.__exit__(None, None, None)
         return in_fp32(output)
 
     # first of all hooks, so that whatever raises later finds the block open, and always closed

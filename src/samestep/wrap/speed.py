@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch.optim.optimizer import Optimizer
 
 from samestep.ranks.link import Link
@@ -20,6 +21,8 @@ class Speed:
         self._say = say
         self._fused: list[str] = []
         self._told = False
+        self._device = mine.device
+        self._forward: torch.autocast | None = None
         self._restore = set_fp32_products(self.numbers)
         if self.numbers.tf32 or self.numbers.strict:  # these hold from now on, also for what is never wrapped
             self.tell()
@@ -29,6 +32,22 @@ class Speed:
         if not self._told:
             self._told = True
             self._say(self.numbers.tell())
+
+    def open_forward(self) -> None:
+        """Compute in the chosen precision from now on, until the loss is known.
+
+        Wider than the call of the model: torch then widens large outputs inside the kernels of the loss, which spares
+        a copy of them (a twelfth of a small language model's step).
+        """
+        if self.numbers.dtype is not None and self._forward is None:
+            self._forward = torch.autocast(self._device, dtype=self.numbers.dtype)
+            self._forward.__enter__()
+
+    def close_forward(self) -> None:
+        """The loss is known, or there will be none: what follows, the backward pass first, is not under autocast."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.__exit__(None, None, None)
 
     def settle(self, models: Sequence[Wrapped], number: int) -> None:
         """Called when a step's micro-batches are done: gradients come out as if there had been no scale."""
@@ -50,4 +69,5 @@ class Speed:
 
     def close(self) -> None:
         """Bring torch's settings back."""
+        self.close_forward()
         self._restore()
