@@ -12,6 +12,8 @@ from samestep import errors
 from samestep.cli.main import COMMANDS, samestep
 from tests.e2e.pages import PAGES, REPOSITORY, Fence, anchors, fences, links, run_page, sides
 
+pytestmark = pytest.mark.slow
+
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
 LONG_ENOUGH = 12  # a shorter piece of a message could stand on a page by chance
 # What a run says of itself, which pages leave out where it is not the point.

@@ -16,6 +16,8 @@ from samestep import Run
 from samestep.data.audit import audit
 from tests.ranks.models import TASKS, Mlp, dataset
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
 
 

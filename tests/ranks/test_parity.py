@@ -14,6 +14,8 @@ import torch.distributed as dist
 from samestep import Run, read_metrics
 from tests.ranks.models import TASKS, dataset
 
+pytestmark = pytest.mark.slow
+
 GLOBAL_BATCH = 7  # divided by neither 2, 3 nor 4
 EPOCHS = 3
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -12,6 +12,8 @@ import pytest
 
 from tests.warm import RankFailed
 
+pytestmark = pytest.mark.slow
+
 
 def train_a_little(steps):
     """Open a group from the environment, train under DDP, close it: what Run does, by hand."""

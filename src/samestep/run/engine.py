@@ -1,7 +1,6 @@
 """What happens around a step: when gradients travel, when ranks tell each other, what is counted and logged."""
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -11,10 +10,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import StepError
-from samestep.log import SamestepWarning
 from samestep.ranks.link import Link
 from samestep.run.account import Account
-from samestep.run.finite import describe_not_finite
+from samestep.run.finite import all_finite
 from samestep.run.logs import Row, Writer
 from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
@@ -175,21 +173,10 @@ class RunEngine:
             multiply_all(list(model.gradients()), factor)
 
     def finite(self, step: Step) -> bool:
-        """Whether this step's gradients are finite on all ranks; a warning tells where they are not.
-
-        Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones
-        and the report of a fault need a collective.
-        """
+        """Whether this step's gradients are finite on all ranks; a warning of the first rank tells where not."""
         if self.speed.scale is not None and self.speed.scale.dropped:
             return False  # as was said when its gradients were dropped
-        healthy = all(bool(model.all_finite()) for model in self.models)
-        if any(model.sharded for model in self.models):
-            healthy = all(bool(part[0]) for part in self._link.exchange("step.finite", [float(healthy)]))
-        if not healthy:
-            report = describe_not_finite(self._link, step, self.models)
-            if self._writer is not None:
-                warnings.warn(report, SamestepWarning, stacklevel=3)
-        return healthy
+        return all_finite(self._link, step, self.models)
 
     def _write(self, averages: Mapping[Row, float], speed_at: int | None = None) -> None:
         if self._writer is None:

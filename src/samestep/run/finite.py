@@ -4,11 +4,28 @@ from collections.abc import Sequence
 
 import torch
 
+from samestep.log import warn
 from samestep.ranks.link import Link
 from samestep.run.step import Step
 from samestep.wrap.wrapped import Wrapped
 
 _SHOWN = 8
+
+
+def all_finite(link: Link, step: Step, models: Sequence[Wrapped]) -> bool:
+    """Whether a step's gradients are finite on all ranks; where not, the first rank warns with a report.
+
+    Averaged gradients hold the same bits on every rank, so each sees for itself what all see: only sharded ones and the
+    report of a fault need a collective.
+    """
+    healthy = all(bool(model.all_finite()) for model in models)
+    if any(model.sharded for model in models):
+        healthy = all(bool(part[0]) for part in link.exchange("step.finite", [float(healthy)]))
+    if not healthy:
+        report = describe_not_finite(link, step, models)
+        if link.world.first:
+            warn(report)
+    return healthy
 
 
 def describe_not_finite(link: Link, step: Step, models: Sequence[Wrapped]) -> str:

@@ -211,10 +211,7 @@ class Step:
         return self._engine.finite(self)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Uniform numbers in [0, 1) of shape (rows, *shape): each row's from (seed, epoch, sample), on any layout.
-
-        Every call in a micro-batch draws new numbers.
-        """
+        """Uniform numbers in [0, 1) of shape (rows, *shape), from each row's (seed, epoch, sample); new every time."""
         return keyed.uniform(self._micro().keys, shape, self._next_draw())
 
     def normal(self, *shape: int) -> torch.Tensor:

@@ -37,9 +37,10 @@ class Speed:
         """Compute in the chosen precision from now on, until the loss is known.
 
         Wider than the call of the model: torch then widens large outputs inside the kernels of the loss, which spares
-        a copy of them (a twelfth of a small language model's step).
+        a copy of them (a twelfth of a small language model's step). On the CPU losses would stay narrow: there only the
+        calls of the model are meant.
         """
-        if self.numbers.dtype is not None and self._forward is None:
+        if self._device == "cuda" and self.numbers.dtype is not None and self._forward is None:
             self._forward = torch.autocast(self._device, dtype=self.numbers.dtype)
             self._forward.__enter__()
 
