@@ -1,0 +1,57 @@
+"""The machines a plan is made for: one kind of device, so many in a node, so many nodes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the share of a CPU that one rank has."""
+
+    name: str
+    """As in the table of known devices, or as its maker calls it."""
+    kind: str
+    """One of cuda, mps and cpu."""
+    memory: int
+    """Bytes it has for a run."""
+    memory_free: int
+    """Bytes of them that nobody has taken."""
+    bandwidth: float
+    """Bytes a second between its memory and its cores."""
+    rates: Mapping[str, float]
+    """Peak operations a second of a matrix product by dtype: float32, tf32, bfloat16, float16."""
+    source: str
+    """Where the figures come from: a data sheet, this machine, a calibration."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run would have: `nodes` times `per_node` equal devices and what joins them."""
+
+    device: Device
+    """One of the devices; where they differ, the smallest."""
+    per_node: int
+    """Devices in a node."""
+    nodes: int
+    """Nodes."""
+    host_memory: int
+    """Bytes of host memory in a node that a run may use."""
+    cores: int
+    """Processor cores in a node."""
+    within_node: float
+    """Bytes a second that one device can send to others of its node."""
+    between_nodes: float
+    """Bytes a second that one device can send to other nodes."""
+    host_link: float
+    """Bytes a second between host memory and one device."""
+    disk: float
+    """Bytes a second from a node's disk."""
+    source: str
+    """Words, this machine, or SLURM, with what was read."""
+    efficiency: float = 0.5
+    """The part of a device's peak rate that large matrix products reach in practice; a calibration measures it."""
+
+    @property
+    def devices(self) -> int:
+        """All devices, hence ranks."""
+        return self.per_node * self.nodes

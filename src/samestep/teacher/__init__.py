@@ -1,0 +1,1 @@
+"""Frozen models that teach: one copy, in the right place."""
