@@ -10,10 +10,16 @@ from torch.utils.data import IterableDataset
 
 from samestep import Run
 from samestep.wrap.sync_batchnorm import CpuSyncBatchNorm, over_all_ranks
+from tests.ranks.expected import batchnorm_of_one_rank
 
 LUCK = torch.Generator().manual_seed(4)
 IMAGES = list(torch.randn(20, 2, 3, 3, generator=LUCK))
 ROWS = list(torch.randn(20, 2, generator=LUCK))
+PER_RANK = (
+    "1 BatchNorm layer(s), 'norm' first, see the rows of their own rank only, so results depend on the number of "
+    "ranks: run.wrap(model, sync_batchnorm=True) lets them see all rows, GroupNorm needs none; their running "
+    "statistics are averaged over the ranks before evaluation and checkpoints"
+)
 
 
 class Normed(nn.Module):
@@ -52,7 +58,8 @@ def train(make, data, global_batch, micro_batch=None, frozen=False, sync=False):
 def train_on_stream(global_batch):
     """The rows of every forward pass over a stream."""
     with Run(global_batch=global_batch) as run:
-        model = run.wrap(Normed(images()))
+        with batchnorm_of_one_rank():
+            model = run.wrap(Normed(images()))
         for epoch in run.stream(Images()).epochs(1):
             for step in epoch:
                 for x in step:
@@ -89,7 +96,8 @@ def test_copies_never_enter_the_statistics_where_a_sample_remains(ranks):
     assert second[0] == [3, 2]
     assert torch.allclose(first[1], running_mean(IMAGES[:4], IMAGES[7:10]))
     assert torch.allclose(second[1], running_mean(IMAGES[4:7], IMAGES[10:12]))
-    assert first[3] == second[3] == []
+    assert first[3] == [PER_RANK]
+    assert second[3] == []
 
 
 def test_copies_stay_out_of_a_stream_too(ranks):
@@ -104,6 +112,21 @@ def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks)
     assert torch.equal(first[2][1], second[2][1])
 
 
+def wrap_twice():
+    with Run(global_batch=4) as run, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        run.wrap(Normed(images()))
+        run.wrap(Normed(images(), frozen=True))
+        return [(str(w.message), w.filename) for w in given]
+
+
+def test_batchnorm_of_one_rank_is_warned_of_once_at_the_line_of_the_user(ranks):
+    first, second = ranks(2, wrap_twice)
+    assert first == [(PER_RANK, __file__)]
+    assert second == []
+    assert ranks(1, wrap_twice) == [[]]
+
+
 def test_micro_batches_of_one_rank_are_not_filled_up_either(ranks):
     rows, kept, _, given = ranks(1, train, images, IMAGES[:7], 7, 4)[0]
     assert rows == [4, 3]
@@ -115,9 +138,10 @@ def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
     by_rank = ranks(4, train, images, IMAGES[:10], 4)
     assert [rows for rows, *_ in by_rank] == [[1, 1, 1]] * 4
     assert by_rank[0][3] == [
+        PER_RANK,
         "step 2 of each epoch has 2 sample(s) for 4 rank(s) in 1 micro-batch(es) each, and BatchNorm needs 1 at a "
         "time: copies fill in, which weigh nothing in the loss but enter the statistics of BatchNorm; another "
-        "global_batch or micro_batch, or run.shard(drop_tail=True), avoids it"
+        "global_batch or micro_batch, or run.shard(drop_tail=True), avoids it",
     ]
     assert all(given == [] for *_, given in by_rank[1:])
 
@@ -125,7 +149,7 @@ def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
 def test_one_row_has_no_variance_so_a_copy_joins_it_and_that_is_said(ranks):
     (rows0, *_, given), (rows1, *_) = ranks(2, train, vectors, ROWS[:3], 3)
     assert (rows0, rows1) == ([2], [2])
-    assert "has 3 sample(s) for 2 rank(s) in 1 micro-batch(es) each, and BatchNorm needs 2 at a time" in given[0]
+    assert "has 3 sample(s) for 2 rank(s) in 1 micro-batch(es) each, and BatchNorm needs 2 at a time" in given[1]
 
 
 def test_without_a_batchnorm_that_learns_all_ranks_have_equal_shapes(ranks):

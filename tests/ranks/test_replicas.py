@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Run
+from tests.ranks.expected import batchnorm_of_one_rank
 
 DATA = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
 
@@ -24,7 +25,8 @@ class Net(nn.Module):
 def train(check_every, change, strategy=None):
     """Six steps; in step 2 rank 1 changes something for itself."""
     with Run(global_batch=8, check_every=check_every, start_timeout=20, step_timeout=20) as run:
-        model = run.wrap(Net(), strategy)
+        with batchnorm_of_one_rank():
+            model = run.wrap(Net(), strategy)
         inner = getattr(model, "module", model)
         optimizer = torch.optim.AdamW(model.parameters())
         for epoch in run.shard(DATA).epochs(2):

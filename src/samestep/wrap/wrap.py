@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.sample_rng import micro_batch_keys
 from samestep.errors import WrapError
+from samestep.log import warn
 from samestep.ranks.link import Link
 from samestep.torch_private import leave_to_their_own, without_buffer_broadcast
-from samestep.wrap.batchnorm import unsynchronised
+from samestep.wrap.batchnorm import learning, unsynchronised
 from samestep.wrap.fingerprint import check_alike
 from samestep.wrap.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.wrap.fsdp import Sharding, find_blocks, shard_model
@@ -69,7 +70,9 @@ def wrap(
         _tell_lone_wish(model, wish, say)
     else:
         _begin_alike(link, model, frozen_names(model, parts))
-        say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}{_tell_batchnorm(model)}")
+        say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}")
+        if link.world.first:
+            _warn_of_batchnorm(model)
     core: nn.Module = torch.compile(model) if numbers.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # of a module, a module
     _set_up_forward(model, core, device, wish, numbers, cast=not sharded or bool(parts))
     if sharded:
@@ -212,8 +215,13 @@ def _tell_frozen(parts: dict[str, nn.Module]) -> str:
     return f"; frozen and left out: {', '.join(parts)} ({count:,} parameters)"
 
 
-def _tell_batchnorm(model: nn.Module) -> str:
-    names = list(unsynchronised(model))
-    if not names:
-        return ""
-    return f"; {len(names)} BatchNorm layer(s) see the rows of their own rank: sync_batchnorm=True lets them see all"
+def _warn_of_batchnorm(model: nn.Module) -> None:
+    """A number that depends on N is never silent; layers that sleep in frozen parts learn nothing from any rank."""
+    awake = {id(norm) for norm in learning(model)}
+    names = [name for name, norm in unsynchronised(model).items() if id(norm) in awake]
+    if names:
+        warn(
+            f"{len(names)} BatchNorm layer(s), {names[0]!r} first, see the rows of their own rank only, so results "
+            "depend on the number of ranks: run.wrap(model, sync_batchnorm=True) lets them see all rows, GroupNorm "
+            "needs none; their running statistics are averaged over the ranks before evaluation and checkpoints"
+        )
