@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slurm fast check format tree constraints clean
+.PHONY: help demo test slurm fast check format docs tree constraints clean
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name line; do printf '%-20s %s\n' "$$name" "$$line"; done
@@ -43,6 +43,9 @@ check: $(READY)  ## format, lint, types, layers and the tree in README, without 
 format: $(READY)  ## put every file into the form that `make check` asks for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(READY)  ## build the pages of docs/ into site/; a broken link or name is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tree: $(READY)  ## write the tree into README from the first line of every module
 	@$(BIN)/python tools/tree.py --write README.md
