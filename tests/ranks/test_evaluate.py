@@ -87,6 +87,19 @@ def test_a_sharded_model_is_called_equally_often_and_copies_do_not_count(ranks, 
     assert copies == {(N, 1): 6, (N, None): 0, (3, None): 3}[n, micro_batch]
 
 
+def several(strategy):
+    with Run(global_batch=8) as run:
+        model = run.wrap(nn.Linear(4, 4), strategy)
+        test = run.shard(DATA, micro_batch=1)
+        with run.evaluate(model) as net:
+            return run.means({"index": index, "one": net(x)[:, 0] * 0 + 1} for x, index in test)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_copies_do_not_count_in_several_means(ranks, strategy):
+    assert ranks(4, several, strategy) == [{"index": (N - 1) / 2, "one": 1.0}] * 4
+
+
 def test_torchs_own_sampler_counts_twelve_of_ten():
     parts = [list(DistributedSampler(range(N), num_replicas=4, rank=rank, shuffle=False)) for rank in range(4)]
     assert sum(map(len, parts)) == 12

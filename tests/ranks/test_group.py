@@ -1,5 +1,6 @@
 """What ranks do together: values, one for all, agreement, and what is said when a rank is not there."""
 
+import re
 import time
 
 import pytest
@@ -49,6 +50,33 @@ def reduce_with_one_empty_rank():
 def test_a_rank_without_values_does_not_count(ranks):
     for mean, total, top in ranks(2, reduce_with_one_empty_rank):
         assert (mean, total, top) == (2 / 3, 2, 1)
+
+
+def reduce_by_name():
+    with Run(global_batch=8) as run:
+        batches = [] if run.rank == 1 else [{"loss": torch.tensor([1.0, 2.0]), "right": [True]}, {"right": [False] * 3}]
+        return run.means(iter(batches))
+
+
+def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
+    for size in (1, 2):
+        assert ranks(size, reduce_by_name) == [{"loss": 1.5, "right": 0.25}] * size
+
+
+@pytest.mark.parametrize(
+    ("batches", "text"),
+    [
+        ([], "run.means got no values on any rank: there is no mean of nothing; is the data empty?"),
+        ([{"loss": []}], "run.means got no values for 'loss' on any rank"),
+        (
+            [torch.ones(2)],
+            "run.means wants a dictionary of values for each batch and got Tensor: give `({'loss': losses",
+        ),
+    ],
+)
+def test_means_of_nothing_and_values_without_names_are_explained(batches, text):
+    with Run(global_batch=8) as run, pytest.raises(GroupError, match=re.escape(text)):
+        run.means(batches)
 
 
 def reduce_tensors():

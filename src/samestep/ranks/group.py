@@ -1,6 +1,6 @@
 """What the ranks of a run do together: numbers over all, one for all, agreement, waiting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -52,6 +52,16 @@ class Group:
         3.0
         """
         return reduce.mean(self._link, values, self._keep_real)
+
+    def means(self, batches: Iterable[Mapping[str, Values]]) -> dict[str, float]:
+        """Several means from one pass over the data: each batch gives its values by name.
+
+        >>> from samestep import Run
+        >>> with Run(global_batch=8) as run:
+        ...     run.means({"loss": [2.0 * x], "right": [x > 1]} for x in (1, 2))
+        {'loss': 3.0, 'right': 0.5}
+        """
+        return reduce.means(self._link, batches, self._keep_real)
 
     def sum(self, values: Values) -> int | float:
         """The sum of every element on every rank; whole numbers stay exact."""

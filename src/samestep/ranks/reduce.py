@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -26,19 +27,43 @@ _OPS: dict[Op, dist.ReduceOp.RedOpType] = {
 
 def mean(link: Link, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> float:
     """The mean of all elements on all ranks, from one sum in float64 and one exact count."""
-    total, count, _ = _accumulate(values, keep)
-    parts = link.exchange("run.mean", [total, float(count)])
+    tally = _tally(values, keep)
+    parts = link.exchange("run.mean", [tally.total(), float(tally.count)])
     counted = sum(int(part[1]) for part in parts)
     if counted == 0:
         raise GroupError("run.mean got no values on any rank: the mean of nothing is not a number; is the data empty?")
     return math.fsum(float(part[0]) for part in parts) / counted
 
 
+def means(
+    link: Link, batches: Iterable[Mapping[str, Values]], keep: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    """Several means from one pass; a rank without a batch knows no names and has nothing to add."""
+    mine: dict[str, _Tally] = {}
+    for batch in batches:
+        if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' values are what they are
+            raise GroupError(
+                f"run.means wants a dictionary of values for each batch and got {type(batch).__name__}: give "
+                "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
+            )
+        for name, values in batch.items():
+            tally = mine.setdefault(name, _Tally())
+            for value in _iterate(values):
+                tally.add(keep(_tensor(value)))
+    parts = link.exchange_objects("run.means", {name: (tally.total(), tally.count) for name, tally in mine.items()})
+    found = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
+    counts = {name: sum(count for _, count in sums) for name, sums in found.items()}
+    if not found or 0 in counts.values():
+        what = "".join(f" for {name!r}" for name, count in counts.items() if not count)
+        raise GroupError(f"run.means got no values{what} on any rank: there is no mean of nothing; is the data empty?")
+    return {name: math.fsum(part for part, _ in sums) / counts[name] for name, sums in found.items()}
+
+
 def total(link: Link, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> int | float:
     """The sum of all elements on all ranks; whole numbers stay whole and exact."""
-    value, _, whole = _accumulate(values, keep)
-    bits = _pack(value)
-    parts = link.exchange("run.sum", torch.cat([bits, torch.tensor([float(whole)], dtype=torch.float64)]))
+    value = _tally(values, keep).total()
+    whole = torch.tensor([float(isinstance(value, int))], dtype=torch.float64)
+    parts = link.exchange("run.sum", torch.cat([_pack(value), whole]))
     if all(bool(part[2]) for part in parts):
         return sum(int(part[:1].view(torch.int64)) for part in parts)
     return math.fsum(float(part[1]) for part in parts)
@@ -114,20 +139,32 @@ def _compare_tensors(link: Link, tensor: torch.Tensor, op: Op) -> None:
             )
 
 
-def _accumulate(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int | float, int, bool]:
-    """(sum, count, whether all were whole numbers), on the values' device until the end: one transfer in all."""
-    sums: dict[tuple[torch.device, bool], torch.Tensor] = {}
-    count = 0
-    for value in _iterate(values):
-        tensor = keep(_tensor(value))
-        count += tensor.numel()
+class _Tally:
+    """Sum and count of what is added, on the values' device until it is asked for: one transfer in all."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self.count = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.count += tensor.numel()
         whole = not tensor.is_floating_point()
         part = tensor.sum(dtype=torch.int64) if whole else _double(tensor).sum()
         key = (part.device, whole)
-        sums[key] = sums[key] + part if key in sums else part
-    whole_sum = sum(int(s) for (_, whole), s in sums.items() if whole)
-    float_sums = [float(s) for (_, whole), s in sums.items() if not whole]
-    return (math.fsum([whole_sum, *float_sums]), count, False) if float_sums else (whole_sum, count, True)
+        self._sums[key] = self._sums[key] + part if key in self._sums else part
+
+    def total(self) -> int | float:
+        """The sum, an int where all were whole numbers."""
+        whole_sum = sum(int(s) for (_, whole), s in self._sums.items() if whole)
+        float_sums = [float(s) for (_, whole), s in self._sums.items() if not whole]
+        return math.fsum([whole_sum, *float_sums]) if float_sums else whole_sum
+
+
+def _tally(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> _Tally:
+    tally = _Tally()
+    for value in _iterate(values):
+        tally.add(keep(_tensor(value)))
+    return tally
 
 
 def _iterate(values: Values) -> Iterable[object]:
