@@ -11,8 +11,9 @@ from samestep.cli.main import COMMANDS, main
 from samestep.errors import LaunchError
 
 OPTIONS = (
-    "--folder, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, --node-rank, "
-    "--nproc-per-node, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, --show-ranks, --standalone, --verbose"
+    "--folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, "
+    "--node-rank, --nproc-per-node, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, --show-ranks, "
+    "--standalone, --time-limit, --verbose"
 )
 KNOWN = ", ".join(COMMANDS)
 
@@ -39,6 +40,11 @@ MISTAKES = [
     ("run --nproc-per-node", "Option '--nproc-per-node' requires an argument."),
     ("run --nnodes 3:1 ok.py", "--nnodes 3:1 is not a number of nodes: type one number from 1 up, or MIN:MAX with"),
     ("run --max-restarts -1 ok.py", "Invalid value for '--max-restarts': -1 is not in the range x>=0."),
+    (
+        "run --time-limit soon ok.py",
+        "--time-limit soon is not a time limit: type hours, minutes and seconds as in 4:00:00",
+    ),
+    ("run --grace -1 ok.py", "Invalid value for '--grace': -1 is not in the range x>=0."),
     ("run --show-ranks some ok.py", "Invalid value for '--show-ranks': 'some' is not one of 'first', 'all'."),
     ("run --master-port PORT ok.py", "port PORT is taken (by "),
     ("run --rdzv-endpoint localhost:PORT ok.py", "port PORT is taken (by "),

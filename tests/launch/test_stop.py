@@ -20,7 +20,7 @@ print(child.pid)
 
 
 def test_a_signal_raises_and_names_itself():
-    with Stop(patience=5) as stop:
+    with Stop(patience=5, grace=5) as stop:
         with pytest.raises(Stopped) as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert (caught.value.sigval, stop.received) == (signal.SIGTERM, signal.SIGTERM)
@@ -30,7 +30,7 @@ def test_a_signal_raises_and_names_itself():
 
 def test_the_old_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
-    with Stop(patience=5):
+    with Stop(patience=5, grace=5):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -38,7 +38,7 @@ def test_the_old_handlers_come_back():
 def test_a_signal_that_was_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Stop(patience=5) as stop:
+        with Stop(patience=5, grace=5) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.received is None
     finally:
@@ -47,7 +47,7 @@ def test_a_signal_that_was_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans on")
 def test_an_orphan_in_its_own_session_is_ended_and_reaped():
-    with Stop(patience=1) as stop:
+    with Stop(patience=1, grace=1) as stop:
         parent = subprocess.run(
             [sys.executable, "-c", LEAVES_AN_ORPHAN], stdout=subprocess.PIPE, text=True, check=True, timeout=30
         )
@@ -60,7 +60,7 @@ def test_an_orphan_in_its_own_session_is_ended_and_reaped():
 
 def test_processes_that_were_there_before_are_spared():
     with subprocess.Popen([sys.executable, "-c", SLEEPS]) as bystander:
-        with Stop(patience=1) as stop:
+        with Stop(patience=1, grace=1) as stop:
             stop.end_leftovers()
             assert bystander.poll() is None
         bystander.kill()

@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import psutil
 import pytest
+import torch
 
 from tests.launch.started import wait_for
 from tests.slurm.cluster import FINAL, Cluster
@@ -97,42 +98,88 @@ def test_a_job_on_two_nodes_trains_as_one_world_whatever_its_names(cluster, tmp_
     assert f"JobName={name}\n" in cluster.run("scontrol", "show", "job", job).stdout
 
 
-def test_ranks_that_obey_the_warning_go_back_into_the_queue_and_go_on(cluster, tmp_path):
-    write(
-        tmp_path,
-        """
-        import os, signal, sys, time
-        from pathlib import Path
+TRAINING = """
+    import os, time, torch
+    from pathlib import Path
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from samestep import Run
 
-        warned = []
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        Path(f"begun-{restarts}").touch()
-        if restarts == "1":
-            print("going on", flush=True)
-            sys.exit(0)
-        signal.signal(signal.SIGUSR1, lambda *_: warned.append(time.time()))
-        while not warned:
-            time.sleep(0.05)
-        print("saved", flush=True)
-        sys.exit(75)
-        """,
-    )
-    # SLURM looks at time limits about twice a minute: a warning due after a second comes with the next look.
-    job = submit(cluster, tmp_path, "--nproc-per-node", "1", "--time", "2m", "--signal-before", "119", "train.py")
-    wait_for((tmp_path / "begun-0").exists, 60)
-    assert listed(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
+    pause = 0.1 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "SLURM_JOB_ID" in os.environ else 0.0
+    with Run(global_batch=4, seed=0) as run:
+        model = run.wrap(nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        data = run.shard(TensorDataset(torch.arange(12000.0).view(-1, 4) / 3000), shuffle=True, workers=1)
+        run.restore("out", model=model, optimizer=optimizer, train=data)
+        for epoch in data.epochs(2):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x).square().sum(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == 3:
+                    Path("begun").touch()
+                time.sleep(pause)
+        if run.first:
+            torch.save([each.detach() for each in model.parameters()], "weights.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory) -> list[torch.Tensor]:
+    """The weights of TRAINING where nobody disturbs it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write(folder, TRAINING)
+    told = cluster.samestep("run", "--nproc-per-node", "2", "train.py", cwd=folder)
+    assert told.returncode == 0, told.stderr
+    return torch.load(folder / "weights.pt")
+
+
+def goes_on_to(cluster: Cluster, folder: Path, job: str, weights: list[torch.Tensor]) -> None:
+    """Wait until a job that has saved is back in the queue; let it go on; compare what it has learnt in the end."""
     cluster.wait_until(job, FINAL | {"PENDING"})
-    wait_for(lambda: cluster.job(job)["Reason"] == "BeginTime", 10)  # all of the first run is cleared away
+    wait_for(lambda: cluster.job(job)["Reason"] in ("BeginTime", "Resources", "Priority"), 60)
     assert cluster.job(job)["Restarts"] == "1"
-    assert listed(cluster, tmp_path, job)["state"] == "PENDING"
+    assert listed(cluster, folder, job)["state"] == "PENDING"
+    step = (folder / "out" / "latest").read_text().strip()
+    assert step < "step-00001500"
     # SLURM would wait two minutes. Two seconds must be: a node starts no job in the second in which it was to end it.
     time.sleep(2)
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
+    told = log(folder, job)
+    assert f"saved {step}; the run ends here, start it again to go on" in told
+    assert f"samestep: preempted: saved step {int(step[5:])}, start again to go on" in told
+    assert f"checkpoint: restored step {int(step[5:])} from " in told
+    assert listed(cluster, folder, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}
+    for mine, theirs in zip(torch.load(folder / "weights.pt"), weights, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.timeout(240)
+def test_a_warned_job_saves_goes_back_into_the_queue_and_ends_as_an_undisturbed_one(cluster, tmp_path, undisturbed):
+    write(tmp_path, TRAINING)
+    # SLURM looks at time limits twice a minute, and warns half a minute early. This warning is due after 10 s: one that
+    # is due at once may be sent before the job's shell is there to hear it, and is not sent again.
+    job = submit(cluster, tmp_path, "--nproc-per-node", "2", "--time", "3m", "--signal-before", "140", "train.py")
+    wait_for((tmp_path / "begun").exists, 60)
+    assert listed(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
+    goes_on_to(cluster, tmp_path, job, undisturbed)
     told = log(tmp_path, job)
-    assert told.index("warned by SLURM; the ranks are told") < told.index("saved") < told.index("going on")
+    assert told.index("warned by SLURM; the ranks are told") < told.index("SIGUSR1: saved step-")
     assert f"job {job} goes back into the queue" in told
-    assert listed(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}
+
+
+@pytest.mark.timeout(240)
+def test_a_job_preempted_by_a_higher_partition_saves_and_ends_as_an_undisturbed_one(cluster, tmp_path, undisturbed):
+    write(tmp_path, TRAINING)
+    job = submit(cluster, tmp_path, "--nodes", "2", "--nproc-per-node", "1", "train.py")
+    wait_for((tmp_path / "begun").exists, 60)
+    # SLURM sends SIGTERM to every process of the job, data workers too, and the launchers pass it on besides.
+    urgent = cluster.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", seconds=100)
+    assert urgent.returncode == 0, urgent.stderr
+    goes_on_to(cluster, tmp_path, job, undisturbed)
+    assert "SIGTERM: saved step-" in log(tmp_path, job)
 
 
 def test_a_cancelled_job_ends_and_does_not_come_back(cluster, tmp_path):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +20,15 @@ from samestep.checkpoint.parts import Parts, Taken
 from samestep.checkpoint.writing import Task, Writing
 from samestep.errors import CheckpointError
 from samestep.log import Voice
+from samestep.ranks.link import Link
 from samestep.wrap.batchnorm import average_statistics
+from samestep.wrap.wrapped import local
 
 _AFTER_FAILURE_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 1.0
+# How long the first save takes is guessed: Adam keeps two numbers for each weight, and a shared drive may be slow.
+_STATE_PER_WEIGHT: Final = 3
+_BYTES_PER_SECOND: Final = 1e8
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class Checkpoint:
         self._steps = self._minutes = 0.0
         self._due = self._trouble = False
         self._since, self._voice = time.monotonic(), Voice()
+        self._saving, self._name = 0.0, ""
+        self.last_number: int | None = None
+        """The number of the last checkpoint, where the script does not number them by the steps done."""
         ground.follow(self)
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
@@ -90,6 +99,7 @@ class Checkpoint:
                 writing.wait(_LOOK_SECONDS)
                 if writing.under_way and not link.alone:
                     seen = link.look_around(since, seen, link.start_timeout)
+        self._saving = max(self._saving, writing.seconds)
         if writing.told:
             self._ground.say(writing.told)
         if writing.error is not None:
@@ -114,6 +124,21 @@ class Checkpoint:
             self._writing.abandon()
             self._writing.wait(_AFTER_FAILURE_SECONDS)
 
+    def save_last(self) -> str:
+        """Called before the run ends early: the state of this step is on the disk and published when it returns."""
+        if self._asked or not self._saves or self._saved_at != self._ground.engine.steps:
+            # numbered so that it is newer than the last one and older than the next
+            self._save(self._step if self._asked else self.last_number)
+        self.wait()
+        return self._name
+
+    def saving(self) -> float:
+        """About how many seconds a checkpoint takes: as the slowest up to now; before, by size."""
+        if not self._saving:
+            tensors = (tensor for model in self._ground.engine.models for tensor in model.inner.parameters())
+            self._saving = _STATE_PER_WEIGHT * sum(local(tensor).nbytes for tensor in tensors) / _BYTES_PER_SECOND
+        return self._saving
+
     def word(self) -> float:
         """What this rank tells with the pulse: 1 if its time to save has come, 2 if writing has failed."""
         writing = self._writing
@@ -129,11 +154,13 @@ class Checkpoint:
     def _save(self, step: int | None) -> None:
         ground = self._ground
         self.wait()
+        began = time.monotonic()
+        # What was logged up to here would be lost with a kill, since nobody trains these steps again; and keep_best
+        # judges by it.
+        ground.engine.flush("checkpoint.save")
         self._asked, self._step, self._due = False, None, False
         number = ground.engine.steps if step is None else step
-        self._check_together(number)
-        if self._rules.keep_best is not None:
-            ground.engine.flush("checkpoint.save")  # what was logged a moment ago counts
+        _check_together(ground.link, number)
         for model in ground.engine.models:
             average_statistics(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
         taken, task_name = self._prepare(number)
@@ -154,20 +181,12 @@ class Checkpoint:
                 staged=staged,
                 values=taken.values,
                 manifest=self._manifest(number),
-                retire=self._retire,
-            )
+                retire=partial(_retire, rules),
+            ),
+            began,
         )
-        self._since, self._saved_at = time.monotonic(), ground.engine.steps
-
-    def _check_together(self, number: int) -> None:
-        link = self._ground.link
-        told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
-        for rank, theirs in enumerate(told):
-            if theirs != number:
-                raise CheckpointError(
-                    f"rank {link.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
-                    "of one step on all ranks; call checkpoint.save at the same place everywhere"
-                )
+        self._since, self._saved_at, self._name = time.monotonic(), ground.engine.steps, task_name
+        self.last_number = None if number == ground.engine.steps else number
 
     def _prepare(self, number: int) -> tuple[Taken, str]:
         """The state of this rank and the name of the checkpoint; what fails on one rank is raised on all."""
@@ -222,16 +241,26 @@ class Checkpoint:
             metric=_rate(self._rules.keep_best, facts["metrics"], self._voice) if ground.link.world.first else None,
         )
 
-    def _retire(self, published: Path) -> str | None:
-        rules = self._rules
-        try:
-            top = catalog.retire(rules.folder, published, rules.keep, rules.keep_best, rules.bad)
-        except OSError as error:  # no reason to end a training whose state is safe
-            return f"an old checkpoint in {rules.folder} could not be removed ({error}): remove it by hand"
-        if top != published or rules.keep_best is None:
-            return None
-        order = "lower" if catalog.is_lower_better(rules.keep_best) else "higher"
-        return f"best checkpoint so far: {published.name} by {rules.keep_best} ({order} is better)"
+
+def _check_together(link: Link, number: int) -> None:
+    told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
+    for rank, theirs in enumerate(told):
+        if theirs != number:
+            raise CheckpointError(
+                f"rank {link.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
+                "of one step on all ranks; call checkpoint.save at the same place everywhere"
+            )
+
+
+def _retire(rules: Rules, published: Path) -> str | None:
+    try:
+        top = catalog.retire(rules.folder, published, rules.keep, rules.keep_best, rules.bad)
+    except OSError as error:  # no reason to end a training whose state is safe
+        return f"an old checkpoint in {rules.folder} could not be removed ({error}): remove it by hand"
+    if top != published or rules.keep_best is None:
+        return None
+    order = "lower" if catalog.is_lower_better(rules.keep_best) else "higher"
+    return f"best checkpoint so far: {published.name} by {rules.keep_best} ({order} is better)"
 
 
 def _rate(name: str | None, last: object, voice: Voice) -> tuple[str, float] | None:

@@ -45,6 +45,8 @@ def restore(
     _load_together(ground, parts, path, manifest)
     checkpoint = Checkpoint(ground, rules, parts, manifest.history)
     checkpoint.restored = path
+    if manifest.step != ground.engine.steps:
+        checkpoint.last_number = manifest.step
     ground.say(_tell(path, manifest, bad, ground.link.world.size))
     return checkpoint
 

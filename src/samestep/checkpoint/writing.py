@@ -54,9 +54,11 @@ class Task:
 
 @dataclass
 class Writing:
-    """A checkpoint on its way to the disk; `error` is the same text on every rank."""
+    """A checkpoint on its way to the disk; `error` is the same text on every rank, `seconds` is known at its end."""
 
     task: Task
+    began: float
+    seconds: float = 0.0
     error: str | None = None
     told: str | None = None
     _abandoned: float | None = None
@@ -89,6 +91,7 @@ class Writing:
             self.error = self._publish(told) if self.task.rank == 0 else self._follow(told)
         except Exception as error:  # noqa: BLE001  # the store is gone with its host, or nobody came in time
             self.error = _text(error, self.task)
+        self.seconds = time.monotonic() - self.began
 
     def _publish(self, told: str) -> str | None:
         """On the first rank: publish if all have written, clear away if not, and tell all which."""

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -13,6 +14,7 @@ from samestep.errors import LaunchError
 from samestep.facts.world import environment, export
 from samestep.launch.job import Job, Show, count_processes, folder_name
 from samestep.launch.local import (
+    can_serve,
     check_module,
     check_port,
     check_script,
@@ -20,13 +22,16 @@ from samestep.launch.local import (
     count_gpus,
     make_folder,
 )
+from samestep.launch.orphan import name_launcher
 from samestep.launch.probe import probe_bf16
-from samestep.launch.rendezvous import Asked, choose_rendezvous
+from samestep.launch.rendezvous import Asked, choose_rendezvous, serve_where_named
 from samestep.launch.stop import Stop, Stopped
+from samestep.launch.time_limit import read_time_limit
 from samestep.launch.torchrun import launch
 from samestep.launch.variables import choose_variables
 
 _PATIENCE = 5  # seconds that ranks get to end by themselves after Ctrl-C
+_GRACE = 120  # seconds that they get to save and end after SIGTERM
 
 
 class Typed(TypedDict):
@@ -46,6 +51,8 @@ class Typed(TypedDict):
     local_address: str | None
     max_restarts: int
     folder: Path | None
+    time_limit: str | None
+    grace: int | None
     show: Show
     verbose: bool
     script: tuple[str, ...]
@@ -85,6 +92,10 @@ def _with_dashes(name: str) -> str:
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
               help="How often all ranks are started anew after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="The run's folder; default runs/SCRIPT-DATE-TIME.")
+@click.option("--time-limit", metavar="TIME",
+              help="Save and end before this much time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
+@click.option("--grace", type=click.IntRange(min=0), metavar="SECONDS",
+              help="What ranks get after SIGTERM to save and end; default 120.")  # fmt: skip
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; every rank's is kept in the folder.")  # fmt: skip
 @click.option("--verbose", is_flag=True, help="Let torch's agent speak too.")
@@ -95,11 +106,16 @@ def command(**typed: Unpack[Typed]) -> int:
         raise LaunchError("no script was named: type `samestep run train.py`, or `samestep run -m package.module`")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a rank's line is shown when it comes, also through a pipe
+    limit = None if typed["time_limit"] is None else read_time_limit("--time-limit", typed["time_limit"])
+    began = time.time()
     job, cores, gpus = _decide(typed)
-    with Stop(_patience()) as stop:
+    with Stop(_patience(_PATIENCE), _patience(_GRACE) if typed["grace"] is None else typed["grace"]) as stop:
+        if limit is not None:
+            stop.limit(max(0.0, began + limit - time.time()))
+            export({"SAMESTEP_DEADLINE": f"{began + limit:.3f}"})
         try:
             variables = choose_variables(job, environment(), cores, gpus, probe_bf16())
-            export(variables.values)
+            export({**variables.values, **name_launcher()})
             _say(f"samestep: logs in {job.folder / 'logs'}; the ranks get {variables.reason}")
             return launch(job, stop, _say)
         except Stopped as stopped:
@@ -111,7 +127,7 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
     """The job, and the cores and GPUs it was decided for; mistakes are told before torch is loaded, where possible."""
     target, *arguments = typed["script"]
     (check_module if typed["module"] else check_script)(target)
-    rendezvous = choose_rendezvous(_asked(typed), fresh_id=uuid4().hex)
+    rendezvous = serve_where_named(choose_rendezvous(_asked(typed), fresh_id=uuid4().hex), can_serve)
     if rendezvous.hosted_port is not None:
         check_port(rendezvous.hosted_port)
     cores = count_cores()
@@ -127,6 +143,7 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
         folder=make_folder(typed["folder"], folder_name(target, datetime.now().astimezone())).absolute(),
         show=typed["show"],
         verbose=typed["verbose"],
+        time_limit=typed["time_limit"] or "",
     )
     return job, cores, gpus
 
@@ -146,10 +163,10 @@ def _asked(typed: Typed) -> Asked:
     )
 
 
-def _patience() -> int:
+def _patience(seconds: int) -> int:
     """The user may set it as for torchrun."""
     told = environment().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return int(told) if told.isdecimal() else _PATIENCE
+    return int(told) if told.isdecimal() else seconds
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
 
 from samestep.data.sample_rng import batch_luck, sample_luck
 from samestep.data.tree import move, tensors_of
+from samestep.data.worker_signals import Shield, held_back
 from samestep.errors import DataError, SampleError
 
 Collate = Callable[[list[object]], object]
@@ -60,13 +61,16 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # workers' base seeds must not use up the global generator
+            worker_init_fn=Shield() if workers else None,
         )
 
     def read(self, requests: Iterator[Request]) -> Iterator[object]:
         """The batches of `requests`, each on the device, the next one on its way while this one is used."""
         self._requests.upcoming = requests
         self._passes += 1
-        batches = self._unless_superseded(iter(self._loader), self._passes)
+        with held_back():
+            read = iter(self._loader)
+        batches = self._unless_superseded(read, self._passes)
         return _ahead(batches, self._device) if self._device.type == "cuda" else _moved(batches, self._device)
 
     def _unless_superseded(self, batches: Iterator[object], number: int) -> Iterator[object]:

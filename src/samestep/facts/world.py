@@ -83,6 +83,18 @@ def run_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(folder) if folder else None
 
 
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where this user keeps what can be made again: XDG_CACHE_HOME, or ~/.cache."""
+    values = environment() if environ is None else environ
+    return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
+
+
+def deadline(environ: Mapping[str, str] | None = None) -> float | None:
+    """When this run should have ended, in seconds since the epoch, as `samestep run --time-limit` exports it."""
+    told = (environment() if environ is None else environ).get("SAMESTEP_DEADLINE")
+    return float(told) if told else None
+
+
 def read_world(environ: Mapping[str, str] | None = None) -> World:
     """Understand what torchrun, srun or nobody has set; raise WorldError where it does not make one world.
 

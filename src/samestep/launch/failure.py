@@ -1,9 +1,11 @@
 """Which rank's failure ended the job, and how that is told: a short table, then that rank's own traceback."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from samestep.launch.exit_codes import PREEMPTED, STOPPED
 
 Kind = Literal["own", "lost", "ended"]
 
@@ -79,6 +81,14 @@ class Failure:
 def is_agents_doing(code: int, seconds_after_first: float) -> bool:
     """Whether torch's agent ended a rank after another had failed: asked it to, or killed it when it did not."""
     return code == -signal.SIGTERM or (code == -signal.SIGKILL and seconds_after_first >= _AGENT_WAITS)
+
+
+def is_told_to_end(codes: Collection[int]) -> bool:
+    """Whether ranks ended because they were told to: after saving, or at a step boundary with nothing to save.
+
+    The agent asks the others to end as soon as it has seen the first one's end.
+    """
+    return bool({PREEMPTED, STOPPED} & set(codes)) and set(codes) <= {PREEMPTED, STOPPED, -signal.SIGTERM}
 
 
 def is_lost_peer(traceback: str) -> bool:

@@ -33,6 +33,8 @@ class Job:
     """Whose output reaches the console: the first rank's of this node, or everybody's."""
     verbose: bool = False
     """Whether torch's own agent may speak on the console too."""
+    time_limit: str = ""
+    """How long the ranks may run, as it was typed; empty where there is no limit."""
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import errno
 import socket
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -102,6 +103,25 @@ def check_port(port: int) -> None:
             raise LaunchError(
                 f"port {port} is taken{_holder(port)}: choose another, or leave the port out and a free one is found"
             ) from error
+
+
+def can_serve(host: str, port: int) -> bool:
+    """Whether `host` is an address of this machine at which nobody listens yet; loopback ones are everybody's."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # a name that nobody knows here
+        return False
+    for family, kind, protocol, _, address in found:
+        if ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            continue
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError:  # another machine's, or taken
+            continue
+        return True
+    return False
 
 
 def _holder(port: int) -> str:

@@ -2,8 +2,9 @@
 
 import ctypes
 import os
+import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import psutil
 
@@ -48,6 +49,15 @@ def kill_children(spare: Collection[int]) -> None:
     """Kill every descendant but those to spare, at once and without waiting."""
     for process in _living(spare):
         _signal(process, ask=False)
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes of which some may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it went by itself meanwhile
+            continue
 
 
 def _living(spare: Collection[int]) -> list[psutil.Process]:

@@ -1,6 +1,7 @@
 """Where the launchers of a job's nodes meet: decided from what was typed, before anything is started."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from samestep.errors import LaunchError
 
@@ -98,6 +99,18 @@ def choose_rendezvous(asked: Asked, fresh_id: str) -> Rendezvous:
         endpoint = _dynamic_endpoint(asked, backend, most)
     _port_of(endpoint)  # a port that is none is told here, not by torch
     return Rendezvous(backend, endpoint, asked.id or "samestep", settings, fewest, most, asked.local_address)
+
+
+def serve_where_named(meeting: Rendezvous, can_serve: Callable[[str, int], bool]) -> Rendezvous:
+    """Let this node serve the meeting place where the endpoint is an address of its own.
+
+    torch knows its own address by the host's name alone. Where the endpoint is that of a second network card, or
+    several nodes bear one name, all of them would wait for a host and none would be it.
+    """
+    host, port = meeting.endpoint.rpartition(":")[0].strip("[]"), _port_of(meeting.endpoint)
+    if meeting.backend != "c10d" or "is_host" in meeting.settings or not host or not port or not can_serve(host, port):
+        return meeting
+    return replace(meeting, settings={**meeting.settings, "is_host": "1"})
 
 
 def _choose_backend(asked: Asked) -> str:

@@ -1,5 +1,6 @@
-"""Stopping by a signal: the first is passed on to the ranks with time to end, the second ends them at once."""
+"""Stopping by a signal: the first is passed on to the ranks with time to save or end, the second ends them at once."""
 
+import os
 import signal
 import threading
 import time
@@ -7,9 +8,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from samestep.launch.processes import adopt_orphans, children, end_children, kill_children
+from samestep.launch.processes import adopt_orphans, children, end_children, kill_children, signal_all
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_WARNINGS)
+# A cluster may send SIGTERM to the launcher twice for one reason: what follows so soon is the same.
+_ECHO_SECONDS = 5.0
 _Exception = Callable[[str, signal.Signals], BaseException]
 
 
@@ -24,17 +28,24 @@ class Stopped(BaseException):
 class Stop:
     """Holds the launcher's signals while ranks run, and ends what they leave behind.
 
-    A signal that was ignored before, as under `nohup`, stays ignored.
+    SIGTERM gives ranks `grace` seconds to save and end; Ctrl-C and SIGHUP give them `patience`, to end only. SIGUSR1
+    and SIGUSR2 are warnings: passed on, nothing more. A signal that was ignored before, as under `nohup`, stays so.
     """
 
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
+    def __init__(self, patience: int, grace: int) -> None:
+        self.patience, self.grace = patience, grace
         self.received: signal.Signals | None = None
-        self._deadline = 0.0
+        self.warned: signal.Signals | None = None
+        self.time_is_over = False
+        self.ranks: frozenset[int] = frozenset()
+        """Processes of the ranks that live, as far as the agent knows."""
+        self.ended: set[int] = set()
+        """Those of them that were killed because another had failed."""
+        self._since = self._deadline = 0.0
         self._spare: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._raise: _Exception | None = Stopped
-        self._killer: threading.Timer | None = None
+        self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> "Stop":
         adopt_orphans(True)
@@ -47,8 +58,8 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._killer is not None:
-            self._killer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         adopt_orphans(False)
@@ -57,10 +68,19 @@ class Stop:
         """From now on a signal raises this, which whoever runs now understands; with None it is only noted."""
         self._raise = exception
 
+    def limit(self, seconds: float) -> None:
+        """Kill the ranks that still live so many seconds from now; they know the limit and should have ended before."""
+        self._after(seconds, self._end_time)
+
+    def end_ranks(self) -> None:
+        """Kill the ranks that still live, since another has failed."""
+        self.ended |= self.ranks
+        signal_all(self.ranks, signal.SIGKILL)
+
     def end_leftovers(self) -> None:
         """End what the ranks started and did not end; a second signal makes it quicker."""
-        patience = self.patience if self.received is None else max(0.0, self._deadline - time.monotonic())
-        end_children(self._spare, patience)
+        left = self.patience if self.received is None else max(0.0, self._deadline - time.monotonic())
+        end_children(self._spare, min(self.patience, left))
 
     def check(self) -> None:
         """Raise once more if a signal came: nothing new may be started."""
@@ -68,14 +88,36 @@ class Stop:
             raise self._raise(f"stopping after {self.received.name}", self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        now, received = time.monotonic(), signal.Signals(number)
+        if received in _WARNINGS and self.ranks:
+            self.warned = received
+            signal_all(self.ranks, received)
+        elif self.received is None:
+            self._since = now
+            self._begin(received, saving=received == signal.SIGTERM and bool(self.ranks))
+        elif received != signal.SIGTERM or self.received != received or now - self._since > _ECHO_SECONDS:
             kill_children(self._spare)
-            return
-        self.received = signal.Signals(number)
-        self._deadline = time.monotonic() + self.patience
-        # torch before 2.12 waits 30 s for its ranks, whatever it is told; ranks that outlive the patience end here.
-        self._killer = threading.Timer(self.patience, kill_children, [self._spare])
-        self._killer.daemon = True
-        self._killer.start()
-        if self._raise is not None:
-            raise self._raise(f"received {self.received.name}", self.received)
+
+    def _begin(self, received: signal.Signals, saving: bool) -> None:
+        self.received = received
+        seconds = self.grace if saving else self.patience
+        self._deadline = time.monotonic() + seconds
+        # torch before 2.12 waits 30 s for its ranks, whatever it is told; ranks that outlive their time end here.
+        self._after(seconds, lambda: kill_children(self._spare))
+        if saving:
+            signal_all(self.ranks, received)  # the agent goes on watching them, and sees how they end
+        elif self._raise is not None:
+            raise self._raise(f"received {received.name}", received)
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _end_time(self) -> None:
+        self.time_is_over = True
+        if self.ranks:
+            kill_children(self._spare)
+        else:  # nobody is there to save anything; perhaps other nodes are waited for
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -2,17 +2,18 @@
 
 import logging
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import LaunchError
-from samestep.launch.failure import Failure, by_cause, is_agents_doing, tell
+from samestep.launch.agent import run_agent
+from samestep.launch.exit_codes import PREEMPTED, STOPPED, TIME_IS_OVER
+from samestep.launch.failure import Failure, by_cause, is_agents_doing, is_told_to_end, tell
 from samestep.launch.job import Job
-from samestep.launch.logs import RankLogs
+from samestep.launch.logs import RankFiles, RankLogs
 from samestep.launch.stop import Stop, Stopped
-from samestep.launch.traces import last_words
+from samestep.launch.traces import last_words, recorded_message
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -33,8 +34,19 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
     logs = RankLogs(job.folder / "logs", job.show)
     logs.folder.mkdir(exist_ok=True)
     failures = _run_agent(job, logs, stop, say)
+    codes = [failure.code for failure in failures]
     if not failures:
         return 0
+    if is_told_to_end(codes):
+        code = PREEMPTED if PREEMPTED in codes else STOPPED
+        say(_tell_end(code, [logs.files[failure.rank] for failure in failures]))
+        return code
+    if stop.time_is_over:
+        say(
+            f"samestep: the time limit of {job.time_limit} is over, and {len(failures)} rank(s) had not ended by "
+            "themselves: they were killed; what the last checkpoint holds is safe, so start again to go on"
+        )
+        return TIME_IS_OVER
     say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))
     return by_cause(failures)[0].exit_code
 
@@ -45,7 +57,6 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
 
     written = logs.folder / f"launcher-{socket.gethostname()}.log"
     _listen_to_agent(logging.StreamHandler() if job.verbose else logging.FileHandler(written))
@@ -54,12 +65,14 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
     arguments = [argument.replace("$", "$$") for argument in job.command]
     stop.raise_as(SignalException)
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        run_agent(config, arguments, stop)
     except ChildFailedError as error:
         stop.raise_as(None)
         stop.end_leftovers()
         first = min(failure.timestamp for failure in error.failures.values())
-        return [_failure(rank, failure, first, logs) for rank, failure in error.failures.items()]
+        failures = [_failure(rank, failure, first, logs, stop) for rank, failure in error.failures.items()]
+        _raise_if_stopped(stop, [failure.code for failure in failures])
+        return failures
     except SignalException as error:
         stop.raise_as(None)
         stop.end_leftovers()
@@ -125,14 +138,30 @@ def _specs(logs: RankLogs, stop: Stop, say: Say) -> "LogsSpecs":
     return Specs()
 
 
-def _failure(rank: int, failure: "ProcessFailure", first: float, logs: RankLogs) -> Failure:
+def _raise_if_stopped(stop: Stop, codes: list[int]) -> None:
+    """Whatever ranks died of after a signal, it was the signal; but for those that have saved."""
+    if is_told_to_end(codes) and PREEMPTED in codes:
+        return
+    died_of = stop.warned if stop.warned is not None and -stop.warned in codes else None
+    if (cause := stop.received or died_of) is not None:
+        raise Stopped(f"stopped by {cause.name}", cause)
+
+
+def _tell_end(code: int, files: list[RankFiles]) -> str:
+    said = next((text for each in files if (text := recorded_message(each))), None)
+    if code == PREEMPTED:
+        return f"samestep: preempted: {said or f'the ranks ended with exit code {code}'}, start again to go on"
+    return f"samestep: stopped: {said or f'the ranks ended with exit code {code}'}"
+
+
+def _failure(rank: int, failure: "ProcessFailure", first: float, logs: RankLogs, stop: Stop) -> Failure:
     said, traceback = last_words(logs.files[rank], crashed=failure.exitcode < 0)
     return Failure(
         rank=rank,
         pid=failure.pid,
         code=failure.exitcode,
         when=failure.timestamp,
-        ended=is_agents_doing(failure.exitcode, failure.timestamp - first),
+        ended=failure.pid in stop.ended or is_agents_doing(failure.exitcode, failure.timestamp - first),
         said=said,
         traceback=traceback,
     )

@@ -13,6 +13,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # Messages of native code, such as the one about a process group that was not destroyed: true, but not the cause.
 _NATIVE = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ENDED_EARLY = "EndedEarly"  # as samestep.run.preempt has it
 _LONGEST = 200
 _TAIL = 20
 
@@ -47,6 +48,15 @@ def last_traceback(lines: list[str]) -> list[str]:
     while trace and not trace[-1].strip():
         trace.pop()
     return trace if len(trace) <= _LONGEST else [*trace[: _LONGEST // 2], "  ...", *trace[-_LONGEST // 2 :]]
+
+
+def recorded_message(files: RankFiles) -> str:
+    """What a rank that was told to end has to say, from its error file; empty where it said nothing."""
+    try:
+        kind, _, text = str(json.loads(files.error.read_text())["message"]["message"]).partition(": ")
+    except (OSError, ValueError, KeyError, TypeError):  # a script without a Run writes none
+        return ""
+    return text if kind == _ENDED_EARLY else ""
 
 
 def _recorded(path: Path) -> str:

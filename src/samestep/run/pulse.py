@@ -31,6 +31,14 @@ class Rider(Protocol):
         """Called when the run ends; where it failed, no other rank may be waited for."""
         ...
 
+    def save_last(self) -> str | None:
+        """Called at a step boundary before the run ends early: save; the name of what was saved, None for nothing."""
+        ...
+
+    def saving(self) -> float:
+        """About how many seconds `save_last` will take."""
+        ...
+
 
 class Pulse:
     """Brings pending log values together about once a second, at step boundaries that all ranks count alike.

@@ -14,6 +14,7 @@ from samestep.data.loader import Collate
 from samestep.data.stream import StreamCut, StreamStep
 from samestep.data.stream_kinds import check_stream, is_sharded
 from samestep.data.tree import move
+from samestep.data.worker_signals import Shield, held_back
 from samestep.errors import DataError, StateError
 from samestep.plan.batch import Cut
 from samestep.run.account import Account
@@ -133,8 +134,10 @@ class Stream:
             num_workers=source.workers,
             collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  # without automatic batches it is given one item
             generator=torch.Generator(),
+            worker_init_fn=Shield() if source.workers else None,
         )
-        return iter(loader)
+        with held_back():
+            return iter(loader)
 
     def _together(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
         """Each part, the samples of the whole step and of its fullest rank; for shards the other ranks are asked."""

@@ -1,0 +1,155 @@
+"""torch's elastic agent in our manner: ranks that have saved or were stopped are not started anew."""
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from samestep.facts.world import export
+from samestep.launch.failure import is_told_to_end
+from samestep.launch.stop import Stop
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher.api import LaunchConfig
+
+_OTHER_NODES_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
+
+
+def run_agent(config: "LaunchConfig", arguments: list[str], stop: Stop) -> None:
+    """Run ranks to their end, as torch's elastic_launch does; ChildFailedError where one of them did not end well.
+
+    elastic_launch makes its agent itself, and only an agent of our own knows why it should not restart its ranks.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    signals = getattr(config, "signals_to_handle", None)
+    export({} if signals is None else {"TORCHELASTIC_SIGNALS_TO_HANDLE": signals})
+    spec = _spec(config, arguments)
+    agent = _agent(config, spec, stop)
+    shut_down = True
+    try:
+        result = cast("RunResult | None", agent.run())
+    except SignalException:
+        shut_down = False  # that would close the meeting for nodes which go on
+        raise
+    finally:
+        if shut_down:
+            spec.rdzv_handler.shutdown()
+    if result is not None and result.is_failed():
+        raise ChildFailedError(name=spec.get_entrypoint_name(), failures=result.failures)
+
+
+def _spec(config: "LaunchConfig", arguments: list[str]) -> "WorkerSpec":
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    static = config.rdzv_backend == "static"
+    address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if static else (None, None)
+    meeting = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=sys.executable,
+        args=tuple(arguments),
+        rdzv_handler=get_rendezvous_handler(meeting),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=address,
+        master_port=port,
+        local_addr=config.local_addr,
+    )
+
+
+def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElasticAgent":
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    parent: Any = LocalElasticAgent  # the decorators that torch puts around its methods hide their types
+
+    class Agent(parent):
+        """Tells the launcher which ranks live, and asks it before it starts them anew."""
+
+        def _start_workers(self, worker_group: "WorkerGroup") -> dict[int, Any]:
+            started = super()._start_workers(worker_group)
+            stop.ranks = frozenset(started.values())
+            return started
+
+        def _stop_workers(self, worker_group: "WorkerGroup", *rest: Any, **named: Any) -> None:
+            super()._stop_workers(worker_group, *rest, **named)
+            stop.ranks = frozenset()
+
+        def _monitor_workers(self, worker_group: "WorkerGroup") -> "RunResult":
+            with _impatience(stop):
+                result = super()._monitor_workers(worker_group)
+            codes = [failure.exitcode for failure in result.failures.values()]
+            if codes and _is_final(stop, codes):
+                self._remaining_restarts = 0
+                if is_told_to_end(codes):  # on all nodes, whose launchers may still ask this one's store
+                    self._exit_barrier_timeout = _OTHER_NODES_SECONDS
+                    self._exit_barrier()
+            return result
+
+        def _exit_barrier(self) -> None:
+            stop.ranks = frozenset()
+            super()._exit_barrier()
+
+    known = inspect.signature(LocalElasticAgent.__init__).parameters
+    newer = {"shutdown_timeout": getattr(config, "shutdown_timeout", None)}  # since torch 2.12
+    return Agent(
+        spec=spec,
+        logs_specs=config.logs_specs,  # pyright: ignore[reportArgumentType]  # ours is never None
+        start_method=config.start_method,
+        **{name: value for name, value in newer.items() if name in known and value is not None},
+    )
+
+
+@contextmanager
+def _impatience(stop: Stop) -> Generator[None]:
+    """Kill the other ranks soon where one has failed.
+
+    torch asks them to end and waits for half a minute; a rank that takes it for a signal to save waits in vain.
+    """
+    if stop.received is not None or not any(_has_failed(pid) for pid in stop.ranks):
+        yield
+        return
+    timer = threading.Timer(stop.patience, stop.end_ranks)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _is_final(stop: Stop, codes: list[int]) -> bool:
+    """Whether ranks that ended so are not to be started anew: they saved, or were stopped."""
+    warned = stop.warned is not None and -stop.warned in codes
+    return stop.received is not None or stop.time_is_over or warned or is_told_to_end(codes)
+
+
+def _has_failed(pid: int) -> bool:
+    """Whether a rank has ended, and not because it was told to; its exit is left for the agent to collect."""
+    if sys.platform != "linux":
+        return False
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    if ended is None:
+        return False
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return code != 0 and not is_told_to_end([code])

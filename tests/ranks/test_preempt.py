@@ -1,0 +1,250 @@
+"""Runs that are told to end early: agreed by all ranks, saved at a step boundary, gone on with as if nothing was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+from samestep.data.audit import audit
+from samestep.run.preempt import EndedEarly, TimeLimit
+from tests.ranks.models import TASKS, dataset
+
+EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
+
+
+def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
+    """Train; the last rank is told to end within step `told_at`. Weights at the end, or how it ended early."""
+    evaluated = []
+    before = signal.signal(number, signal.SIG_DFL)  # warm ranks tell their stacks at SIGUSR1
+    try:
+        with Run(global_batch=7, seed=2, folder=folder, ledger=True) as run:
+            task = TASKS["mlp"]
+            model = run.wrap(task.model(), None if run.size == 1 else strategy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            data = run.shard(dataset(task, torch.float32), shuffle=True, workers=0, micro_batch=3)
+            if keep:
+                run.restore(folder, model=model, optimizer=optimizer, train=data)
+            for epoch in data.epochs(EPOCHS):
+                for step in epoch:
+                    for batch in step:
+                        task.loss(model, step, batch).backward()
+                    if step.number == told_at and run.rank == run.size - 1:
+                        os.kill(os.getpid(), number)
+                    run.log({"mark": 1.0}, now=True)  # ranks tell each other now, not within the next second
+                    optimizer.step()
+                    optimizer.zero_grad()
+                evaluated.append((epoch.number, run.sum(1)))
+            with torch.no_grad():
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+            return weights, evaluated
+    except EndedEarly as early:
+        return early.code, early.status, str(early), evaluated
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "number"), [("ddp", signal.SIGTERM), ("fsdp", signal.SIGUSR1), ("ddp", signal.SIGUSR2)]
+)
+def test_what_one_rank_is_told_ends_all_at_one_step_and_goes_on_to_the_same_weights(ranks, tmp_path, strategy, number):
+    calm, _ = ranks(2, train, tmp_path / "calm", "ddp", None)[0]
+    folder = tmp_path / "stormy"
+    for told_at in (1, 7):
+        for code, status, text, _ in ranks(2, train, folder, strategy, told_at, True, number):
+            assert (code, status, text) == (75, "preempted", f"saved step {told_at + 1}")
+        assert (folder / "latest").read_text() == f"step-{told_at + 1:08}\n"
+        assert json.loads((folder / "summary.json").read_text())["status"] == "preempted"
+    (weights, evaluated), _ = ranks(2, train, folder, "ddp", None)
+    # step 7 was the last of its epoch: what follows the loop over its steps had not been done, and is
+    assert evaluated == [(1, 2), (2, 2)]
+    assert all(torch.equal(weights[name], calm[name]) for name in calm)
+    report = audit(folder)
+    assert report.sound
+    assert [(epoch.number, epoch.samples) for epoch in report.shards[0].epochs] == [(at, 23) for at in range(EPOCHS)]
+    assert "SIG" in (folder / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_with_nothing_to_save_goes_on_after_a_warning_and_ends_at_sigterm(ranks, tmp_path):
+    calm, _ = ranks(2, train, tmp_path / "calm", "ddp", None, False)[0]
+    warned, evaluated = ranks(2, train, tmp_path / "warned", "ddp", 2, False, signal.SIGUSR2)[0]
+    assert all(torch.equal(warned[name], calm[name]) for name in calm)
+    assert len(evaluated) == EPOCHS
+    told = (tmp_path / "warned" / "log.txt").read_text()
+    assert told.count("SIGUSR2: this run has no checkpoint to save (run.restore makes one), so it goes on") == 1
+    for ended in ranks(2, train, tmp_path / "ended", "ddp", 2, False):
+        assert ended == (143, "stopped", "ended at step 3 with nothing saved", [])
+    told = (tmp_path / "ended" / "log.txt").read_text()
+    assert "SIGTERM: this run has no checkpoint to save (run.restore makes one); it ends at step 3, and what it" in told
+    assert json.loads((tmp_path / "ended" / "summary.json").read_text())["status"] == "stopped"
+
+
+def number_by_epoch(folder, told_in):
+    """Name checkpoints by the epoch, and be told to end in one of them."""
+    try:
+        with Run(global_batch=2, seed=0, folder=folder) as run:
+            model = run.wrap(nn.Linear(1, 1))
+            data = run.shard(TensorDataset(torch.zeros(8, 1)), workers=0)
+            checkpoint = run.restore(folder, model=model, train=data, keep=9)
+            for epoch in data.epochs(4):
+                for step in epoch:
+                    for (x,) in step:
+                        step.mean(model(x).sum(1)).backward()
+                    if epoch.number == told_in:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    run.log({"mark": 1.0}, now=True)
+                checkpoint.save(step=epoch.number)
+    except EndedEarly:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_a_checkpoint_of_an_early_end_is_numbered_as_the_script_does(ranks, tmp_path):
+    (names,) = ranks(1, number_by_epoch, tmp_path, 2)
+    assert names == ["step-00000000", "step-00000001-2"]
+    (names,) = ranks(1, number_by_epoch, tmp_path, 2)  # told again, right after it was restored
+    assert names == ["step-00000000", "step-00000001-3"]
+    (names,) = ranks(1, number_by_epoch, tmp_path, None)
+    assert names[-2:] == ["step-00000002", "step-00000003"]
+
+
+def hear(numbers):
+    """Which handlers stand inside a run and after it, where the script has one of its own for SIGUSR2."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    mine = signal.signal(signal.SIGUSR2, own)
+    try:
+        with Run(global_batch=1, seed=0):
+            inside = [signal.getsignal(number) for number in numbers]
+        after = [signal.getsignal(number) for number in numbers]
+        return [each in (own, signal.SIG_DFL) for each in inside], [each in (own, signal.SIG_DFL) for each in after]
+    finally:
+        signal.signal(signal.SIGUSR2, mine)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def own(number, frame):
+    pass
+
+
+def test_a_signal_with_a_function_of_the_scripts_own_stays_the_scripts_and_all_are_given_back(ranks):
+    ((inside, after),) = ranks(1, hear, [signal.SIGTERM, signal.SIGUSR2])
+    assert inside == [False, True]
+    assert after == [True, True]
+
+
+def python(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", dedent(script)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(tmp_path):
+    told = python(
+        """
+        import os, signal, time
+        from samestep.run import preempt
+        preempt._ECHO_SECONDS = 1.0
+        signals = preempt.Signals()
+        signals.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("goes on", signals.noted, flush=True)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("should not be", flush=True)
+        """,
+        tmp_path,
+    )
+    assert (told.returncode, told.stdout) == (-signal.SIGTERM, "goes on 4\n")
+
+
+def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
+    told = python(
+        """
+        import os, signal, time
+        from samestep.run import preempt
+        signals = preempt.Signals()
+        signals.listen()
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.noted)
+        """,
+        tmp_path,
+    )
+    assert told.stdout == "-15 0\n"
+
+
+def test_a_time_limit_leaves_room_for_saving_twice_and_for_the_longest_pause_yet():
+    limit = TimeLimit(time.time() + 100)  # margin: 5 s
+    assert not limit.is_up(saving=0.0)
+    assert not limit.is_up(saving=47.0)
+    assert limit.is_up(saving=48.0)
+    time.sleep(1.5)
+    assert limit.is_up(saving=46.8)
+
+
+GROUP = """
+    import os, signal, sys, time, psutil, torch
+    from torch import nn
+    from torch.utils.data import Dataset
+    from samestep import Run
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 400
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return torch.full((1,), float(index))
+
+    if __name__ == "__main__":
+        torch.multiprocessing.set_start_method(sys.argv[1])
+        with Run(global_batch=4, seed=0, folder="out") as run:
+            model = run.wrap(nn.Linear(1, 1))
+            data = run.shard(Slow(), workers=2)
+            run.restore("out", model=model, train=data)
+            for epoch in data.epochs(1):
+                for step in epoch:
+                    for x in step:
+                        step.mean(model(x).sum(1)).backward()
+                    if step.number == 3:
+                        family = psutil.Process().children(recursive=True)
+                        assert len(family) >= 2
+                        for each in family:
+                            each.send_signal(signal.Signals[sys.argv[2]])
+                        time.sleep(0.5)  # they have it before this process has
+                    if step.number == 12:  # far beyond what was read ahead: the workers still serve
+                        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "number"), [("fork", "SIGTERM"), ("spawn", "SIGTERM"), ("forkserver", "SIGTERM"), ("fork", "SIGUSR1")]
+)
+def test_data_workers_serve_on_when_every_process_gets_the_signal(tmp_path, method, number):
+    (tmp_path / "train.py").write_text(dedent(GROUP))
+    told = subprocess.run(
+        [sys.executable, "train.py", method, number],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert told.returncode == 75, told.stderr
+    assert f"{number}: saved step-000000" in told.stdout
+    assert int((tmp_path / "out" / "latest").read_text().removeprefix("step-")) >= 13
