@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slurm fast check format docs tree constraints clean
+.PHONY: help demo test slurm nodes data fast check format docs tree constraints clean
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name line; do printf '%-20s %s\n' "$$name" "$$line"; done
@@ -20,7 +20,7 @@ help:  ## list these targets
 demo: $(READY)  ## train on one rank and on two, and show that both learnt the same
 	@$(BIN)/python tools/demo.py
 
-test: $(READY) slurm  ## run every test
+test: $(READY) slurm nodes data  ## run every test
 	@$(BIN)/python -m pytest
 
 # The tests of SLURM start a real one. Where it may not be installed they are skipped, and pytest says so at its end.
@@ -29,6 +29,20 @@ slurm:  ## install SLURM for its tests, where this user may (Debian and Ubuntu, 
 	  echo "installing slurm-wlm and munge for the tests of SLURM (half a minute, once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } \
 	    > /dev/null || echo "they could not be installed: the tests of SLURM will be skipped"; fi
+
+# The tests of several nodes lay cables between network namespaces. Where they cannot, they are skipped and pytest says so.
+nodes:  ## install iproute2 for the tests of several nodes, where this user may (Debian and Ubuntu, as root)
+	@if ! command -v ip > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  echo "installing iproute2 for the tests of several nodes (seconds, once)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2; } \
+	    > /dev/null || echo "it could not be installed: the tests of several nodes will be skipped"; fi
+
+# One recipe is tested on real images, which Debian packages. Where they cannot be installed that test is skipped.
+data:  ## install Fashion-MNIST for the test of a recipe, where this user may (Debian and Ubuntu, as root)
+	@if ! test -d /usr/share/datasets/fashion-mnist && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  echo "installing dataset-fashion-mnist for the test of a recipe (31 MB, once)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends dataset-fashion-mnist; } \
+	    > /dev/null || echo "it could not be installed: the test on it will be skipped"; fi
 
 fast: $(READY)  ## run the tests that take no more than a few seconds each
 	@$(BIN)/python -m pytest -m 'not slow'

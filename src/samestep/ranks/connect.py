@@ -1,13 +1,20 @@
 """Opening the connection between ranks: the store they share and the process group over it."""
 
+import time
 from datetime import timedelta
 from functools import lru_cache
+from hashlib import sha256
+from typing import Final
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from samestep.errors import WorldError
 from samestep.facts.world import World
+
+_FIRST_PAUSE: Final = 0.002
+_LONGEST_PAUSE: Final = 0.25  # a thousand ranks that wait for the last one must not wear the store out
 
 
 def connect_store(world: World, timeout: float) -> dist.Store:
@@ -34,9 +41,54 @@ def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.St
     )
 
 
-def count_runs(store: dist.Store, rank: int) -> int:
-    """Which run of these processes begins: ranks count alike, since each of them opens every run."""
-    return store.add(f"runs/{rank}", 1)
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Wait for all ranks; a name for this meeting, the same on all of them, that no earlier meeting had.
+
+    A store may outlive the ranks that met there, and no launcher numbers meetings: of two nodes the one whose rank was
+    killed counts a restart, the other only sees that nodes changed. So every rank brings a token of its own, the first
+    one draws up a roll of the tokens it finds, and the meeting stands once each rank has found itself on that roll. A
+    token of the dead never signs; when its successor comes, there is a new roll.
+    """
+    place, token = dist.PrefixStore(f"samestep/meet/{size}", store), uuid4().hex
+    place.set(f"came/{rank}", token)
+    since, pause, roll, signed = time.monotonic(), _FIRST_PAUSE, b"", ""
+    while True:
+        if rank == 0:
+            roll = _call_the_roll(place, size, roll)
+        if place.check([f"roll/{token}"]):
+            name = place.get(f"roll/{token}").decode()
+            signatures = place.add(f"signed/{name}", int(name != signed))
+            if signatures == size:
+                return name
+            signed = name
+        if time.monotonic() - since > timeout:
+            raise _nobody_came(place, rank, size, timeout)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _call_the_roll(place: dist.Store, size: int, before: bytes) -> bytes:
+    """On the first rank: tell every token that is there which roll it stands on, where the tokens have changed."""
+    keys = [f"came/{each}" for each in range(size)]
+    if not place.check(keys):
+        return before
+    tokens = place.multi_get(keys)
+    roll = b"".join(tokens)
+    if roll != before:
+        name = sha256(roll).hexdigest()[:32]
+        for token in tokens:
+            place.set(f"roll/{token.decode()}", name)
+    return roll
+
+
+def _nobody_came(place: dist.Store, rank: int, size: int, timeout: float) -> WorldError:
+    absent = [each for each in range(size) if not place.check([f"came/{each}"])]
+    shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    who = f"rank(s) {shown} did not come" if absent else "one of them came and has gone"
+    return WorldError(
+        f"rank {rank} has waited {timeout:g} s for {size} ranks to meet, and {who}: look for their last lines, check "
+        "that as many were started as WORLD_SIZE says, or give slow ones time with Run(start_timeout=...)"
+    )
 
 
 def store_beside_group(world: World) -> dist.Store:

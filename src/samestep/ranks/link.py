@@ -14,7 +14,7 @@ import torch.distributed as dist
 from samestep.errors import GroupError, RankMissing
 from samestep.facts.world import World
 from samestep.ranks import frames
-from samestep.ranks.connect import connect_store, count_runs, open_group, store_beside_group
+from samestep.ranks.connect import connect_store, meet, open_group, store_beside_group
 from samestep.ranks.missing import ORDER_RULE, come_late, gone_astray, store_gone, tell
 from samestep.ranks.places import Place, Places, call_site
 from samestep.torch_private import set_group_timeout, wait_until_released
@@ -58,8 +58,8 @@ class Link:
             return
         self._adopted = dist.is_initialized()
         base = store_beside_group(self.world) if self._adopted else connect_store(self.world, self.start_timeout)
-        generation = f"samestep/{self.world.job}/{self.world.restart}"  # a restarted group must not read dead addresses
-        generation += f"/{count_runs(dist.PrefixStore(generation, base), self.world.rank)}"
+        # A restarted group must not read dead addresses: torch's agent may go on with the store of the one before.
+        generation = f"samestep/{meet(base, self.world.rank, self.world.size, self.start_timeout)}"
         self._store = dist.PrefixStore(f"{generation}/link", base)
         self._places = Places(self._store, self.world.rank, self.world.size)
         if not self._adopted:

@@ -1,0 +1,99 @@
+"""How ranks and nodes find each other anew: in a store that outlived others, and at an address of their own."""
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from samestep.errors import WorldError
+from samestep.launch.local import can_serve
+from samestep.launch.rendezvous import Asked, choose_rendezvous, serve_where_named
+from samestep.ranks.connect import meet
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def another(store: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
+def at_once(*acts: Callable[[], str]) -> list[str]:
+    """What several ranks get that act at the same time."""
+    got = [""] * len(acts)
+
+    def run(at: int) -> None:
+        got[at] = acts[at]()
+
+    threads = [threading.Thread(target=run, args=[at]) for at in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return got
+
+
+def test_ranks_that_meet_twice_in_one_store_agree_on_a_new_name_each_time(store: dist.TCPStore):
+    stores = [store, another(store), another(store)]
+    names = [at_once(*(lambda rank=rank: meet(stores[rank], rank, 3, 20.0) for rank in range(3))) for _ in range(3)]
+    assert all(len(set(meeting)) == 1 and meeting[0] for meeting in names)
+    assert len({meeting[0] for meeting in names}) == 3
+
+
+def test_what_a_killed_rank_left_in_the_store_does_not_keep_its_successor_out(store: dist.TCPStore):
+    # The dead one came and was put on a roll that it never signed.
+    with pytest.raises(WorldError):
+        meet(another(store), 1, 2, 0.05)
+    late = threading.Event()
+
+    def come_late() -> str:
+        late.wait(0.3)
+        return meet(another(store), 1, 2, 20.0)
+
+    names = at_once(lambda: meet(store, 0, 2, 20.0), come_late)
+    assert names[0] == names[1] != ""
+
+
+def test_ranks_that_do_not_come_are_named(store: dist.TCPStore):
+    with pytest.raises(WorldError) as told:
+        meet(store, 0, 4, 0.2)
+    assert str(told.value) == (
+        "rank 0 has waited 0.2 s for 4 ranks to meet, and rank(s) 1, 2, 3 did not come: look for their last lines, "
+        "check that as many were started as WORLD_SIZE says, or give slow ones time with Run(start_timeout=...)"
+    )
+
+
+def test_a_rank_that_came_and_was_killed_is_told_of(store: dist.TCPStore):
+    for rank in (1, 0):
+        with pytest.raises(
+            WorldError, match=r"2 ranks to meet, and" if rank else "one of them came and has gone: look"
+        ):
+            meet(another(store), rank, 2, 0.1)
+
+
+def test_the_node_whose_address_is_the_meeting_place_serves_it():
+    asked = Asked(nodes="1:2", endpoint="192.0.2.1:29400")
+    chosen = choose_rendezvous(asked, "fresh")
+    served = serve_where_named(chosen, lambda host, port: (host, port) == ("192.0.2.1", 29400))
+    assert served.settings == {"is_host": "1"}
+    assert serve_where_named(chosen, lambda host, port: False) == chosen
+    said = choose_rendezvous(replace(asked, settings="is_host=0"), "fresh")
+    assert serve_where_named(said, lambda host, port: True) == said
+
+
+def test_a_machine_can_serve_at_its_own_free_address_only():
+    here = next((each for each in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)), None)
+    assert not can_serve("127.0.0.1", 29400)  # every machine has it: torch finds out who is first
+    assert not can_serve("192.0.2.77", 29400)  # a documentation address is nobody's
+    assert not can_serve("no-such-host.invalid", 29400)
+    if here is not None and not here[4][0].startswith("127."):
+        with socket.socket() as taken:
+            taken.bind((here[4][0], 0))
+            taken.listen(1)
+            assert not can_serve(here[4][0], taken.getsockname()[1])
+        assert can_serve(here[4][0], 0)
