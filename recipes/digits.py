@@ -1,15 +1,18 @@
 """Handwritten digits: the smallest real training, the script of the README word for word."""
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from samestep import Run
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -31,7 +34,13 @@ class Net(nn.Sequential):
         )  # fmt: skip
 
 
-def main(out: Path, epochs: int, global_batch: int, seed: int) -> None:
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="where logs and weights go")] = Path("runs/digits"),
+    epochs: int = 10,
+    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 128,
+    seed: int = 0,
+) -> None:
     """Train, evaluate after every epoch, keep the weights."""
     train_set, test_set = digits()
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
@@ -58,9 +67,4 @@ def main(out: Path, epochs: int, global_batch: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="where logs and weights go")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--global-batch", type=int, default=128, help="samples in a step, over all ranks")
-    parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    app()

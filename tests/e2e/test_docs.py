@@ -10,6 +10,7 @@ import pytest
 
 from samestep import errors
 from samestep.cli.main import COMMANDS, samestep
+from samestep.cli.recipe import recipes
 from tests.e2e.pages import PAGES, REPOSITORY, Fence, anchors, fences, links, run_page, sides
 
 pytestmark = pytest.mark.slow
@@ -104,8 +105,8 @@ def options(command: click.Command) -> set[str]:
 
 
 def arguments(words: list[str]) -> list[str]:
-    """What belongs to the command itself: all before the script, whose own options are its own business."""
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    """What belongs to the command itself: all before the script or recipe, whose own options are its own business."""
+    script = next((at for at, word in enumerate(words) if word.endswith(".py") or word in recipes()), len(words))
     return words[:script]
 
 

@@ -14,9 +14,11 @@ COMMANDS = {
     "run": ("samestep.cli.run", "Start a script on every GPU of this machine, or as ranks on several nodes."),
     "submit": ("samestep.cli.submit", "Submit a script to SLURM, as ranks on one node or several."),
     "jobs": ("samestep.cli.jobs", "List what was submitted to SLURM, and how each job ended."),
+    "plan": ("samestep.cli.plan", "Say what fits on which GPUs, what is fastest, and why."),
     "doctor": ("samestep.cli.doctor", "Look at this machine and say what would go wrong, and what to do."),
     "audit": ("samestep.cli.audit", "Count which samples a run has seen: each exactly once?"),
     "checkpoint": ("samestep.cli.checkpoint", "Look into checkpoints, verify them, export their weights."),
+    "recipe": ("samestep.cli.recipe", "List scripts that come with samestep, run one, copy one to start from."),
 }
 
 

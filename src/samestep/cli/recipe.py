@@ -1,0 +1,91 @@
+"""`samestep recipe`: the scripts that come with samestep, to look at, to run and to start from."""
+
+import ast
+import shutil
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from samestep.cli.run import Typed
+from samestep.cli.run import command as start
+from samestep.errors import LaunchError
+
+
+@click.group("recipe")
+def command() -> None:
+    """Scripts that train something real, each short enough to be read in one sitting."""
+
+
+@command.command("list")
+def list_recipes() -> None:
+    """Name every recipe and say what it shows."""
+    found = recipes()
+    width = max(map(len, found))
+    for name, path in found.items():
+        click.echo(f"{name:{width}}  {_subject(path)}")
+
+
+_OF_THE_LAUNCHER = [each for each in start.params if each.name not in ("module", "script")]
+_NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NAME [OPTIONS OF THE RECIPE]...")
+
+
+# It takes what `samestep run` takes, with the name of a recipe where the script would stand.
+@command.command(
+    "run",
+    params=[*_OF_THE_LAUNCHER, _NAME],
+    context_settings=start.context_settings,
+    epilog="Options before NAME are those of `samestep run`, options after it the recipe's own. Examples: "
+    "samestep recipe run saliency --help; samestep recipe run --nproc-per-node 2 saliency --epochs 3",
+)
+@click.pass_context
+def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
+    """Run the recipe NAME as ranks on this machine, or on several nodes together."""
+    if not typed["script"]:
+        raise LaunchError(f"no recipe was named: there are {', '.join(recipes())}")
+    name, *arguments = typed["script"]
+    path = find(name)
+    if find_spec("typer") is None:
+        raise LaunchError(f"the recipe {name} needs more than samestep itself: pip install 'samestep[recipes]'")
+    code = context.invoke(start, **{**typed, "module": False, "script": (str(path), *arguments)})
+    assert isinstance(code, int)
+    return code
+
+
+@command.command("copy")
+@click.argument("name")
+@click.option("--to", "target", type=click.Path(path_type=Path), help="The file to write; default: NAME.py, here.")
+def copy_recipe(name: str, target: Path | None) -> None:
+    """Put the recipe NAME into this folder, to start from."""
+    source = find(name)
+    target = target or Path(source.name)
+    if target.exists():
+        raise LaunchError(f"{target} exists and is not overwritten: move it away, or name another file with --to")
+    shutil.copyfile(source, target)
+    click.echo(f"{target}: run it with `samestep run {target}`, see its options with `python {target} --help`")
+
+
+def recipes() -> dict[str, Path]:
+    """Every recipe by its name: those in the installed package, or those beside the sources in a checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parents[1] / "recipes"):
+        if found := {path.stem: path for path in sorted(folder.glob("*.py"))}:
+            return found
+    raise LaunchError(f"there are no recipes in {package / 'recipes'}: install samestep anew")
+
+
+def find(name: str) -> Path:
+    """The script of a recipe."""
+    known = recipes()
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise LaunchError(f"there is no recipe {name}: there are {', '.join(known)}{meant}")
+    return known[name]
+
+
+def _subject(path: Path) -> str:
+    """The first line of a script's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -1,0 +1,27 @@
+"""A recipe called on warm ranks: what it learnt and what it logged."""
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from samestep import read_metrics
+
+PATIENCE = 110.0  # seconds; an idle machine needs about twenty
+
+
+def train(name: str, folder: Path, options: dict[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Run a recipe's main; its weights, and the last value of everything that it logged. For a warm rank."""
+    import_module(f"recipes.{name}").main(out=folder, **options)
+    last: dict[str, float] = {}
+    for record in read_metrics(folder / "metrics.jsonl", by_step=True):
+        last |= record
+    return torch.load(folder / "weights.pt", weights_only=True), last
+
+
+def on_one_and_two(ranks, name: str, folder: Path, **options: object):
+    """The same training twice; the metrics of both and the largest difference between their weights."""
+    ((one, alone),) = ranks(1, train, name, folder / "one", options, timeout=PATIENCE)
+    (two, together), *_ = ranks(2, train, name, folder / "two", options, timeout=PATIENCE)
+    assert one.keys() == two.keys()
+    return max(float((one[key] - two[key]).abs().max()) for key in one), alone, together
