@@ -33,6 +33,10 @@ class StepError(SamestepError):
     """A step was used in a way that would not give the mean over the global batch."""
 
 
+class PlanError(SamestepError):
+    """No plan can be made: machines that nobody knows, a model that cannot be looked at, or nothing that fits."""
+
+
 class WrapError(SamestepError):
     """A model cannot be wrapped as it is, or was changed after it was wrapped."""
 
@@ -55,6 +59,10 @@ class ReplicasDiffer(GroupError):
 
 class CheckpointError(SamestepError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
+
+
+class TeacherError(SamestepError):
+    """A frozen teacher cannot be built, read or placed as asked, or did not answer."""
 
 
 class LogError(SamestepError):

@@ -2,13 +2,23 @@
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -74,3 +84,53 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group only
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from group.fsdp_params if group is not None else ()
+
+
+def without_memory() -> AbstractContextManager[object]:
+    """Let tensors be made and computed with by shape alone; those that have memory already may take part."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_memory() -> AbstractContextManager[object]:
+    """Compute with memory again inside of `without_memory()`."""
+    return unset_fake_temporarily()
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a shape alone."""
+    return isinstance(tensor, FakeTensor)
+
+
+def cannot_be_traced(error: BaseException) -> bool:
+    """Whether an error says that values were asked of tensors that are shapes alone."""
+    return isinstance(
+        error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedFakeTensorException
+    )
+
+
+class OtherKernels:
+    """Kernels of ours in torch's table, for as long as this is open; torch's own stand again afterwards."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+
+    def put(self, name: str, kernel: Callable[..., object], key: str) -> None:
+        """Let `kernel` be called where the operator `name` is met under the dispatch key `key`."""
+        with warnings.catch_warnings():  # torch tells of every kernel that is replaced
+            warnings.simplefilter("ignore")
+            self._library.impl(name, kernel, key)
+
+    def close(self) -> None:
+        """Put torch's own back."""
+        self._library._destroy()  # pyright: ignore[reportPrivateUsage]
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether torch itself has a kernel for the operator `name` under the dispatch key `key`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)  # pyright: ignore[reportPrivateUsage]
+
+
+def past_cpu_autocast() -> AbstractContextManager[object]:
+    """Call operators as if autocast of the CPU were off; only while this is open."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # pyright: ignore[reportPrivateUsage]
+    return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

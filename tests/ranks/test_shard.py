@@ -269,3 +269,21 @@ def test_weights_draw_with_replacement_alike_on_any_layout(ranks):
     assert 0.65 < alone.count(7) / len(alone) < 0.85
     spread = ranks(2, weighted)
     assert sorted(spread[0] + spread[1]) == sorted(alone)
+
+
+def weigh():
+    """What each rank is told of the rows of a step of five."""
+    with Run(global_batch=5) as run:
+        told = []
+        for epoch in run.shard(Numbers(n=5), workers=0).epochs(1):
+            for step in epoch:
+                told += [(rows[:, 0].tolist(), step.weights.tolist()) for rows in step]
+        return told
+
+
+def test_rows_of_padding_weigh_nothing(ranks):
+    assert ranks(1, weigh) == [[([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])]]
+    (first,), (second,) = ranks(2, weigh)
+    assert first == ([0, 1, 2], [1, 1, 1])
+    assert second[0][:2] == [3, 4]
+    assert second[1] == [1, 1, 0]

@@ -5,8 +5,10 @@
 model: the keys of the samples in front of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Self
 
@@ -146,6 +148,20 @@ def _current(asked: str) -> SampleLuck:
     return luck
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Which samples the rows of a batch are, for what is kept of them from one epoch to another."""
+
+    shard: str
+    """The name of the shard that they come from; the same in every run of one script."""
+    epoch: int
+    """The epoch in which they were read."""
+    indices: list[int]
+    """The dataset index of each row."""
+    real: int
+    """How many rows count; those behind them are padding."""
+
+
 class _MicroBatch:
     """The one micro-batch that this process works on.
 
@@ -153,10 +169,11 @@ class _MicroBatch:
     must find the same keys there as in its forward pass.
     """
 
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "samples")
 
     def __init__(self) -> None:
         self.keys: Tensor | Callable[[], Tensor] | None = None
+        self.samples: Callable[[], Samples | None] | None = None
 
 
 _MICRO_BATCH: Final = _MicroBatch()
@@ -171,9 +188,27 @@ def micro_batch_keys() -> Tensor | None:
     return made
 
 
-def set_micro_batch(keys: Tensor | Callable[[], Tensor] | None) -> None:
+def current_samples() -> Samples | None:
+    """The samples of the batch that a shard has handed out last; None where no shard has one out."""
+    return None if _MICRO_BATCH.samples is None else _MICRO_BATCH.samples()
+
+
+def set_micro_batch(
+    keys: Tensor | Callable[[], Tensor] | None, samples: Callable[[], Samples | None] | None = None
+) -> None:
     """Say which samples the modules of the model see from now on; None when a step is over.
 
     A function is called when the keys are first asked for: most models never do, and they cost time at every step.
     """
-    _MICRO_BATCH.keys = keys
+    _MICRO_BATCH.keys, _MICRO_BATCH.samples = keys, samples
+
+
+@contextmanager
+def evaluating(samples: Samples) -> Generator[None]:
+    """While a batch of an evaluation is out: its samples are known, and draw no luck."""
+    before = _MICRO_BATCH.samples
+    _MICRO_BATCH.samples = lambda: samples
+    try:
+        yield
+    finally:
+        _MICRO_BATCH.samples = before

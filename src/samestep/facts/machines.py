@@ -1,7 +1,7 @@
 """The machines a plan is made for: one kind of device, so many in a node, so many nodes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class Device:
     """Peak operations a second of a matrix product by dtype: float32, tf32, bfloat16, float16."""
     source: str
     """Where the figures come from: a data sheet, this machine, a calibration."""
+    launch: float = 5e-6
+    """Seconds that the host takes to start one operation; work smaller than that leaves the device idle."""
+    measured: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """By dtype, what a calibration saw: (operations in one product, operations a second), smallest product first."""
+    streamed: float | None = None
+    """Bytes a second that a calibration saw in a copy; None: reckoned from `bandwidth`."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,17 @@ class Machines:
     """Words, this machine, or SLURM, with what was read."""
     efficiency: float = 0.5
     """The part of a device's peak rate that large matrix products reach in practice; a calibration measures it."""
+    links_measured: bool = False
+    """Whether `within_node` was reached in an all-reduce, not printed on a sheet."""
+    shm: int | None = None
+    """Bytes of /dev/shm in a node; None where nobody looked."""
 
     @property
     def devices(self) -> int:
         """All devices, hence ranks."""
         return self.per_node * self.nodes
+
+    @property
+    def words(self) -> str:
+        """How they are called in a sentence, as in `2 x 4 x h100`, two nodes of four."""
+        return f"{f'{self.nodes} x ' if self.nodes > 1 else ''}{self.per_node} x {self.device.name}"

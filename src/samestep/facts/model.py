@@ -3,6 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+CUDA_CONTEXT = 600 * 2**20
+"""Bytes of a GPU that the driver, the loaded kernels and the libraries take beside everything that torch counts: 350 to
+600 MiB, by GPU and by version of CUDA. What a GPU says to be free before a process begins does not leave it out."""
+
+CUDA_MARGIN = 0.06
+"""The part of a GPU's memory that a plan should leave free beyond what it counted. Measured steps took at most 1.2 %
+more than a trace had predicted (benchmarks/memory.py); the rest is for what torch's allocator holds in pieces that fit
+nothing, for another cuDNN's choices, and for NCCL's buffers."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -13,13 +22,70 @@ class Line:
     per_sample: int
     """Bytes that each sample adds."""
 
-    def at(self, samples: int) -> int:
-        """Bytes with so many samples in the micro-batch.
+    def at(self, samples: int, shards: int = 1) -> int:
+        """Bytes with so many samples in the micro-batch; the same however gradients are sharded.
 
         >>> Line(100, 10).at(4)
         140
         """
         return self.fixed + self.per_sample * samples
+
+    def kept(self, samples: int) -> int:
+        """The same: a line does not know when gradients stand."""
+        return self.at(samples)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step at which memory may be fullest."""
+
+    fixed: int
+    """Bytes beyond weights, optimizer state and gradients, with any micro-batch."""
+    per_sample: int
+    """Bytes that each sample adds."""
+    gradients: int
+    """Bytes of gradients that stand at that moment."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the worst moment of a step, over the micro-batch.
+
+    Gradients come one by one while activations go: which moment is the worst depends on the micro-batch and on how much
+    of the gradients this device holds, so the moments are kept, each a line.
+    """
+
+    moments: tuple[Moment, ...]
+    """Those that are the worst for some micro-batch and some sharding; at least one."""
+    gradients: int
+    """Bytes of all gradients."""
+
+    def at(self, samples: int, shards: int = 1) -> int:
+        """Bytes beyond weights, optimizer state and all gradients, of which this device holds one of `shards` parts.
+
+        >>> Peak((Moment(100, 10, 0), Moment(20, 0, 400)), 400).at(2), Peak((Moment(100, 10, 0),), 0).at(4)
+        (20, 140)
+        """
+        worst = max(m.fixed + m.per_sample * samples + m.gradients // shards for m in self.moments)
+        return worst - self.gradients // shards
+
+    def kept(self, samples: int) -> int:
+        """The same where all gradients stand all the time: in DDP's buckets, or between micro-batches of one step.
+
+        >>> Peak((Moment(100, 10, 0), Moment(20, 0, 400)), 400).kept(2)
+        120
+        """
+        return max(m.fixed + m.per_sample * samples for m in self.moments)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are there with any micro-batch."""
+        return self.at(0)
+
+    @property
+    def per_sample(self) -> int:
+        """Bytes that each sample adds where there are many."""
+        return max(m.per_sample for m in self.moments)
 
 
 @dataclass(frozen=True)
@@ -70,10 +136,10 @@ class ModelFacts:
     """The optimizer's class, e.g. AdamW."""
     optimizer_state: int
     """Bytes it keeps beside the parameters."""
-    working: Line
+    working: Line | Peak
     """Bytes beyond weights, gradients and optimizer state at the worst moment of a steady step: activations, what is
     computed on the way, the batch."""
-    working_recomputed: Line | None
+    working_recomputed: Line | Peak | None
     """The same with every block computing its activations twice; None where there are no blocks to recompute."""
     forward_flops: float
     """Work of the forward pass for one sample."""

@@ -21,6 +21,8 @@ _SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
 _HERE = "127.0.0.1"
+HALVINGS = "SAMESTEP_HALVINGS"
+"""The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where this user keeps what can be made again: XDG_CACHE_HOME, or ~/.cache."""
     values = environment() if environ is None else environ
     return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
+
+
+def halvings(environ: Mapping[str, str] | None = None) -> int:
+    """How often the micro-batch was halved, since the first steps ran out of memory, as `samestep run` exports it."""
+    return int((environment() if environ is None else environ).get(HALVINGS, "0"))
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from samestep.facts.world import export
+from samestep.launch.exit_codes import OUT_OF_MEMORY
 from samestep.launch.failure import is_told_to_end
 from samestep.launch.stop import Stop
 
@@ -136,9 +137,9 @@ def _impatience(stop: Stop) -> Generator[None]:
 
 
 def _is_final(stop: Stop, codes: list[int]) -> bool:
-    """Whether ranks that ended so are not to be started anew: they saved, or were stopped."""
+    """Whether ranks that ended so are not to be started anew as they were: saved, stopped, or too large."""
     warned = stop.warned is not None and -stop.warned in codes
-    return stop.received is not None or stop.time_is_over or warned or is_told_to_end(codes)
+    return stop.received is not None or stop.time_is_over or warned or OUT_OF_MEMORY in codes or is_told_to_end(codes)
 
 
 def _has_failed(pid: int) -> bool:

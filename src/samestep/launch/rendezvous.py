@@ -1,11 +1,13 @@
 """Where the launchers of a job's nodes meet: decided from what was typed, before anything is started."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from samestep.errors import LaunchError
 
 _DEFAULT_STATIC_PORT = 29500
+_SHORT = 8  # letters of a fresh name, which a person may have to type
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 
 
@@ -78,6 +80,32 @@ def parse_nodes(text: str) -> tuple[int, int]:
             "as in --nnodes 1:4"
         )
     return int(fewest), int(most)
+
+
+def host_here(asked: Asked, fresh_id: str, find_place: Callable[[], str]) -> Asked:
+    """Let this node host the meeting, at the place that is found, where it may begin alone and no place was named.
+
+    `fresh_id` names the job, so that nobody who only knows the place comes into it by mistake.
+    """
+    fewest, most = parse_nodes(asked.nodes)
+    named = (asked.endpoint, asked.address, asked.port, asked.node_rank)
+    settings = _parse_settings(asked.settings)
+    if asked.standalone or not fewest == 1 < most or asked.backend not in (None, "c10d"):
+        return asked
+    if "is_host" in settings or any(each is not None for each in named):
+        return asked
+    hosting = ",".join(["is_host=1", *(f"{key}={value}" for key, value in settings.items())])
+    return replace(asked, endpoint=find_place(), id=asked.id or fresh_id[:_SHORT], settings=hosting)
+
+
+def invitation(asked: Asked) -> str:
+    """What another node types to join a meeting that this node hosts; the dots stand for what was typed here.
+
+    >>> invitation(Asked(nodes="1:4", endpoint="node1:29400", id="3f1c"))
+    'samestep run --nnodes 1:4 --rdzv-endpoint node1:29400 --rdzv-id 3f1c ...'
+    """
+    place = ["--nnodes", asked.nodes, "--rdzv-endpoint", asked.endpoint or "", "--rdzv-id", asked.id or ""]
+    return f"{shlex.join(['samestep', 'run', *place])} ..."
 
 
 def choose_rendezvous(asked: Asked, fresh_id: str) -> Rendezvous:

@@ -3,12 +3,13 @@
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import LaunchError
+from samestep.facts.world import HALVINGS, export, halvings
 from samestep.launch.agent import run_agent
-from samestep.launch.exit_codes import PREEMPTED, STOPPED, TIME_IS_OVER
+from samestep.launch.exit_codes import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_IS_OVER
 from samestep.launch.failure import Failure, by_cause, is_agents_doing, is_told_to_end, tell
 from samestep.launch.job import Job
 from samestep.launch.logs import RankFiles, RankLogs
@@ -34,6 +35,10 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
     logs = RankLogs(job.folder / "logs", job.show)
     logs.folder.mkdir(exist_ok=True)
     failures = _run_agent(job, logs, stop, say)
+    while any(failure.code == OUT_OF_MEMORY for failure in failures) and stop.received is None:
+        job = _halve(job, say)
+        logs.files.clear()
+        failures = _run_agent(job, logs, stop, say)
     codes = [failure.code for failure in failures]
     if not failures:
         return 0
@@ -49,6 +54,17 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
         return TIME_IS_OVER
     say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))
     return by_cause(failures)[0].exit_code
+
+
+def _halve(job: Job, say: Say) -> Job:
+    """The job once more with half the micro-batch; launchers of other nodes do the same and meet by its new name."""
+    times = halvings() + 1
+    export({HALVINGS: str(times)})
+    say(
+        "samestep: out of memory in the first steps, so all ranks start anew with half the micro-batch; the global "
+        "batch stays, and so does what is learnt"
+    )
+    return replace(job, rendezvous=replace(job.rendezvous, id=f"{job.rendezvous.id}-half{times}"))
 
 
 def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:

@@ -18,11 +18,14 @@ from samestep.run.padding import Padding
 from samestep.run.pulse import Pulse
 from samestep.run.replicas import replicated
 from samestep.run.step import Step
+from samestep.teacher.teacher import Teacher
 from samestep.torch_private import multiply_all
 from samestep.wrap.batchnorm import rows_needed
 from samestep.wrap.fingerprint import check_alike
 from samestep.wrap.speed import Speed
 from samestep.wrap.wrapped import Wrapped, check_optimizer, local
+
+_SPEED_SECONDS = 1.0  # a speed over less than this is noise
 
 
 class RunEngine:
@@ -38,7 +41,9 @@ class RunEngine:
         self.epoch = 0
         self.said: set[str] = set()
         self.at_end: list[Callable[[], None]] = []
-        self.steps = self.samples = 0
+        self.teachers: list[Teacher] = []
+        self.steps = self.stepped = self.samples = self.shards = self.rows = 0
+        self.planned_rows: int | None = None
         self.lockstep = self.in_step = False
         self.padding = Padding()
         self._own: dict[Row, float] = {}
@@ -123,7 +128,7 @@ class RunEngine:
         for model in self.models:
             model.check_use(step.number, step.last_samples, self._link.world.rank)
         self.speed.settle(self.models, step.number)
-        self.steps, self.samples = step.number + 1, self.samples + step.samples
+        self.steps, self.stepped, self.samples = step.number + 1, self.stepped + 1, self.samples + step.samples
         self._samples_since += step.samples
         if (loss := step.loss) is not None:
             self.pulse.pending.values[step.number, "train/loss"] = loss  # a good name and a good step: no check
@@ -153,7 +158,9 @@ class RunEngine:
 
     def flush(self, act: str) -> None:
         """Bring pending values together now, on all ranks."""
-        self._write(self.pulse.beat(act))
+        # Where saves come quicker than the pulse, they are the pulse: the speed is told as often as ever.
+        late = self._samples_since and time.monotonic() - self._since >= _SPEED_SECONDS
+        self._write(self.pulse.beat(act), speed_at=self.steps - 1 if late else None)
 
     def total(self, count: torch.Tensor) -> float:
         """The sum of a count over all ranks."""

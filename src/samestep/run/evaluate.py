@@ -8,6 +8,7 @@ from torch import nn
 
 from samestep.ranks.link import Link
 from samestep.run.engine import RunEngine
+from samestep.run.taught import needs_all
 from samestep.wrap.batchnorm import average_statistics
 
 
@@ -20,7 +21,8 @@ def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Generator[nn.Mo
         average_statistics(link, wrapped.inner)
     modes = [(module, module.training) for module in net.modules()]
     before = engine.lockstep
-    engine.lockstep = not link.alone and wrapped is not None and wrapped.sharded
+    sharded = wrapped is not None and wrapped.sharded
+    engine.lockstep = not link.alone and (sharded or needs_all(engine))
     net.eval()
     try:
         with torch.no_grad():

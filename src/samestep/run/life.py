@@ -13,12 +13,15 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep import __version__
 from samestep.data.ledger import next_generation
 from samestep.errors import GroupError
-from samestep.facts.world import read_world, run_folder
+from samestep.facts.world import deadline, environment, read_world, run_folder
+from samestep.launch.orphan import LauncherWatch
 from samestep.log import Voice
 from samestep.ranks.link import Link
 from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
 from samestep.run.logs import Writer
+from samestep.run.out_of_memory import TooLarge, advise, half_may_help, is_out_of_memory
+from samestep.run.preempt import EndedEarly, Preemption
 from samestep.run.seed import seed_alike
 from samestep.sinks.console import open_console
 from samestep.sinks.sinks import open_sinks
@@ -70,6 +73,9 @@ class Life:
         self._wished_folder = Path(asked.folder) if asked.folder is not None else run_folder()
         self._folder: Path | None = None
         self._voice = Voice()
+        self._preemption: Preemption | None = None
+        self._too_large = False
+        self._watch = LauncherWatch(self.world.rank, environment())
         self._began = time.monotonic()
 
     @property
@@ -92,6 +98,7 @@ class Life:
         device, asked = self.choice.device, self.asked
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on the first GPU
+        self._watch.start()
         self.link.open(device)
         try:
             _check_alike(self.link, asked)
@@ -102,22 +109,50 @@ class Life:
                 self.writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
             speed = Speed(self.link, see_arithmetic(device, asked.precision, asked.compile), self.say)
             self._engine = RunEngine(self.link, device, self.writer, asked.check_every, speed)
+            self._preemption = Preemption(self._engine.pulse.riders, self.say, deadline())
+            self._engine.pulse.riders.append(self._preemption)
+            self._preemption.signals.listen()
         except BaseException as error:
             self.fail(error)  # `with` does not reach its end where it fails to begin
             raise
         if self.choice.warning:
             self._voice.warn_once(self.choice.warning)
 
-    def end(self) -> None:
-        """End after success: write what is pending, wait for all ranks, disconnect."""
+    def end(self, early: EndedEarly | None = None) -> None:
+        """End after success, or early on all ranks alike: write what is pending, wait for all ranks, disconnect."""
         try:
             self.engine.close()
-            self._close_files("finished", self.engine)
+            self._close_files("finished" if early is None else early.status, self.engine)
             self.link.close()
+            self._watch.stop()
+            self._hear_no_more(ending=early is not None)
+            if early is not None:
+                get_error_handler().record_exception(early)  # for the launcher, which tells what was saved
         except BaseException as error:
             self.fail(error)
             raise
         self._engine = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """End as `with` does: after success, early, or after an exception."""
+        if isinstance(error, EndedEarly):
+            self.end(error)
+        elif error is None or (isinstance(error, SystemExit) and not error.code):
+            self.end()
+        else:
+            self._look_at_memory(error)
+            self.fail(error)
+            if self._too_large:
+                raise TooLarge from error
+
+    def _look_at_memory(self, error: BaseException) -> None:
+        """Where memory ran out: let the launcher try half the micro-batch, or say what to do."""
+        engine = self._engine
+        if engine is None or not is_out_of_memory(error):
+            return
+        self._too_large = half_may_help(engine.stepped, engine.rows)
+        if not self._too_large and engine.rows:
+            error.add_note(advise(engine.stepped, engine.rows))
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: tell the other ranks and the launcher, destroy nothing that others may wait in."""
@@ -128,6 +163,7 @@ class Life:
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
         engine, self._engine = self._engine, None
         with ExitStack() as ending:
+            ending.callback(self._hear_no_more, ending=False)
             ending.callback(self._close_files, "failed", engine)
             if engine is not None:
                 ending.callback(engine.detach, failed=True)
@@ -165,6 +201,10 @@ class Life:
             "metrics": self.writer.last if self.writer else {},
             "choices": engine.speed.choices() if engine else {},
         }
+
+    def _hear_no_more(self, ending: bool) -> None:
+        if self._preemption is not None:
+            self._preemption.signals.release(ending)
 
     def _close_files(self, status: str, engine: RunEngine | None) -> None:
         if self.writer is not None:

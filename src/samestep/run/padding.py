@@ -27,8 +27,9 @@ class Padding:
             if rows and not self._left_out:
                 raise DataError(
                     "this rank had no sample left and was given a copy of one, so that all ranks call the sharded "
-                    "model equally often; what was made of it did not go through run.mean, run.sum or run.max, and "
-                    "would count: give them values as they come, run.mean(net(x).argmax(-1) == y for x, y in test)"
+                    "model or teacher equally often; what was made of it did not go through run.mean, run.sum or "
+                    "run.max, and would count: give them values as they come, run.mean(net(x).argmax(-1) == y for x, y "
+                    "in test)"
                 )
         finally:
             self._rows = 0

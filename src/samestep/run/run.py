@@ -21,7 +21,11 @@ from samestep.run.life import Asked, Life
 from samestep.run.seed import seed_anew, seed_apart
 from samestep.run.shard import Reading, Settings, Shard, open_shard
 from samestep.run.stream import Stream, StreamSource, open_stream
+from samestep.run.taught import take_teacher
 from samestep.run.terms import Terms
+from samestep.teacher import ground as teaching
+from samestep.teacher.frozen import Build
+from samestep.teacher.teacher import Teacher
 from samestep.wrap.precision import Precision
 from samestep.wrap.wrap import Strategy, Unused, Wish, wrap
 
@@ -92,10 +96,7 @@ class Run(Group):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-        else:
-            self._life.fail(error)
+        self._life.leave(error)
 
     def wrap(
         self,
@@ -111,8 +112,8 @@ class Run(Group):
     ) -> nn.Module:
         """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
 
-        One rank: the model itself. `strategy` is "ddp", "fsdp" or "hybrid" (shard in a node, replicate between nodes);
-        None chooses.
+        One rank: the model itself. `strategy` is "ddp", "fsdp", "zero2" (weights stay whole from the forward to the
+        backward pass) or "hybrid" (shard in a node, replicate between nodes); None chooses.
         """
         engine = self._life.engine
         if any(known.owns(parameter) for known in engine.models for parameter in model.parameters()):
@@ -175,6 +176,29 @@ class Run(Group):
         follow, reseed = engine.pulse.riders.append, partial(seed_anew, self._life.asked.seed, self.rank)
         ground = Ground(self._link, engine, self.device, follow, reseed, self.say, self.once, facts, own)
         return restore(ground, place, keep, keep_best, parts)
+
+    def teacher(
+        self,
+        build: Build | str | Path,
+        *,
+        weights: str | Path | None = None,
+        placement: str | None = None,
+        dtype: torch.dtype | None = None,
+        device_map: Mapping[str, str] | None = None,
+        top_k: int | None = None,
+        servers: int | None = None,
+        inner: str | None = None,
+        cache: str | Path | None = None,
+        temperature: float = 1.0,
+    ) -> Teacher:
+        """A frozen model with the weights of a file, called like a module; nothing of it trains or is saved.
+
+        `build` makes the module, or is the folder of a Hugging Face model. `placement` says where it is to be ("gpu",
+        "cpu", "offload", ...); None chooses and says why.
+        """
+        wish = teaching.Wish(dtype, device_map, top_k, servers, inner, cache, temperature)
+        ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once)
+        return take_teacher(self._life.engine, ground, build, weights, placement, wish)
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.

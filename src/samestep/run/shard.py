@@ -14,7 +14,7 @@ from samestep.data.ledger import Description
 from samestep.data.loader import Collate, Loader, MapDataset, Request
 from samestep.data.order import Order
 from samestep.data.order_reader import OrderReader
-from samestep.data.sample_rng import Absent
+from samestep.data.sample_rng import Absent, Samples, evaluating
 from samestep.errors import DataError, StateError
 from samestep.log import Voice
 from samestep.plan import batch as plan_batch
@@ -52,8 +52,8 @@ class Shard:
     `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over everything once, for evaluation.
     """
 
-    def __init__(self, source: Source, cut: Cut, engine: RunEngine, account: Account | None) -> None:
-        self._source, self._cut, self._engine, self._account = source, cut, engine, account
+    def __init__(self, source: Source, cut: Cut, engine: RunEngine, account: Account | None, name: str) -> None:
+        self._source, self._cut, self._engine, self._account, self._name = source, cut, engine, account, name
         self._reader = OrderReader(source.order, cut.span, cut.steps)
         self._loaders: dict[str, Loader] = {}
         engine.at_end.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
@@ -83,7 +83,8 @@ class Shard:
         number = self._account.begin_pass(self._epoch, self._step) if self._account else 0
         for k, data in enumerate(self._loader("evaluation").read(requests)):
             part = whole.batch(k)
-            with self._engine.padding.handed_out(rows=0 if part.real else 1):
+            samples = Samples(self._name, self._engine.epoch, list(range(*whole.span(k))), part.real)
+            with self._engine.padding.handed_out(rows=0 if part.real else 1), evaluating(samples):
                 yield data
             if self._account:
                 self._account.evaluated(number, k, part.start, part.real)
@@ -123,7 +124,7 @@ class Shard:
         for index in range(first, self._cut.steps):
             start, stop = self._cut.positions(index)
             count = self._cut.shape(index)[0]
-            place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count)
+            place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count, self._name)
             step = Step(place, islice(stream, count), self._engine, partial(self._count, epoch, index))
             yield from self._engine.hand_out(step)
             self._step = index + 1
@@ -223,7 +224,8 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     """A shard under the terms of a run."""
     n = check_dataset(dataset)
     order = Order(n, terms.seed, reading.shuffle, None if reading.weights is None else reading.weights.double().numpy())
-    cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, reading.micro_batch, reading.drop_tail)
+    rows = terms.rows(reading.micro_batch)
+    cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, rows, reading.drop_tail)
     check_lengths(terms.engine.exchange_counts("run.shard", n))
     workers = terms.workers_for(dataset, reading.workers)
     if cut.dropped:
@@ -231,7 +233,9 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     weighted = reading.weights is not None
     description = Description(n, terms.seed, reading.shuffle, terms.global_batch, weighted, reading.drop_tail)
     source = Source(dataset, order, reading.collate, workers, reading.settings, terms.device)
-    return Shard(source, cut, terms.engine, terms.account(reading.name, "shard", description))
+    account = terms.account(reading.name, "shard", description)
+    terms.engine.shards += 1
+    return Shard(source, cut, terms.engine, account, reading.name or f"shard-{terms.engine.shards - 1}")
 
 
 def check_lengths(lengths: list[int]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from samestep.data import keyed
 from samestep.data.mix import key64
-from samestep.data.sample_rng import set_micro_batch
+from samestep.data.sample_rng import Samples, set_micro_batch
 from samestep.errors import StepError
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,6 +50,8 @@ class StepPlace:
     """How many samples count in it, over all ranks."""
     micro_batches: int
     """How many micro-batches every rank runs for it."""
+    shard: str | None = None
+    """The name of the shard it is of; None where its samples have no lasting numbers."""
 
 
 class Engine(Protocol):
@@ -108,8 +110,7 @@ class Step:
     def __init__(
         self, place: StepPlace, micro_batches: Iterator[MicroBatch], engine: Engine, count: Callable[[], None]
     ) -> None:
-        self.place = place
-        self.done = False
+        self.place, self.done = place, False
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
         self.last_samples: list[int] = []
         self._source, self._engine, self._count = micro_batches, engine, count
@@ -135,6 +136,11 @@ class Step:
         return self.place.samples
 
     @property
+    def weights(self) -> torch.Tensor:
+        """One weight for each row of the current micro-batch: 1 for a sample, 0 for padding, which counts nowhere."""
+        return self._micro().weights
+
+    @property
     def loss(self) -> torch.Tensor | None:
         """What this rank's calls of `mean` added up to, detached; its average over the ranks is the mean loss."""
         if self._loss_sum is None or self._loss_factor == 1.0:
@@ -152,7 +158,7 @@ class Step:
             for number, micro in enumerate(self._source):
                 self._current, self._draws, self.last_samples = micro, 0, micro.indices
                 self._engine.begin_micro_batch(last=number == len(self) - 1)
-                set_micro_batch(partial(getattr, micro, "keys"))
+                set_micro_batch(partial(getattr, micro, "keys"), partial(_samples, micro, self.place))
                 yield micro.data
             self._settle_masked_mean()
             self.done = True
@@ -220,10 +226,8 @@ class Step:
 
     def rng(self, row: int) -> torch.Generator:
         """A generator on the CPU for one row's sample, for what `random` and `normal` cannot draw."""
-        key = key64(
-            int(self._micro().keys[row]), self._next_draw()
-        )  # every bit of both reaches the lower 32 that torch uses
-        return torch.Generator().manual_seed(key % (1 << 63))
+        # every bit of both reaches the lower 32 that torch uses
+        return torch.Generator().manual_seed(key64(int(self._micro().keys[row]), self._next_draw()) % (1 << 63))
 
     def _scaled(self, value: torch.Tensor) -> torch.Tensor:
         scale = self._engine.loss_scale
@@ -281,9 +285,8 @@ class Step:
         if self._masked_count is None and self._engine.has_gradients():
             raise StepError(
                 f"step {self.number} begins with gradients of an earlier one, and its masked mean over several "
-                "micro-batches is "
-                "settled by a factor on all gradients: call optimizer.zero_grad() before it, or use a larger "
-                "micro_batch"
+                "micro-batches is settled by a factor on all gradients: call optimizer.zero_grad() before it, or use a "
+                "larger micro_batch"
             )
         self._masked_means += 1
         count = weights.sum(dtype=torch.float64)
@@ -296,12 +299,18 @@ class Step:
         if self._means != self._masked_means or self._masked_means != len(self):
             raise StepError(
                 f"step {self.number} has {len(self)} micro-batches and mixes a masked mean with other means: their "
-                "counts are "
-                "known only at its end, for one mean a micro-batch; add the losses up before step.mean, or use a "
-                "larger micro_batch"
+                "counts are known only at its end, for one mean a micro-batch; add the losses up before step.mean, or "
+                "use a larger micro_batch"
             )
         self._loss_factor = self.samples / _positive(self._engine.total(self._masked_count), self.number)
         self._engine.scale_gradients(self._loss_factor)
+
+
+def _samples(micro: MicroBatch, place: StepPlace) -> Samples | None:
+    if place.shard is None:
+        return None
+    real = len(micro.indices) if micro.full else int(micro.weights.sum())
+    return Samples(place.shard, place.epoch, micro.indices, real)
 
 
 def _positive(count: float, number: int) -> float:

@@ -1,7 +1,7 @@
 """This rank's part of a stream: steps of the global batch from data that has no length."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -192,6 +192,7 @@ def open_stream(terms: Terms, source: StreamSource) -> Stream:
     description = Description(
         n=None, seed=terms.seed, shuffle=False, global_batch=terms.global_batch, drop_tail=source.drop_tail
     )
+    source = replace(source, micro_batch=terms.rows(source.micro_batch))
     return Stream(source, terms, terms.account(None, "stream", description))
 
 

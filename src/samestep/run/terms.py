@@ -10,7 +10,7 @@ from samestep.data.ledger import Description, next_generation
 from samestep.data.loader import choose_workers
 from samestep.errors import DataError
 from samestep.facts.hardware import read_hardware
-from samestep.facts.world import World
+from samestep.facts.world import World, halvings
 from samestep.run.account import Account
 from samestep.run.engine import RunEngine
 
@@ -38,15 +38,25 @@ class Terms:
     once: Callable[..., int]
     """Runs a function on the first rank and gives its value to all."""
 
+    def rows(self, wish: int | None) -> int | None:
+        """The most rows of a micro-batch: as wished or planned, halved as often as memory ran out; None: all."""
+        whole, engine = -(-self.global_batch // self.world.size), self.engine
+        rows, times = wish or engine.planned_rows, halvings()
+        if times:
+            before, rows = rows or whole, max(1, -(-(rows or whole) // 2**times))
+            self._say_once(
+                f"micro-batch: {rows} row(s) instead of {before}, since that ran out of memory; the global batch of "
+                f"{self.global_batch} and what is learnt stay the same"
+            )
+        engine.rows = max(engine.rows, min(rows or whole, whole))
+        return rows
+
     def workers_for(self, dataset: object, wish: int | None) -> int:
         """The wish, or a choice that is said."""
         if wish is not None:
             return wish
         workers, reason = choose_workers(dataset, read_hardware().cores.usable, self.world.local_size)
-        text = f"data workers: {workers} a rank ({reason}); set workers= to change it"
-        if text not in self.engine.said:
-            self.engine.said.add(text)
-            self.say(text)
+        self._say_once(f"data workers: {workers} a rank ({reason}); set workers= to change it")
         return workers
 
     def account(self, name: str | None, kind: str, description: Description) -> Account | None:
@@ -60,3 +70,8 @@ class Terms:
         account = Account(self.folder, name, description, self.world.rank, self.world.size, generation)
         self.engine.accounts.append(account)
         return account
+
+    def _say_once(self, text: str) -> None:
+        if text not in self.engine.said:
+            self.engine.said.add(text)
+            self.say(text)

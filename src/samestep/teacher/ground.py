@@ -1,9 +1,9 @@
 """What a placement of a teacher needs of the run around it, and what it gives back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,27 @@ class Ground:
     """Runs a function on the first rank and gives its result, or its exception, to all: `Run.once`."""
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for in run.teacher(...), beside what is to be built."""
+
+    dtype: torch.dtype | None = None
+    """What the weights are turned into; None: as the file holds them."""
+    device_map: Mapping[str, str] | None = None
+    """Modules and their devices, for `custom`."""
+    top_k: int | None = None
+    """How many of the largest logits are sent or kept; None: all. For `served` and `cached`."""
+    servers: int | None = None
+    """How many ranks or processes hold the teacher, for `served`; None: one."""
+    inner: str | None = None
+    """What is inside: for `cached` the placement that computes what is missing, None: chosen; for `served` "rank" or
+    "process", None: ranks serve."""
+    cache: str | Path | None = None
+    """Where outputs are kept, for `cached`; None: in the run's folder."""
+    temperature: float = 1.0
+    """The temperature of the loss that top-k logits are for."""
+
+
 class Placed(Protocol):
     """A teacher in its place: called like the module itself, on every rank for its own micro-batch."""
 
@@ -39,4 +60,12 @@ class Placed(Protocol):
 
     def close(self) -> None:
         """Give back what is held: memory, threads, processes; called on every rank when the run ends."""
+        ...
+
+
+class Pending(Protocol):
+    """Outputs that were asked for and may still be on their way."""
+
+    def result(self) -> Any:
+        """The outputs, on this rank's device; waits for them where they are not there yet."""
         ...

@@ -28,6 +28,8 @@ class Sharding:
     """Classes that are sharded one by one; empty: the repeated children of the largest containers."""
     compile: bool = False
     """Compile block by block: what gathers weights stays outside of what is compiled."""
+    keep: bool = False
+    """Keep gathered weights from the forward to the backward pass: gathered once, but all of them held."""
 
 
 def shard_model(model: nn.Module, world: World, device: torch.device, sharding: Sharding) -> None:
@@ -40,11 +42,24 @@ def shard_model(model: nn.Module, world: World, device: torch.device, sharding: 
     blocks = find_blocks(model, sharding.blocks)
     for part in blocks if sharding.compile else ():
         part.compile()
+    back = _give_back(sharding)
     for block in blocks:
         if any(p.requires_grad for p in block.parameters()):
-            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+            fully_shard(
+                block,
+                mesh=mesh,
+                reshard_after_forward=back,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=ignored,
+            )
     whole = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32, output_dtype=fp32)  # losses in fp32
     send_unused_as_zeros(fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=offload, ignored_params=ignored))
+
+
+def _give_back(sharding: Sharding) -> bool | None:
+    """Whether a block's weights go back to the ranks after its forward pass; None: as FSDP does by itself."""
+    return False if sharding.keep else None
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:

@@ -7,15 +7,15 @@ from torch.optim.optimizer import Optimizer
 _HAVE_IT = (Adam, AdamW, SGD)  # on CUDA in every torch that is supported
 
 
-def turn_on_fused(optimizer: Optimizer) -> bool:
-    """Let an optimizer of torch's own that steps CUDA parameters use its fused kernel; whether it does now.
+def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:
+    """Let an optimizer of torch's own that steps parameters on `device` use its fused kernel; whether it does now.
 
     A choice that the user made (`fused=`, `foreach=`, `differentiable=`) is left alone, and so is a class derived from
     torch's: its `step` may not know the option. The results differ from the default's in the last bits.
     """
     if type(optimizer) not in _HAVE_IT:
         return False
-    if not all(_open_to_it(group) for group in optimizer.param_groups):
+    if not all(_open_to_it(group, device) for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
         group["fused"] = True
@@ -24,13 +24,13 @@ def turn_on_fused(optimizer: Optimizer) -> bool:
     return True
 
 
-def _open_to_it(group: dict[str, object]) -> bool:
+def _open_to_it(group: dict[str, object], device: str) -> bool:
     parameters: list[torch.Tensor] = group["params"]  # pyright: ignore[reportAssignmentType]  # torch's own layout of a group
     undecided = "fused" in group and group["fused"] is None and group.get("foreach") is None
     return (
         undecided
         and not group.get("differentiable")
-        and all(p.device.type == "cuda" and torch.is_floating_point(p) for p in parameters)
+        and all(p.device.type == device and torch.is_floating_point(p) for p in parameters)
         and not any(p.grad is not None and p.grad.is_sparse for p in parameters)
     )
 

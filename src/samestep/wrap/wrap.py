@@ -1,7 +1,7 @@
 """Wrapping a model for its ranks: itself on one, DDP or FSDP2 on several, the same start everywhere."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -24,8 +24,9 @@ from samestep.wrap.sync_batchnorm import over_all_ranks
 from samestep.wrap.unused import SearchCost, Use
 from samestep.wrap.wrapped import Wrapped, guard_against_bypass
 
-Strategy = Literal["single", "ddp", "fsdp", "hybrid"]
+Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 Unused = Literal["error", "allow"]
+_SHARDED = ("fsdp", "hybrid", "zero2")
 _STATE_FACTOR = 4  # weights, gradients and two moments of Adam, all of the weights' size
 
 
@@ -62,7 +63,7 @@ def wrap(
     _check_wish(wish, model)
     check_weights(model, numbers)
     strategy, reason = choose_strategy(link, model, device, wish.strategy)
-    sharded = strategy in ("fsdp", "hybrid")
+    sharded = strategy in _SHARDED
     model = _with_common_norms(link, model, device, wish)
     parts = frozen_parts(model)
     _prepare(model, parts, None if sharded and wish.offload else device, wish, say)
@@ -71,13 +72,12 @@ def wrap(
     else:
         _begin_alike(link, model, frozen_names(model, parts))
         say(f"strategy: {strategy} ({reason}){_tell_frozen(parts)}")
-        if link.world.first:
-            _warn_of_batchnorm(model)
+        _warn_of_batchnorm(link, model)
     core: nn.Module = torch.compile(model) if numbers.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # of a module, a module
     _set_up_forward(model, core, device, wish, numbers, cast=not sharded or bool(parts))
     if sharded:
         kind = Sharding(strategy == "hybrid", wish.offload, numbers.dtype, wish.blocks, numbers.compile)
-        shard_model(model, link.world, device, kind)
+        shard_model(model, link.world, device, replace(kind, keep=strategy == "zero2"))
     joined = core
     if strategy == "ddp":
         joined = _join(core, device, wish, parts)
@@ -198,11 +198,11 @@ def _check_wish(wish: Wish, model: nn.Module) -> None:
         if value not in known:
             choices = ", ".join(repr(choice) for choice in known if choice is not None)
             raise WrapError(f"run.wrap does not know {name}={value!r}: use one of {choices}")
-    if wish.offload and wish.strategy not in ("fsdp", "hybrid"):
+    if wish.offload and wish.strategy not in _SHARDED:
         raise WrapError(
-            "offload=True moves sharded weights to host memory: use it with strategy='fsdp' or strategy='hybrid'"
+            "offload=True moves sharded weights to host memory: use it with strategy='fsdp', 'zero2' or 'hybrid'"
         )
-    if wish.channels_last and wish.strategy in ("fsdp", "hybrid"):
+    if wish.channels_last and wish.strategy in _SHARDED:
         raise WrapError("channels_last=True needs whole weights, and FSDP cuts them: use strategy='ddp', or neither")
     if not any(p.requires_grad for p in model.parameters()):
         raise WrapError(f"{type(model).__name__} has no parameter that trains: call it as it is, without run.wrap")
@@ -215,11 +215,11 @@ def _tell_frozen(parts: dict[str, nn.Module]) -> str:
     return f"; frozen and left out: {', '.join(parts)} ({count:,} parameters)"
 
 
-def _warn_of_batchnorm(model: nn.Module) -> None:
+def _warn_of_batchnorm(link: Link, model: nn.Module) -> None:
     """A number that depends on N is never silent; layers that sleep in frozen parts learn nothing from any rank."""
     awake = {id(norm) for norm in learning(model)}
     names = [name for name, norm in unsynchronised(model).items() if id(norm) in awake]
-    if names:
+    if names and link.world.first:
         warn(
             f"{len(names)} BatchNorm layer(s), {names[0]!r} first, see the rows of their own rank only, so results "
             "depend on the number of ranks: run.wrap(model, sync_batchnorm=True) lets them see all rows, GroupNorm "

@@ -51,9 +51,10 @@ class Wrapped:
             gradient.zero_()
 
     def rest(self) -> None:
-        """Hold this rank's parts only: a forward pass without a backward pass leaves the outermost ones whole."""
-        if isinstance(self.inner, FSDPModule):
-            self.inner.reshard()
+        """Hold this rank's parts only: a forward pass without a backward pass leaves some whole, with zero2 all."""
+        for module in self.inner.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What trains."""

@@ -1,0 +1,88 @@
+"""The work of a step: operations by kind, with their floating-point operations and the bytes they move."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from samestep.facts.model import Op
+
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass
+class _Sum:
+    """What one kind of operation added up to."""
+
+    count: int = 0
+    flops: float = 0.0
+    moved: float = 0.0
+
+
+class Work:
+    """Adds up operations by name and dtype."""
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+        self._sums: dict[tuple[str, str], _Sum] = {}
+
+    def add(
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        inputs: Sequence[object],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Count one operation; what only looks at a tensor otherwise costs nothing."""
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        if _is_view(func, tensors, outputs):
+            return
+        name = str(func.overloadpacket)
+        flops = _flops(func, name, args, kwargs, result)
+        everything = [*tensors, *outputs]
+        dtype = next((t.dtype for t in reversed(everything) if t.is_floating_point()), None)
+        total = self._sums.setdefault((name, "" if dtype is None else str(dtype).removeprefix("torch.")), _Sum())
+        total.count += 1
+        total.flops += flops
+        total.moved += sum(map(_bytes, everything))
+        self.flops += flops
+
+    def ops(self) -> tuple[Op, ...]:
+        """All kinds, the one that moves most first."""
+        found = [Op(name, s.count, s.flops, s.moved, dtype) for (name, dtype), s in self._sums.items()]
+        return tuple(sorted(found, key=lambda op: (-op.moved, op.name, op.dtype)))
+
+
+def _flops(
+    func: OpOverload,
+    name: str,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    result: object,
+) -> float:
+    if name.startswith(_ATTENTION):  # torch counts CUDA's kernels of attention, not the CPU's
+        backward = "backward" in name
+        query, key = [value for value in args if isinstance(value, torch.Tensor)][backward : backward + 2]
+        return (10.0 if backward else 4.0) * query.numel() * key.shape[-2]  # five products of matrices, and two
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _is_view(
+    func: OpOverload,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> bool:
+    if func._schema.is_mutable or not outputs:  # pyright: ignore[reportPrivateUsage]
+        return not outputs and not func._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    known = {id(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
+    return all(t.layout == torch.strided and id(t.untyped_storage()) in known for t in outputs)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes()) if tensor.layout == torch.strided else size

@@ -1,0 +1,91 @@
+"""The parts of a model that are placed as one: repeated blocks and frozen submodules, with their bytes and work."""
+
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from samestep.facts.model import Part
+from samestep.measure.operations import Work
+from samestep.wrap.fsdp import find_blocks
+
+
+def blocks_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
+    """The blocks that are gathered one at a time when the model is sharded, by name, in the model's order."""
+    found = {id(block) for block in find_blocks(model, classes)}
+    return {name: module for name, module in model.named_modules() if id(module) in found}
+
+
+def recomputable(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    """The classes of blocks whose activations can be computed twice: those given, or those that repeat and train.
+
+    A single layer is no block: there is nothing inside that need not be kept.
+    """
+    if classes:
+        return tuple(classes)
+    found = [inner for block in blocks_of(model, ()).values() for inner in _inside(block)]
+    blocks = [block for block in found if any(True for _ in block.children())]
+    training = Counter(type(block) for block in blocks if any(p.requires_grad for p in block.parameters()))
+    return tuple(kind for kind, count in training.items() if count > 1)
+
+
+def _inside(block: nn.Module) -> Iterator[nn.Module]:
+    """A block, or those in it where it is a bare sequence: its class says nothing about what repeats."""
+    if type(block) is not nn.Sequential:
+        yield block
+        return
+    for child in block:
+        yield from _inside(child)
+
+
+class ForwardWork:
+    """Notes how much of the work falls into each of several modules."""
+
+    def __init__(self, work: Work, modules: Iterable[nn.Module]) -> None:
+        self._work, self._modules = work, list({id(module): module for module in modules}.values())
+        self._flops: dict[int, float] = {}
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Look at forward passes inside."""
+        began: dict[int, float] = {}
+
+        def enter(module: nn.Module, *_: object) -> None:
+            """Work so far."""
+            began[id(module)] = self._work.flops
+
+        def leave(module: nn.Module, *_: object) -> None:
+            """Work since."""
+            more = self._work.flops - began.pop(id(module))
+            self._flops[id(module)] = self._flops.get(id(module), 0.0) + more
+
+        hooks = [m.register_forward_pre_hook(enter) for m in self._modules]
+        hooks += [m.register_forward_hook(leave) for m in self._modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def of(self, module: nn.Module) -> float:
+        """Floating-point operations of its forward passes; 0 where it was never called by itself."""
+        return self._flops.get(id(module), 0.0)
+
+
+def describe(parts: dict[str, nn.Module], work: ForwardWork, samples: int) -> tuple[Part, ...]:
+    """Bytes and work of each part."""
+    return tuple(_describe(name, part, work.of(part) / samples) for name, part in parts.items())
+
+
+def _describe(name: str, part: nn.Module, flops: float) -> Part:
+    trainable = nbytes(p for p in part.parameters() if p.requires_grad)
+    still = nbytes(p for p in part.parameters() if not p.requires_grad)
+    return Part(name, trainable, still + nbytes(part.buffers()), flops)
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind tensors, each once: views and tied weights cost nothing more."""
+    storages = {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

@@ -1,0 +1,103 @@
+"""One steady training step of a model, followed storage by storage as it would go on its target."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from samestep.data.sample_rng import set_micro_batch
+from samestep.data.tree import tensors_of
+from samestep.measure.allocator import allocated, exact
+from samestep.measure.operations import Work
+from samestep.measure.optimizers import MakeOptimizer, make_optimizer, state_of, step_as_on_cuda
+from samestep.measure.parts import nbytes
+from samestep.measure.subject import Subject
+from samestep.measure.tracker import Notes, Tracker
+from samestep.measure.workspace import cuda_workspace, no_workspace
+from samestep.wrap.precision import compute_in
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the step goes."""
+
+    optimizer: str | MakeOptimizer
+    """A name of torch.optim, or what makes one of parameters."""
+    dtype: torch.dtype | None
+    """The dtype of autocast; None: nothing is cast."""
+    target: str
+    """Where it would run: "cuda" or "cpu"."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What one step showed."""
+
+    notes: Notes
+    """How full memory was, moment by moment."""
+    forward_flops: float
+    """Work of the forward pass, where work was counted."""
+    batch: int
+    """Bytes of the batch."""
+
+
+class Stepping:
+    """A model and its optimizer, past their first step: optimizer state stands, gradients come and go."""
+
+    def __init__(self, subject: Subject, terms: Terms, samples: int) -> None:
+        self.subject, self._terms = subject, terms
+        self._training = [p for p in subject.model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(terms.optimizer, self._training)
+        if terms.dtype is not None and terms.target == "cpu":
+            compute_in(subject.model, _CPU, terms.dtype)
+        self.gradients = self._first_step(samples)
+        """Bytes of all gradients."""
+        self.state = nbytes(state_of(self.optimizer))
+        """Bytes of optimizer state."""
+        self.weights = nbytes((*subject.model.parameters(), *subject.model.buffers()))
+        """Bytes of parameters and buffers."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the step would run on a GPU."""
+        return self._terms.target == "cuda"
+
+    def follow(self, samples: int, work: Work | None = None) -> Followed:
+        """What a step of one micro-batch needs, moment by moment."""
+        tracker = Tracker(allocated if self.on_cuda else exact, cuda_workspace if self.on_cuda else no_workspace, work)
+        model, batch = self.subject.model, self.subject.batch(samples)
+        tracker.hold([*model.parameters(), *model.buffers(), *state_of(self.optimizer), *tensors_of(batch)])
+        hooks = [p.register_post_accumulate_grad_hook(tracker.mark_gradient) for p in self._training]
+        try:
+            with tracker:
+                loss = self._loss(samples, batch)
+                forward = 0.0 if work is None else work.flops
+                loss.backward()
+                del loss
+                tracker.work = None  # an optimizer's work depends on the bytes of its state alone
+                self.optimizer.step()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.optimizer.zero_grad()
+        return Followed(tracker.notes, forward, nbytes(tensors_of(batch)))
+
+    def _first_step(self, samples: int) -> int:
+        """Make the optimizer's state; the bytes of all gradients."""
+        self._loss(samples, self.subject.batch(samples)).backward()
+        gradients = [p.grad for p in self._training if p.grad is not None]
+        size = nbytes(gradient for gradient in gradients if gradient.layout == torch.strided)
+        if self.on_cuda:
+            step_as_on_cuda(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return size
+
+    def _loss(self, samples: int, batch: object) -> torch.Tensor:
+        """The forward pass, under autocast up to the loss as a run on CUDA has it."""
+        set_micro_batch(torch.zeros(samples, dtype=torch.long))
+        cast = self._terms.dtype if self._terms.target == "cuda" else None
+        with torch.autocast("cpu", dtype=cast) if cast is not None else nullcontext():
+            return self.subject.compute_loss(batch)

@@ -1,0 +1,198 @@
+"""The model that is looked at: built by the user's function, called with an example batch, its loss made."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from samestep.data.tree import map_tensors, tensors_of
+from samestep.errors import DataError, PlanError
+from samestep.torch_private import cannot_be_traced
+
+Loss = Callable[[nn.Module, object], torch.Tensor]
+Build = Callable[[], object]
+_EXAMPLE = "def build(): return Net(), (torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long))"
+_ASKS_FOR_CUDA = ("cuda", "nvidia driver", "no kernel image")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, an example batch, and how a loss comes out of them."""
+
+    model: nn.Module
+    """As the user built it."""
+    example: object
+    """A batch with samples along the first dimension of its tensors."""
+    samples: int
+    """How many samples the example has."""
+    loss: Loss | None
+    """The user's own way from model and batch to a loss; None: made from what the model gives."""
+
+    def batch(self, samples: int) -> object:
+        """A batch of so many samples, those of the example over and over; what is not by sample stays as it is."""
+        rows = torch.arange(samples) % self.samples
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            """Rows of one tensor."""
+            return tensor[rows] if tensor.dim() and tensor.shape[0] == self.samples else tensor
+
+        return map_tensors(self.example, take)
+
+    def compute_loss(self, batch: object) -> torch.Tensor:
+        """One number to go backward from, out of a forward pass."""
+        if self.loss is not None:
+            losses = self.loss(self.model, batch)
+            if not torch.is_tensor(losses) or not losses.requires_grad:
+                raise PlanError(
+                    f"loss gave {_told(losses)}: it must give a tensor that gradients come from, for example "
+                    "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+                )
+            return losses.mean()
+        return _stand_in(_call(self.model, batch), _left_over(self.model, batch))
+
+
+def build_subject(build: Build, loss: Loss | None) -> Subject:
+    """Call the user's function and check what it returns."""
+    try:
+        built = build()
+    except Exception as error:
+        raise PlanError(_why_build_failed(build, error)) from error
+    if not isinstance(built, tuple | list) or len(built) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
+        raise PlanError(f"{_name(build)} returned {_told(built)}: return a model and an example batch, {_EXAMPLE}")
+    model, example, *own = cast("tuple[object, ...]", built)
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{_name(build)} returned {_told(model)} as its model: return an nn.Module first, {_EXAMPLE}")
+    _check_model(build, model)
+    return Subject(model, example, _count_samples(build, example), _own_loss(build, own) or loss)
+
+
+def _check_model(build: Build, model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PlanError(f"{type(model).__name__} has no parameter that trains: a plan is made for training")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise PlanError(
+                f"{_name(build)} puts {name!r} on {tensor.device}: build the model and its batch without a device; a "
+                "plan needs none, and Run moves them to its own"
+            )
+
+
+def _own_loss(build: Build, own: list[object]) -> Loss | None:
+    if own and not callable(own[0]):
+        raise PlanError(
+            f"{_name(build)} returned {_told(own[0])} as its third value: leave it out, or return a function of model "
+            "and batch that gives the loss"
+        )
+    return cast("Loss", own[0]) if own else None
+
+
+def _count_samples(build: Build, example: object) -> int:
+    try:
+        tensors = tensors_of(example)
+    except DataError as error:
+        raise PlanError(f"{_name(build)} returned a batch that cannot be used: {error}") from error
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+    if not sizes or not sizes[0]:
+        raise PlanError(
+            f"{_name(build)} returned {_told(example)} as its example batch: return tensors with samples along their "
+            f"first dimension, alone or in tuples, lists and dicts, {_EXAMPLE}"
+        )
+    return sizes[0]
+
+
+def _why_build_failed(build: Build, error: Exception) -> str:
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if any(word in said.lower() for word in _ASKS_FOR_CUDA):
+        return (
+            f"{_name(build)} asks for CUDA ({said}): build the model and its batch without a device; a plan needs "
+            "none, and Run moves them to its own"
+        )
+    return f"{_name(build)} failed, so there is no model to look at ({said}): call it by itself to see where"
+
+
+def _call(model: nn.Module, batch: object) -> object:
+    """Call the model as its signature allows: with all of the batch, or with its first item."""
+    try:
+        if isinstance(batch, Mapping):
+            return model(**cast("Mapping[str, object]", batch))
+        if isinstance(batch, tuple | list):
+            values = cast("tuple[object, ...]", batch)
+            return model(*values) if _takes(model, values) else model(values[0])
+        return model(batch)
+    except Exception as error:
+        if cannot_be_traced(error) or isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"{type(model).__name__} cannot be called with the example batch ({type(error).__name__}: {error}): return "
+            "the batch as the model takes it, or a third value, lambda model, batch: loss, that calls it"
+        ) from error
+
+
+def _takes(model: nn.Module, values: tuple[object, ...]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*values)
+    except TypeError:
+        return False
+    return True
+
+
+def _left_over(model: nn.Module, batch: object) -> torch.Tensor | None:
+    """The second item of a pair of which the model takes the first only: its labels."""
+    if isinstance(batch, tuple | list):
+        values = cast("tuple[object, ...]", batch)
+        if len(values) == 2 and isinstance(values[1], torch.Tensor) and not _takes(model, values):
+            return values[1]
+    return None
+
+
+def _stand_in(output: object, labels: torch.Tensor | None) -> torch.Tensor:
+    """The loss that the model gives, or the cross entropy with labels that fit, or the sum of all floating outputs."""
+    given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given.mean()
+    if isinstance(output, torch.Tensor) and labels is not None and (loss := _scored(output, labels)) is not None:
+        return loss
+    floating = [t for t in _tensors_in(output) if t.is_floating_point() and t.requires_grad]
+    if not floating:
+        raise PlanError(
+            f"the model gave {_told(output)}, and nothing in it leads back to its parameters: return a loss, or a "
+            "third value from the build function, lambda model, batch: loss"
+        )
+    return torch.stack([tensor.float().sum() for tensor in floating]).sum()
+
+
+def _scored(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    """Cross entropy, where labels have the output's shape less its classes: the second dimension, or the last."""
+    if labels.is_floating_point() or output.dim() < 2:
+        return None
+    if labels.shape == output.shape[:1] + output.shape[2:]:
+        return nn.functional.cross_entropy(output, labels)
+    if labels.shape == output.shape[:-1]:
+        return nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten())
+    return None
+
+
+def _tensors_in(output: object) -> list[torch.Tensor]:
+    """Those in tuples, lists and dicts, and in the fields of an object that holds the outputs."""
+    if isinstance(output, Mapping):
+        output = list(cast("Mapping[str, object]", output).values())
+    elif not isinstance(output, torch.Tensor | tuple | list) and hasattr(output, "__dict__"):
+        output = list(vars(output).values())
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _name(build: Build) -> str:
+    return f"{getattr(build, '__qualname__', type(build).__name__)}()"
+
+
+def _told(value: object) -> str:
+    """What something is, for a message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(cast('tuple[object, ...]', value))}"
+    return "None" if value is None else f"a {type(value).__name__}"

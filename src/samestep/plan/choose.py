@@ -1,0 +1,242 @@
+"""The decision: the fastest layout that fits, with the reason against every other."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from samestep.errors import PlanError
+from samestep.facts.machines import Machines
+from samestep.facts.model import CUDA_MARGIN, ModelFacts
+from samestep.plan.advice import advise
+from samestep.plan.batch import Cut
+from samestep.plan.candidate import Candidate, Task
+from samestep.plan.memory import Memory, Placed, memory
+from samestep.plan.step_time import StepTime, step_time
+from samestep.plan.strategy import Layout, calls, command, frozen_bytes, frozen_flops, layouts
+from samestep.plan.teacher import Setting, TeacherFacts, placement_cost
+from samestep.units import bytes_text
+
+_HOST_MARGIN = 0.1
+AS_FAST = 1.03
+"""Two layouts whose estimates differ by less than this are taken as equally fast."""
+_MOST_MORE = 32  # micro-batches beyond the fewest that are tried
+_WORTH_CUTTING = 1.01  # a step must become shorter by more than this to be cut into more micro-batches
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+"""What `Run(precision=...)` takes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and why."""
+
+    task: Task
+    """What for."""
+    chosen: Candidate | None
+    """The fastest that fits; None where nothing does."""
+    candidates: tuple[Candidate, ...]
+    """All that were weighed: the chosen one first, then what fits by seconds, then what does not by bytes."""
+    advice: tuple[str, ...] = ()
+    """Where nothing fits: what would."""
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What to write in the script, one call a line; nothing where nothing fits."""
+        if self.chosen is None:
+            return ()
+        return calls(self.chosen.layout, self.task.model, self.chosen.micro_batch, self.chosen.accumulation)
+
+    @property
+    def start(self) -> str | None:
+        """What to type to start it."""
+        return command(self.chosen.layout, self.task.machines) if self.chosen else None
+
+    def to_json(self) -> dict[str, object]:
+        """The same as plain data."""
+        machines, model = self.task.machines, self.task.model
+        return {
+            "machines": asdict(machines),
+            "model": {"name": model.name, "weights": model.weights, "how": model.how, "optimizer": model.optimizer},
+            "global_batch": self.task.global_batch,
+            "precision": self.task.precision,
+            "margin": self.task.margin,
+            "chosen": _plain(self.chosen) if self.chosen else None,
+            "script": list(self.script),
+            "start": self.start,
+            "candidates": [_plain(candidate) for candidate in self.candidates],
+            "advice": list(self.advice),
+        }
+
+
+def plan(
+    machines: Machines,
+    model: ModelFacts,
+    global_batch: int,
+    precision: str = "auto",
+    margin: float = CUDA_MARGIN,
+) -> Plan:
+    """Weigh every layout and choose the fastest that fits, `margin` of each device's memory left free.
+
+    `model` must have been traced in the precision that is planned for: see `precision_on`.
+    """
+    task = _task(machines, model, global_batch, precision, margin)
+    weighed = [_weigh(task, layout) for layout in layouts(machines, model)]
+    fitting = sorted((each for each in weighed if each.fits), key=lambda each: each.time.total)
+    rest = sorted((each for each in weighed if not each.fits), key=lambda each: each.memory.total)
+    if not fitting:
+        return Plan(task, None, tuple(rest), advise(task, rest, _fitting_on))
+    best = _best(fitting)
+    told = [replace(each, reason=_lost(each, best)) for each in fitting if each is not best]
+    chosen = replace(best, reason=_won(task, best, told))
+    return Plan(task, chosen, (chosen, *told, *rest))
+
+
+def _fitting_on(task: Task, machines: Machines) -> str | None:
+    """The layout that would be chosen on other machines, by its name; None where none fits there either."""
+    other = replace(task, machines=machines)
+    weighed = (_weigh(other, layout) for layout in layouts(machines, task.model))
+    fitting = [each for each in weighed if each.fits]
+    return _best(fitting).layout.name if fitting else None
+
+
+def precision_on(machines: Machines, wish: str) -> str:
+    """What `Run(precision=wish)` computes in on these machines: fp32, bf16 or fp16."""
+    if wish not in PRECISIONS:
+        raise PlanError(f"precision {wish} is not known: use one of {', '.join(PRECISIONS)}")
+    device = machines.device
+    if wish == "bf16" and device.kind == "cuda" and "bfloat16" not in device.rates:
+        raise PlanError(f"precision bf16 needs a GPU that has it, and {device.name} has not: use fp16, fp32 or auto")
+    if wish in ("bf16", "fp16") and device.kind == "mps":
+        raise PlanError(f"precision {wish} is for CUDA and the CPU: on Apple's GPU use fp32 or auto")
+    if wish != "auto":
+        return wish
+    return "bf16" if device.kind == "cuda" and "bfloat16" in device.rates else "fp32"
+
+
+def _task(machines: Machines, model: ModelFacts, global_batch: int, precision: str, margin: float) -> Task:
+    if global_batch < 1:
+        raise PlanError(f"a global batch of {global_batch} holds nothing: give --global-batch 1 or more")
+    if not 0 <= margin < 1:
+        raise PlanError(f"margin {margin} is no part of a memory: give 0 up to, not including, 1")
+    return Task(machines, model, global_batch, precision_on(machines, precision), precision != "fp32", margin)
+
+
+def _weigh(task: Task, layout: Layout) -> Candidate:
+    """The layout with the largest micro-batch that fits, or with what comes nearest where none does."""
+    slice_ = -(-task.global_batch // layout.ranks)
+    fitting = slice_ if _fits(task, layout, slice_) else _largest(task, layout, slice_ - 1)
+    least = min((1, slice_), key=lambda samples: _memory(task, layout, samples).total)
+    number, rows = Cut(task.global_batch, task.global_batch, 0, layout.ranks, fitting or least).shape(0)
+    if fitting:
+        number, rows = _without_padding(task, layout, slice_, number)
+    used = _memory(task, layout, rows)
+    why = layout.blocked or ("" if fitting else _too_large(task, used, rows))
+    return Candidate(layout, rows, number, used, _time(task, layout, rows, number), not why, why)
+
+
+def _without_padding(task: Task, layout: Layout, slice_: int, fewest: int) -> tuple[int, int]:
+    """As few micro-batches as memory allows, or some more where those fill up with fewer rows that only pad.
+
+    22 samples of which 4 fit make 6 micro-batches of 4, two rows of them padding; 11 of 2 pad nothing.
+    """
+    most = min(2 * fewest, fewest + _MOST_MORE, slice_)
+    shapes = [(number, -(-slice_ // number)) for number in range(fewest, most + 1)]
+    best = min(_time(task, layout, rows, number).total for number, rows in shapes)
+    return next(
+        (number, rows) for number, rows in shapes if _time(task, layout, rows, number).total <= best * _WORTH_CUTTING
+    )
+
+
+def _time(task: Task, layout: Layout, rows: int, number: int) -> StepTime:
+    teacher = _teacher_cost(task, layout, rows)[2]
+    return step_time(layout, task.machines, task.model, (rows, number), task.precision, task.tf32, teacher)
+
+
+def _largest(task: Task, layout: Layout, most: int) -> int:
+    """The largest micro-batch up to `most` that fits, by halving, since memory grows with it; 0 where none does."""
+    least, beyond = 0, most + 1
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if _fits(task, layout, middle) else (least, middle)
+    return least
+
+
+def _fits(task: Task, layout: Layout, micro_batch: int) -> bool:
+    used = _memory(task, layout, micro_batch)
+    return used.total <= task.room and used.host <= task.machines.host_memory * (1 - _HOST_MARGIN)
+
+
+def _memory(task: Task, layout: Layout, micro_batch: int) -> Memory:
+    accumulates = micro_batch < -(-task.global_batch // layout.ranks)
+    per_gpu, per_node, _ = _teacher_cost(task, layout, micro_batch)
+    placed = Placed(per_gpu, per_node) if layout.frozen else None
+    return memory(layout, task.machines, task.model, micro_batch, accumulates, task.precision, placed)
+
+
+def _teacher_cost(task: Task, layout: Layout, micro_batch: int) -> tuple[int, int, float]:
+    if layout.frozen is None:
+        return 0, 0, 0.0
+    setting = Setting(task.machines, layout.ranks, task.global_batch, max(micro_batch, 1))
+    model = task.model
+    size = frozen_bytes(model)
+    blocks = [part.frozen for part in model.blocks if not part.trainable]
+    layer = max(blocks, default=max(part.frozen for part in model.frozen_parts))
+    dtype = max(model.frozen, key=lambda name: model.frozen[name], default="float32")
+    return placement_cost(layout.frozen, setting, TeacherFacts(size, layer, frozen_flops(model), 0, dtype=dtype))
+
+
+def _too_large(task: Task, used: Memory, micro_batch: int) -> str:
+    parts = sorted(used.parts().items(), key=lambda part: -part[1])
+    most = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:2])
+    if used.total > task.room:
+        needs, has = bytes_text(used.total), bytes_text(max(task.room, 0))
+        return f"a micro-batch of {micro_batch} needs {needs} on a device and {has} may be used ({most})"
+    needs, has = bytes_text(used.host), bytes_text(task.machines.host_memory * (1 - _HOST_MARGIN))
+    return f"needs {needs} of a node's host memory and {has} may be used"
+
+
+def _best(fitting: Sequence[Candidate]) -> Candidate:
+    """The fastest; among those as fast as it, the one that asks for least, then the one that leaves most memory."""
+    fastest = min(each.time.total for each in fitting)
+    return min((each for each in fitting if each.time.total <= fastest * AS_FAST), key=_asks)
+
+
+def _asks(candidate: Candidate) -> tuple[int, int]:
+    layout = candidate.layout
+    return layout.offload + layout.recompute + (layout.frozen is not None) + (layout.shards > 1), candidate.memory.total
+
+
+def _lost(candidate: Candidate, best: Candidate) -> str:
+    times = candidate.time.total / best.time.total
+    slow = f"{times:.2f} times the seconds of the chosen"
+    if times <= AS_FAST:
+        more = "memory" if _asks(candidate)[0] == _asks(best)[0] else "settings"
+        return f"{slow}: as fast, with more {more}"
+    part, extra = _slowest(candidate, best)
+    return f"{slow}: {part} takes {extra:.3g} s more"
+
+
+def _slowest(candidate: Candidate, best: Candidate) -> tuple[str, float]:
+    """The part of a step in which it loses most."""
+    theirs = best.time.parts()
+    part, seconds = max(candidate.time.parts().items(), key=lambda each: each[1] - theirs[each[0]])
+    return part, seconds - theirs[part]
+
+
+def _won(task: Task, best: Candidate, others: Sequence[Candidate]) -> str:
+    used, has = bytes_text(best.memory.total), bytes_text(task.machines.device.memory_free)
+    rest = f"the fastest of {len(others) + 1} that fit" if others else "the only one that fits"
+    return (
+        f"{rest}: {best.time.total:.3g} s a step, {used} of {has} free on a device, {task.margin:.0%} left as a margin"
+    )
+
+
+def _plain(candidate: Candidate) -> dict[str, object]:
+    return {
+        "name": candidate.layout.name,
+        **asdict(candidate.layout),
+        "micro_batch": candidate.micro_batch,
+        "accumulation": candidate.accumulation,
+        "memory": {**candidate.memory.parts(), "total": candidate.memory.total, "host": candidate.memory.host},
+        "seconds": {**candidate.time.parts(), "total": candidate.time.total},
+        "fits": candidate.fits,
+        "reason": candidate.reason,
+    }

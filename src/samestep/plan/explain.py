@@ -1,0 +1,125 @@
+"""A plan as rows of plain text, for a table, a bar and a few lines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.plan.candidate import Candidate
+from samestep.plan.choose import Plan
+from samestep.plan.teacher import TeacherPlan
+from samestep.units import bytes_text
+
+TITLES = ("strategy", "ranks", "micro-batch", "memory", "seconds", "verdict")
+"""Titles of `rows`."""
+TEACHER_TITLES = ("placement", "on a GPU", "on a node", "seconds", "verdict")
+"""Titles of `teacher_rows`."""
+WHAT_IF_TITLES = ("GPUs", "strategy", "micro-batch", "memory", "seconds", "speed-up", "GPU-hours")
+"""Titles of `what_if_rows`."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a bar of memory."""
+
+    name: str
+    """Which part."""
+    size: int
+    """Bytes."""
+    cells: int
+    """How many characters of the bar it takes."""
+
+
+def rows(plan: Plan) -> list[tuple[str, ...]]:
+    """One row a candidate, in the plan's order."""
+    return [_row(candidate, plan) for candidate in plan.candidates]
+
+
+def line(plan: Plan) -> str:
+    """The decision and its reason in one line, as a run says it."""
+    if plan.chosen is None:
+        return f"plan: nothing fits on {plan.task.machines.words}; {plan.advice[0] if plan.advice else ''}".rstrip("; ")
+    chosen = plan.chosen
+    cut = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
+    return f"plan: {chosen.layout.name}, global batch {plan.task.global_batch} as {cut} ({chosen.reason})"
+
+
+def bar(plan: Plan, width: int) -> list[Segment]:
+    """The chosen candidate's memory as parts of `width` characters, the rest of the device's memory last."""
+    assert plan.chosen is not None
+    parts = [(name, size) for name, size in plan.chosen.memory.parts().items() if size > 0]
+    total = plan.task.machines.device.memory
+    parts.append(("free", max(0, total - plan.chosen.memory.total)))
+    cells = _shares([size for _, size in parts], width)
+    return [Segment(name, size, count) for (name, size), count in zip(parts, cells, strict=True)]
+
+
+def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:
+    """One row a placement, in the plan's order."""
+    return [
+        (each.name, bytes_text(each.per_gpu), bytes_text(each.per_node), seconds_text(each.seconds), each.why)
+        for each in plan.placements
+    ]
+
+
+def what_if_rows(plans: Sequence[Plan], samples: int) -> list[tuple[str, ...]]:
+    """One row for each of several machines; speed-ups are against the first that fits, hours for `samples` samples."""
+    first = next((plan.chosen.time.total for plan in plans if plan.chosen), None)
+    return [_what_if(plan, first, samples) for plan in plans]
+
+
+def gpu_hours(plan: Plan, samples: int) -> float | None:
+    """Device hours for `samples` samples; all devices are paid for, also those that idle."""
+    if plan.chosen is None:
+        return None
+    steps = -(-samples // plan.task.global_batch)
+    return steps * plan.chosen.time.total * plan.task.machines.devices / 3600
+
+
+def seconds_text(seconds: float) -> str:
+    """A short time with three digits.
+
+    >>> seconds_text(0.01234), seconds_text(2.5), seconds_text(1234.5)
+    ('12.3 ms', '2.50 s', '1,234 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
+    micro = f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-"
+    verdict = f"chosen: {candidate.reason}" if candidate is plan.chosen else candidate.reason
+    return (
+        candidate.layout.name,
+        str(candidate.layout.ranks),
+        micro,
+        bytes_text(candidate.memory.total),
+        seconds_text(candidate.time.total) if candidate.fits else "-",
+        verdict,
+    )
+
+
+def _what_if(plan: Plan, first: float | None, samples: int) -> tuple[str, ...]:
+    chosen, hours = plan.chosen, gpu_hours(plan, samples)
+    words = plan.task.machines.words
+    if chosen is None or hours is None or first is None:
+        return words, "nothing fits", "-", "-", "-", "-", "-"
+    return (
+        words,
+        chosen.layout.name,
+        f"{chosen.micro_batch} x {chosen.accumulation}",
+        bytes_text(chosen.memory.total),
+        seconds_text(chosen.time.total),
+        f"{first / chosen.time.total:.2f}",
+        f"{hours:.3g}",
+    )
+
+
+def _shares(sizes: Sequence[int], width: int) -> list[int]:
+    """Whole cells for each size, together `width`: those with the largest remainders get what rounding leaves."""
+    total = sum(sizes) or 1
+    exact = [size * width / total for size in sizes]
+    cells = [int(share) for share in exact]
+    order = sorted(range(len(sizes)), key=lambda at: cells[at] - exact[at])
+    for at in order[: width - sum(cells)]:
+        cells[at] += 1
+    return cells

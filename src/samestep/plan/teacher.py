@@ -1,0 +1,295 @@
+"""Where a frozen teacher should be: bytes and seconds of every placement, and the fastest that fits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from samestep.errors import PlanError
+from samestep.facts.machines import Machines
+from samestep.plan.speed import CORE_RATE, HOST_BANDWIDTH, collective_seconds, host_rate, memory_rate, product_rate
+from samestep.units import bytes_text
+
+MARGIN = 0.06
+"""The part of each memory that stays free."""
+_HOST_MARGIN = 0.1
+_SAME = 1.02  # two placements closer than this are equally fast: the one that takes less memory is better
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """What a frozen model takes, whatever its place."""
+
+    bytes: int
+    """Bytes of its weights in the dtype they are computed in."""
+    largest_layer: int
+    """Bytes of the largest layer that moves as one."""
+    flops_per_sample: float
+    """Work of its forward pass for one sample."""
+    output_per_sample: int
+    """Bytes of its outputs for one sample."""
+    working_per_sample: int = 0
+    """Bytes that its forward pass takes beside the weights, for each sample at once."""
+    dtype: str = "bfloat16"
+    """What it computes in."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The training around a teacher."""
+
+    machines: Machines
+    """What there is."""
+    ranks: int
+    """How many ranks train, equally many on each node."""
+    global_batch: int
+    """Samples of a step."""
+    micro_batch: int
+    """Samples that a rank puts through at once."""
+    taken_per_gpu: int = 0
+    """Bytes of each device that training takes."""
+    taken_per_node: int = 0
+    """Bytes of host memory that training takes in a node."""
+    epochs: int = 1
+    """Passes over the data."""
+    fixed_inputs: bool = False
+    """Whether a sample gives the teacher the same inputs in every epoch."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node."""
+        return -(-self.ranks // self.machines.nodes)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step that one rank has."""
+        return -(-self.global_batch // self.ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of a step on one rank."""
+        return -(-self.samples // self.micro_batch)
+
+    @property
+    def devices_per_rank(self) -> int:
+        """Devices that one rank can use alone."""
+        return max(1, self.machines.per_node // self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One place for a teacher, weighed."""
+
+    name: str
+    """As `run.teacher(placement=...)` calls it."""
+    per_gpu: int
+    """Bytes on the fullest device."""
+    per_node: int
+    """Bytes of host memory on a node."""
+    seconds: float
+    """What it adds to a step, estimated, nothing overlapped with the student."""
+    fits: bool
+    """Whether it may be chosen."""
+    why: str
+    """Why it was, or was not."""
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """All placements, the chosen one first, then by seconds."""
+
+    chosen: Placement | None
+    """The fastest that fits; None where none does."""
+    placements: tuple[Placement, ...]
+    """All ten."""
+
+    def to_json(self) -> dict[str, object]:
+        """The same as plain data."""
+        return {
+            "chosen": self.chosen.name if self.chosen else None,
+            "placements": [asdict(placement) for placement in self.placements],
+        }
+
+
+Cost = tuple[int, int, float]
+"""Bytes on a device, bytes on a node, seconds of a step."""
+
+
+def weigh_placements(setting: Setting, teacher: TeacherFacts) -> TeacherPlan:
+    """Weigh every placement and choose the fastest that fits; equally fast ones by the memory they take."""
+    if min(setting.micro_batch, setting.global_batch, setting.ranks) < 1:
+        raise PlanError("a teacher is placed for at least 1 rank, a global batch and a micro-batch of at least 1")
+    weighed = [_weigh(name, cost(setting, teacher), setting, teacher) for name, cost in _COSTS.items()]
+    weighed += [_weigh_cached(weighed, setting, teacher)]
+    weighed += [replace(weighed[0], name="custom", fits=False, why="a device map of your own: never chosen by itself")]
+    chosen = _best([placement for placement in weighed if placement.fits], setting)
+    told = [_tell(placement, chosen) for placement in weighed]
+    told.sort(
+        key=lambda placement: (chosen is None or placement.name != chosen.name, not placement.fits, placement.seconds)
+    )
+    return TeacherPlan(told[0] if chosen else None, tuple(told))
+
+
+def _best(fitting: list[Placement], setting: Setting) -> Placement | None:
+    """The fastest; of those as fast as it, the one that takes least memory of a node."""
+    fastest = min((placement.seconds for placement in fitting), default=0.0)
+    near = [placement for placement in fitting if placement.seconds <= fastest * _SAME]
+    return min(near, key=lambda each: each.per_gpu * setting.machines.per_node + each.per_node, default=None)
+
+
+def placement_cost(name: str, setting: Setting, teacher: TeacherFacts) -> Cost:
+    """Bytes and seconds of one placement by its name."""
+    return _COSTS[name](setting, teacher)
+
+
+def forward_seconds(setting: Setting, teacher: TeacherFacts, samples: int) -> float:
+    """One forward pass on one device: the longer of its products and of reading the weights once."""
+    machines = setting.machines
+    work = teacher.flops_per_sample * samples
+    return max(work / product_rate(machines, teacher.dtype, work, tf32=True), teacher.bytes / memory_rate(machines))
+
+
+def _every_forward(setting: Setting, teacher: TeacherFacts, transfer: float = 0.0) -> float:
+    """All forward passes of a step, each as long as the slower of computing and of what must arrive meanwhile."""
+    return setting.micro_batches * max(forward_seconds(setting, teacher, setting.micro_batch), transfer)
+
+
+def _gpu(setting: Setting, teacher: TeacherFacts) -> Cost:
+    return teacher.bytes + _working(setting, teacher), 0, _every_forward(setting, teacher)
+
+
+def _cpu(setting: Setting, teacher: TeacherFacts) -> Cost:
+    """One copy in host memory; the ranks of a node share its cores."""
+    work = teacher.flops_per_sample * setting.samples * setting.ranks_per_node
+    passes = setting.micro_batches * setting.ranks_per_node
+    seconds = max(work / (setting.machines.cores * CORE_RATE), passes * teacher.bytes / HOST_BANDWIDTH)
+    back = teacher.output_per_sample * setting.samples / host_rate(setting.machines)
+    return 0, teacher.bytes + setting.ranks_per_node * _working(setting, teacher), seconds + back
+
+
+def _balanced(setting: Setting, teacher: TeacherFacts) -> Cost:
+    share = -(-teacher.bytes // setting.devices_per_rank)
+    spread = share + (teacher.largest_layer if setting.devices_per_rank > 1 else 0)
+    return min(spread, teacher.bytes) + _working(setting, teacher), 0, _every_forward(setting, teacher)
+
+
+def _sequential(setting: Setting, teacher: TeacherFacts) -> Cost:
+    """The first device is filled before the next is touched, so the fullest has as much as there is room for."""
+    room = _room(setting) - _working(setting, teacher)
+    first = teacher.bytes if setting.devices_per_rank == 1 else min(teacher.bytes, max(room, 0))
+    return first + _working(setting, teacher), 0, _every_forward(setting, teacher)
+
+
+def _offload(setting: Setting, teacher: TeacherFacts) -> Cost:
+    transfer = teacher.bytes / host_rate(setting.machines)
+    return _streamed(setting, teacher), teacher.bytes, _every_forward(setting, teacher, transfer)
+
+
+def _disk(setting: Setting, teacher: TeacherFacts) -> Cost:
+    """The ranks of a node share its disk."""
+    transfer = teacher.bytes * setting.ranks_per_node / setting.machines.disk
+    return _streamed(setting, teacher), 0, _every_forward(setting, teacher, transfer)
+
+
+def _sharded(setting: Setting, teacher: TeacherFacts) -> Cost:
+    sent = teacher.bytes * (setting.ranks - 1) / setting.ranks
+    transfer = collective_seconds(setting.machines, setting.ranks, sent)
+    mine = -(-teacher.bytes // setting.ranks)
+    return (
+        min(mine + _streamed(setting, teacher), _gpu(setting, teacher)[0]),
+        0,
+        _every_forward(setting, teacher, transfer),
+    )
+
+
+def _served(setting: Setting, teacher: TeacherFacts) -> Cost:
+    """One rank holds it and computes for all; inputs are small beside outputs."""
+    passes = setting.micro_batches * setting.ranks
+    others = setting.ranks - 1
+    back = collective_seconds(setting.machines, setting.ranks, teacher.output_per_sample * setting.samples * others)
+    return _gpu(setting, teacher)[0], 0, passes * forward_seconds(setting, teacher, setting.micro_batch) + back
+
+
+_COSTS: Mapping[str, Callable[[Setting, TeacherFacts], Cost]] = {
+    "gpu": _gpu,
+    "cpu": _cpu,
+    "balanced": _balanced,
+    "sequential": _sequential,
+    "offload": _offload,
+    "disk": _disk,
+    "sharded": _sharded,
+    "served": _served,
+}
+
+
+def _working(setting: Setting, teacher: TeacherFacts) -> int:
+    return (teacher.working_per_sample + teacher.output_per_sample) * min(setting.micro_batch, setting.samples)
+
+
+def _streamed(setting: Setting, teacher: TeacherFacts) -> int:
+    """The layer at work and the next."""
+    return min(2 * teacher.largest_layer, teacher.bytes) + _working(setting, teacher)
+
+
+def _room(setting: Setting) -> int:
+    device = setting.machines.device
+    return device.memory_free - int(device.memory * MARGIN) - setting.taken_per_gpu
+
+
+def _host_room(setting: Setting) -> int:
+    return int(setting.machines.host_memory * (1 - _HOST_MARGIN)) - setting.taken_per_node
+
+
+def _weigh(name: str, cost: Cost, setting: Setting, teacher: TeacherFacts) -> Placement:
+    per_gpu, per_node, seconds = cost
+    why = _unfit(name, setting) or _too_large(per_gpu, per_node, setting)
+    return Placement(name, per_gpu, per_node, seconds, why is None, why or "")
+
+
+def _unfit(name: str, setting: Setting) -> str | None:
+    """Why a placement has no meaning here."""
+    alone = setting.devices_per_rank == 1
+    cases = {
+        "balanced": (alone, "each rank has one device: the same as gpu"),
+        "sequential": (alone, "each rank has one device: the same as gpu"),
+        "sharded": (setting.ranks == 1, "one rank has nobody to share with"),
+        "served": (setting.ranks == 1, "one rank has nobody to serve"),
+        "offload": (setting.machines.device.kind != "cuda", "there is no GPU to stream to"),
+        "disk": (setting.machines.device.kind != "cuda", "there is no GPU to stream to"),
+    }
+    applies, why = cases.get(name, (False, ""))
+    return why if applies else None
+
+
+def _too_large(per_gpu: int, per_node: int, setting: Setting) -> str | None:
+    if per_gpu > _room(setting):
+        return f"needs {bytes_text(per_gpu)} on a device and {bytes_text(max(_room(setting), 0))} are left there"
+    # without a GPU a rank's own copy lies in the memory of the node as well
+    host = per_node + (per_gpu * setting.ranks_per_node if setting.machines.device.kind == "cpu" else 0)
+    if host > _host_room(setting):
+        return (
+            f"needs {bytes_text(host)} of a node's memory and {bytes_text(max(_host_room(setting), 0))} are left there"
+        )
+    return None
+
+
+def _weigh_cached(weighed: list[Placement], setting: Setting, teacher: TeacherFacts) -> Placement:
+    """The fastest of the others in the first epoch, the disk in all later ones."""
+    first = min((each for each in weighed if each.fits), key=lambda each: each.seconds, default=weighed[0])
+    read = teacher.output_per_sample * setting.samples * setting.ranks_per_node / setting.machines.disk
+    seconds = (first.seconds + read * (setting.epochs - 1)) / setting.epochs
+    if not setting.fixed_inputs:
+        why = "only where a sample gives the teacher the same inputs in every epoch, which nobody said"
+    elif setting.epochs < 2:
+        why = "one epoch reads nothing twice"
+    else:
+        why = "" if first.fits else "no place fits for the first epoch, which fills the cache"
+    return Placement("cached", first.per_gpu, first.per_node, seconds, not why, why)
+
+
+def _tell(placement: Placement, chosen: Placement | None) -> Placement:
+    if placement.why or chosen is None:
+        return placement
+    if placement.name == chosen.name:
+        return replace(placement, why="the fastest that fits")
+    times = placement.seconds / chosen.seconds if chosen.seconds else 1.0
+    slower = f"{times:.1f} times as slow" if times > _SAME else "as fast, with more memory"
+    return replace(placement, why=f"{slower} as {chosen.name}" if times > _SAME else f"{slower} than {chosen.name}")

@@ -1,0 +1,211 @@
+"""A teacher that is asked once for each sample: its outputs are kept on disk and read from there in later epochs."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from samestep.data.sample_rng import Samples, current_samples
+from samestep.errors import TeacherError
+from samestep.teacher.cached_digest import row_digests
+from samestep.teacher.cached_files import Entry, RowReader, RowWriter, pack_row, unpack_row
+from samestep.teacher.carry import carry
+from samestep.teacher.choose import choose_placement
+from samestep.teacher.fingerprint import fingerprint
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.ground import Ground, Placed, Wish
+from samestep.teacher.outputs import compressed, put_together, take_apart
+from samestep.teacher.teacher import place_function
+
+_FOLDER: Final = "teacher-cache"
+_ABOUT: Final = "teacher.json"
+_FORMAT: Final = 1
+
+
+class Cached:
+    """Outputs by sample, in one folder for all ranks; a placement inside computes what is not there yet.
+
+    The teacher is loaded when the first row is missing, by all ranks together. Until then, and with a placement that
+    needs all ranks, a call is one of all ranks. A row is kept with a digest of its inputs, so that inputs which change
+    from epoch to epoch are noticed and refused, never answered with what belonged to others.
+    """
+
+    def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
+        if wish.inner in ("cached", "custom"):
+            raise TeacherError(f"inner={wish.inner!r} cannot compute for a cache: give another placement, or none")
+        self._ground, self._frozen, self._wish = ground, frozen, wish
+        self._folder = Path(str(ground.once(Path(wish.cache or ground.folder / _FOLDER).absolute)))
+        ground.once(_claim, self._folder, _about(frozen, wish))
+        self._writer, self._reader = RowWriter(self._folder, ground.link.world.rank), RowReader(self._folder)
+        self._reader.refresh()
+        self._seen: set[tuple[str, int]] = set()
+        self._inner: Placed | None = None
+        self._read = self._computed = 0
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must call equally often."""
+        return self._inner is None or bool(getattr(self._inner, "lockstep", False))
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The outputs for the current samples: read where all of them are kept, computed otherwise."""
+        samples = _current()
+        digests = [(int(a), int(b)) for a, b in row_digests(args, kwargs, len(samples.indices)).tolist()]
+        kept = self._look_up(samples, digests)
+        missing = kept is None
+        if self.lockstep:
+            missing = any(bool(part[0]) for part in self._ground.link.exchange("teacher(...)", [float(missing)]))
+            if missing and self._inner is None:
+                self._inner = self._open()
+        if kept is not None and not (missing and self.lockstep):
+            self._read += samples.real
+            return carry(kept, self._ground.device)
+        assert self._inner is not None
+        return self._keep(self._inner(*args, **kwargs), samples, digests)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        inner = "not loaded yet" if self._inner is None else self._inner.describe()
+        counts = f"{self._read} rows read, {self._computed} computed"
+        return f"cached: in {self._folder}, {counts} on this rank; what is missing is computed by: {inner}"
+
+    def close(self) -> None:
+        """Close the files, and what computes."""
+        self._writer.close()
+        self._reader.close()
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.close()
+
+    def _open(self) -> Placed:
+        name = self._wish.inner or choose_placement(self._ground, self._frozen, self._wish).placement
+        placed = place_function(name)(self._ground, self._frozen, replace(self._wish, inner=None))
+        self._ground.say(f"teacher: outputs that {self._folder} lacks are computed by {placed.describe()}")
+        return placed
+
+    def _look_up(self, samples: Samples, digests: list[tuple[int, int]]) -> object | None:
+        """The outputs of all rows, or None where one is not kept; raises where inputs are not those of its outputs."""
+        entries = self._entries(samples, digests)
+        if None in entries and (samples.shard, samples.epoch) not in self._seen:
+            # What other ranks computed in earlier epochs is all there: every step has waited for them.
+            self._seen.add((samples.shard, samples.epoch))
+            self._reader.refresh()
+            entries = self._entries(samples, digests)
+        rows = [None if entry is None else self._reader.read(entry) for entry in entries]
+        if any(row is None for row in rows):
+            return None
+        return _joined([unpack_row(row) for row in rows if row is not None], self._folder)
+
+    def _entries(self, samples: Samples, digests: list[tuple[int, int]]) -> list[Entry | None]:
+        found = [self._reader.find(samples.shard, index) for index in samples.indices]
+        for entry, digest, index in zip(found, digests, samples.indices, strict=True):
+            if entry is not None and entry.digest != digest:
+                raise TeacherError(
+                    f"sample {index} of {samples.shard} has other inputs in epoch {samples.epoch} than in epoch "
+                    f"{entry.epoch}, from which {self._folder} keeps the teacher's outputs: a cache is for inputs that "
+                    "stay the same. Where they are augmented at random, or padded to the longest of their micro-batch, "
+                    "use another placement, or give the teacher the inputs before that; where the data has changed, "
+                    "remove the folder, or give another one with cache="
+                )
+        return found
+
+    def _keep(self, outputs: object, samples: Samples, digests: list[tuple[int, int]]) -> object:
+        outputs = compressed(outputs, self._wish.top_k, self._wish.temperature)
+        form, tensors = take_apart(outputs, "the teacher's output")
+        _check_rows(tensors, len(samples.indices))
+        there = [tensor.detach().cpu() for tensor in tensors]
+        for at, index in enumerate(samples.indices[: samples.real]):  # padding is a copy of a sample of another rank
+            if self._reader.find(samples.shard, index) is None:
+                row = pack_row(form, [tensor[at] for tensor in there])
+                entry = self._writer.add(samples.shard, samples.epoch, index, digests[at], row)
+                self._reader.own[samples.shard, index] = entry
+                self._computed += 1
+        return put_together(form, iter(tensors))  # of the classes that it will be read as
+
+
+def place(ground: Ground, frozen: Frozen, wish: Wish) -> Cached:
+    """The teacher's outputs on disk, in the folder `wish.cache` or that of the run."""
+    return Cached(ground, frozen, wish)
+
+
+def _current() -> Samples:
+    samples = current_samples()
+    if samples is None:
+        raise TeacherError(
+            "placement='cached' keeps outputs by sample and was called where there is none: call the teacher inside "
+            "`for batch in step:` or `for batch in shard:`, of a run.shard(...); a run.stream(...) does not number its "
+            "samples for good"
+        )
+    return samples
+
+
+def _joined(rows: list[tuple[list[object], list[torch.Tensor]]], folder: Path) -> object:
+    form, first = rows[0]
+    shapes = [[tensor.shape for tensor in tensors] for _, tensors in rows]
+    if any(other != form for other, _ in rows) or any(shape != shapes[0] for shape in shapes):
+        raise TeacherError(
+            f"{folder} keeps outputs of different shapes for the samples of one micro-batch, {shapes[0]} and others: "
+            "the teacher's outputs depend on what shares a batch; use another placement"
+        )
+    columns: Iterator[torch.Tensor] = (torch.stack([row[1][at] for row in rows]) for at in range(len(first)))
+    return put_together(form, columns)
+
+
+def _check_rows(tensors: list[torch.Tensor], rows: int) -> None:
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise TeacherError(
+                f"the teacher gives a tensor of shape {tuple(tensor.shape)} for {rows} samples, and a cache keeps one "
+                "row for each: let its module give tensors of shape (rows, ...) only"
+            )
+
+
+def _about(frozen: Frozen, wish: Wish) -> dict[str, object]:
+    """What outputs depend on beside the inputs."""
+    return {
+        "format": _FORMAT,
+        "teacher": fingerprint(frozen),
+        "dtype": str(wish.dtype),
+        "top_k": wish.top_k,
+        "temperature": None if wish.top_k is None else wish.temperature,
+    }
+
+
+def _claim(folder: Path, about: dict[str, object]) -> None:
+    """Make the folder the cache of this teacher, or see that it is."""
+    place = folder / _ABOUT
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            _refuse_strange(folder)
+            draft = place.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(about, indent=1))
+            draft.replace(place)
+        held = json.loads(place.read_text())
+    except OSError as error:
+        raise TeacherError(
+            f"the cache {folder} cannot be opened: {error.strerror}; give a folder that can be written with cache="
+        ) from error
+    except ValueError as error:
+        raise TeacherError(f"{place} is not one of samestep ({error}): remove {folder}, or give another one") from error
+    for name, ours in about.items():
+        if held.get(name) != ours:
+            raise TeacherError(
+                f"the cache {folder} keeps outputs of another teacher: its {name} is {_short(held.get(name))} and this "
+                f"one's is {_short(ours)}; give another folder with cache=, or remove this one"
+            )
+
+
+def _refuse_strange(folder: Path) -> None:
+    if any(folder.iterdir()):
+        raise TeacherError(
+            f"{folder} holds files and no {_ABOUT}, so it is no cache of a teacher: give an empty folder with cache="
+        )
+
+
+def _short(value: object) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 20 else str(value)

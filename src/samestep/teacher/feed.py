@@ -1,0 +1,137 @@
+"""How a block's weights come to the device that computes: copied ahead, beside the computation."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+_STAGES: Final = 2  # one is filled while the other is on its way to the GPU
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a block and its place in the block's bytes."""
+
+    name: str
+    """Its name in the files."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    """What it is on the device."""
+    start: int
+    """The first of its bytes."""
+    length: int
+    """How many there are."""
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """This tensor in bytes that hold the block."""
+        return memory[self.start : self.start + self.length].view(self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory on the device that holds one block at a time."""
+
+    memory: torch.Tensor
+    """Its bytes."""
+    holder: int | None = None
+    """The block that is there, or on its way."""
+    users: int = 0
+    """How many calls of that block are under way."""
+    free: torch.cuda.Event | None = None
+    """When the last computation with it is over."""
+    ready: torch.cuda.Event | None = None
+    """When the copy into it is over."""
+    coming: Future[None] | None = field(default=None, repr=False)
+    """What fills it in the background."""
+
+
+Read = Callable[[Piece, torch.Tensor], None]
+"""Puts the bytes of a piece into host memory of its size."""
+
+
+class Feed:
+    """Fills slots, in a stream of its own on CUDA.
+
+    With `host` tensors are copied straight from there, which overlaps where that memory is pinned. With `read` a thread
+    brings them into pinned memory of two blocks' size first.
+    """
+
+    def __init__(self, device: torch.device, most: int, host: Callable[[str], torch.Tensor] | None, read: Read) -> None:
+        self._device, self._host, self._read = device, host, read
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker: ThreadPoolExecutor | None = None
+        self._stages: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        if host is None:
+            pin = device.type == "cuda"
+            self._worker = ThreadPoolExecutor(1, "teacher-feed")
+            self._stages = [(torch.empty(most, dtype=torch.uint8, pin_memory=pin), None) for _ in range(_STAGES)]
+
+    def new_slot(self, size: int) -> Slot:
+        """Memory on the device, which the feed's stream may write once what the device does now is over."""
+        slot = Slot(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self.used(slot)
+        return slot
+
+    def send(self, slot: Slot, pieces: list[Piece]) -> None:
+        """Begin to fill a slot; the copy waits for the last computation with what is there."""
+        slot.coming = None
+        if self._worker is not None:
+            slot.coming = self._worker.submit(self._send_staged, slot, pieces)
+        elif self._stream is None:
+            self._copy(slot, pieces)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._copy_when_free(self._stream, slot, lambda: self._copy(slot, pieces))
+
+    def await_ready(self, slot: Slot) -> None:
+        """Let what the device computes from now on wait for the copy into a slot."""
+        if slot.coming is not None:
+            slot.coming.result()
+        if slot.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.ready)
+
+    def used(self, slot: Slot) -> None:
+        """Note that what was begun until now is the last that needs the slot's contents."""
+        if self._stream is not None:
+            slot.free = torch.cuda.Event()
+            slot.free.record(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        """Wait for what is under way and give the thread and its memory back."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._stages = []
+
+    def _copy(self, slot: Slot, pieces: list[Piece]) -> None:
+        assert self._host is not None
+        for piece in pieces:
+            piece.view(slot.memory).copy_(self._host(piece.name), non_blocking=True)
+
+    def _send_staged(self, slot: Slot, pieces: list[Piece]) -> None:
+        stage, sent = self._stages[0]
+        if sent is not None:
+            sent.synchronize()  # the GPU may still be reading what is to be overwritten
+        for piece in pieces:
+            self._read(piece, stage[piece.start : piece.start + piece.length])
+        self._stages.pop(0)
+        length = max((piece.start + piece.length for piece in pieces), default=0)
+        whole = slot.memory[:length]
+        if self._stream is None:
+            whole.copy_(stage[:length])
+            self._stages.append((stage, None))
+            return
+        with torch.cuda.stream(self._stream):
+            self._copy_when_free(self._stream, slot, lambda: whole.copy_(stage[:length], non_blocking=True))
+        self._stages.append((stage, slot.ready))
+
+    def _copy_when_free(self, stream: torch.cuda.Stream, slot: Slot, copy: Callable[[], object]) -> None:
+        if slot.free is not None:
+            stream.wait_event(slot.free)
+        copy()
+        slot.ready = torch.cuda.Event()
+        slot.ready.record(stream)

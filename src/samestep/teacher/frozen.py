@@ -1,0 +1,272 @@
+"""A frozen model before it has a place: its module without memory, its weights still in their files."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from samestep.errors import TeacherError
+from samestep.teacher.sample import sample
+from samestep.teacher.weights import Weights
+
+Build = Callable[[], nn.Module]
+_SHOWN: Final = 5  # names in a message
+_DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
+_MISSING: Final = "name(s) of the module are not in the file"
+_EXTRA: Final = "name(s) of the file are not in the module"
+
+
+class Frozen:
+    """What `build` makes, checked against the weights: any number of modules can be filled from it, or pieces of one.
+
+    Parameters never take memory before they have a place. Buffers that are not saved (rotary frequencies, masks) are
+    computed by `build` on the CPU, each time, in the dtype that it gives them.
+    """
+
+    def __init__(self, build: Build, weights: Weights, ignored: Callable[[str], bool] = lambda name: False) -> None:
+        self.build, self.weights = build, weights
+        module = self._spare = _skeleton(build)
+        self._source = _check(module, weights, ignored)
+        self.bytes = sum(weights.bytes_of(name) for name in set(self._source.values()))
+        """Bytes of the weights as the files hold them."""
+
+    def skeleton(self) -> nn.Module:
+        """A new module in evaluation mode, with parameters on the meta device and real buffers."""
+        module, self._spare = self._spare, None
+        return _skeleton(self.build) if module is None else module
+
+    def take_back(self, module: nn.Module) -> None:
+        """Keep a skeleton that was not filled, for whoever asks next."""
+        self._spare = module
+
+    def names(self) -> list[str]:
+        """The tensors of the files that the module needs: what is tied has one."""
+        return list(dict.fromkeys(self._source.values()))
+
+    def saved(self) -> list[str]:
+        """Every parameter and saved buffer of the module, tied ones under each of their names."""
+        return list(self._source)
+
+    def source(self, name: str) -> str:
+        """The tensor of the files that belongs to a parameter or buffer; another name where weights are tied."""
+        return self._source[name]
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor on the CPU: a view of the file where the dtype is the file's, or else a new one."""
+        found = self.weights.tensor(self._source[name])
+        return found.to(target_dtype(found.dtype, dtype))
+
+    def dtype(self, name: str, wish: torch.dtype | None = None) -> torch.dtype:
+        """What a tensor has become where `wish` was asked for."""
+        return target_dtype(self.weights.dtype(self._source[name]), wish)
+
+    def bytes_in(self, wish: torch.dtype | None) -> int:
+        """Bytes of the weights where `wish` was asked for."""
+        return sum(self.bytes_of(name, wish) for name in self.names())
+
+    def bytes_of(self, name: str, wish: torch.dtype | None = None) -> int:
+        """Bytes of one tensor where `wish` was asked for."""
+        return torch.Size(self.weights.shape(self._source[name])).numel() * self.dtype(name, wish).itemsize
+
+    def converts(self, wish: torch.dtype | None) -> bool:
+        """Whether any tensor must change to be what was asked for."""
+        return any(self.dtype(name, wish) != self.weights.dtype(name) for name in self.names())
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        """A module with a copy of its own of all weights on `device`, tensor by tensor."""
+        module = self.skeleton()
+
+        def copy(name: str) -> torch.Tensor:
+            """One tensor there, never a view of the file."""
+            there = self.weights.tensor(name)
+            return there.to(device, target_dtype(there.dtype, dtype), copy=True)
+
+        self.fill(module, copy)
+        settle(module, lambda name: device)
+        return module
+
+    def fill(
+        self,
+        module: nn.Module,
+        get: Callable[[str], torch.Tensor],
+        which: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Give what `get` gives for their names in the files to the parameters and saved buffers that `which` picks.
+
+        Tied ones get one tensor.
+        """
+        made: dict[str, nn.Parameter | torch.Tensor] = {}
+        for name, tensor in list(_saved(module)):
+            if not which(name):
+                continue
+            source = self._source[name]
+            if source not in made:
+                value = get(source)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[source] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+            put(module, name, made[source])
+
+
+def target_dtype(has: torch.dtype, wish: torch.dtype | None) -> torch.dtype:
+    """What a tensor becomes where `wish` was asked for: whole numbers stay what they are."""
+    return wish if wish is not None and has.is_floating_point else has
+
+
+def inside(name: str, module: str) -> bool:
+    """Whether a tensor or module of this name lies in a module."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def settle(module: nn.Module, device_of: Callable[[str], torch.device]) -> None:
+    """Move the buffers that no file holds to the device of their name."""
+    for name, buffer in list(computed(module)):
+        put(module, name, buffer.to(device_of(name)))
+
+
+def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter or buffer, by its full name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, value)
+
+
+class _LeaveEmpty(TorchFunctionMode):
+    """Passes over the drawing of initial values where there is no memory for them, which is slow even so."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        filled = args[0] if args else given.get("tensor")
+        draws = getattr(func, "__name__", "") in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__
+        return filled if draws and isinstance(filled, torch.Tensor) and filled.is_meta else func(*args, **given)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are plain attributes, which torch neither saves nor moves."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _skeleton(build: Build) -> nn.Module:
+    """What `build` makes, with parameters that are moved to the meta device in the moment they are made.
+
+    A module built on the meta device as a whole would have no values in the buffers that no file holds, nor in tensors
+    that are plain attributes. Where a parameter is made with torch.empty, as torch's modules do, no page of it is ever
+    touched.
+    """
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What a module keeps instead of a parameter that it is given."""
+        if parameter.is_meta:
+            return None  # ties depend on it staying the same object
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(without_memory)  # pyright: ignore[reportArgumentType]  # the stub asks for more than is needed
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _LeaveEmpty():  # the run's own luck stays as it was
+            torch.manual_seed(0)
+            module = build()
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise TeacherError(
+            f"build() looks at the values of parameters, which have none yet ({str(error).splitlines()[0]}): let it "
+            "make the module only; its weights come from weights="
+        ) from error
+    finally:
+        hook.remove()
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # it is the user's function
+        raise TeacherError(
+            f"build() gave a {type(module).__name__} and no torch.nn.Module: return the teacher's module"
+        )
+    for name, tensor in list(_saved(module)):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            raise TeacherError(
+                f"build() left {name!r} on {tensor.device}: a teacher's weights come from weights=; let build() make "
+                "the module only, without loading or moving it"
+            )
+    for name, tensor in (*computed(module), *_attributes(module)):
+        if tensor.is_meta:
+            raise TeacherError(
+                f"build() made {name!r} on the meta device and no file holds it: build the module on the CPU, where "
+                "its parameters take no memory either, or register it as a buffer with persistent=True and save it"
+            )
+    return module.eval().requires_grad_(False)
+
+
+def _check(module: nn.Module, weights: Weights, ignored: Callable[[str], bool]) -> dict[str, str]:
+    """For each parameter and saved buffer its name in the files; raise where the two are not of one model."""
+    held = set(weights.names())
+    tied: dict[int, list[str]] = {}
+    for name, tensor in _saved(module):
+        tied.setdefault(id(tensor), []).append(name)
+    source: dict[str, str] = {}
+    missing: list[str] = []
+    for names in tied.values():
+        there = [name for name in names if name in held]
+        if not there:
+            missing.append(names[0])
+            continue
+        _refuse_untied(weights, there)
+        source.update(dict.fromkeys(names, there[0]))
+    known = {*source, *missing, *(name for name, _ in computed(module))}
+    extra = [name for name in weights.names() if name not in known and not ignored(name)]
+    _refuse_names(module, weights, missing, extra)
+    _refuse_shapes(module, weights, source)
+    return source
+
+
+def _refuse_untied(weights: Weights, names: list[str]) -> None:
+    """Raise where the module has one tensor under several names and the file holds different ones."""
+    first = weights.tensor(names[0])
+    for name in names[1:]:
+        other = weights.tensor(name)
+        if other.shape != first.shape or other.dtype != first.dtype or sample(other) != sample(first):
+            raise TeacherError(
+                f"build() ties {names[0]!r} and {name!r} to one tensor and {weights.path} holds two different ones: "
+                "let build() make the module untied"
+            )
+
+
+def _refuse_names(module: nn.Module, weights: Weights, missing: list[str], extra: list[str]) -> None:
+    told = [
+        f"{len(names)} {what}, e.g. {names[:_SHOWN]}" for names, what in ((missing, _MISSING), (extra, _EXTRA)) if names
+    ]
+    if told:
+        raise TeacherError(
+            f"{type(module).__name__} and {weights.path} are not of one model: {'; '.join(told)}; let build() make the "
+            "module whose state was saved"
+        )
+
+
+def _refuse_shapes(module: nn.Module, weights: Weights, source: dict[str, str]) -> None:
+    here = {name: tuple(tensor.shape) for name, tensor in _saved(module)}
+    wrong = [name for name, has in source.items() if here[name] != weights.shape(has)]
+    if wrong:
+        told = [f"{name} is {here[name]} and there {weights.shape(source[name])}" for name in wrong[:_SHOWN]]
+        raise TeacherError(
+            f"{len(wrong)} tensor(s) of {type(module).__name__} have another shape in {weights.path}: "
+            f"{'; '.join(told)}; build the module with the settings that its weights were trained with"
+        )
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers that a file holds, tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    unsaved = {name for name, _ in computed(module)}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name not in unsaved:
+            yield name, buffer
+
+
+def computed(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that are not saved."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name in sorted(part._non_persistent_buffers_set):  # pyright: ignore[reportPrivateUsage]
+            if (buffer := part._buffers.get(name)) is not None:  # pyright: ignore[reportPrivateUsage]
+                yield f"{path}.{name}" if path else name, buffer

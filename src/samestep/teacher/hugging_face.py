@@ -1,0 +1,87 @@
+"""A teacher from a Hugging Face folder: the module that its config.json names, built without its weights."""
+
+import importlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.errors import TeacherError
+from samestep.teacher.frozen import Build
+from samestep.teacher.weights import Weights
+
+
+def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[Build, Callable[[str], bool]]:
+    """What builds the module of a folder, and which names of its files the module does without.
+
+    Nothing is fetched and no code of the folder is run. As transformers does, buffers are computed in the dtype of the
+    weights.
+    """
+    named = _architecture(folder)
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise TeacherError(
+            f"{folder} is a Hugging Face folder and transformers is not installed: type pip install "
+            "'samestep[teacher]', or give build= a function that makes the module"
+        ) from error
+    kind: Any = getattr(transformers, named, None)
+    if kind is None:
+        raise TeacherError(
+            f"config.json in {folder} names the architecture {named!r}, which transformers {transformers.__version__} "
+            "does not have: give build= a function that makes the module"
+        )
+    has = dtype or _prevailing(weights)
+
+    def build() -> nn.Module:
+        """The module, as transformers makes it from its configuration."""
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.use_cache = False  # a teacher sees each sequence once
+        with _default_dtype(has):
+            model: Any = kind(config)
+        model.tie_weights()
+        return model
+
+    left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return build, lambda name: any(pattern.search(name) for pattern in left_out)
+
+
+def _architecture(folder: Path) -> str:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise TeacherError(
+            f"there is no build= and {folder} holds no config.json that would name the module: give build= a function "
+            "that makes it, or the folder of a Hugging Face model"
+        )
+    named = json.loads(path.read_text()).get("architectures") or [""]
+    if not named[0]:
+        raise TeacherError(
+            f'{path} names no architecture: add "architectures": ["LlamaForCausalLM"] or the like, or give build= a '
+            "function that makes the module"
+        )
+    return str(named[0])
+
+
+def _prevailing(weights: Weights) -> torch.dtype:
+    """The dtype of most weights."""
+    counted: Counter[torch.dtype] = Counter()
+    for name in weights.names():
+        if (has := weights.dtype(name)).is_floating_point and has.itemsize > 1:
+            counted[has] += weights.bytes_of(name)
+    return counted.most_common(1)[0][0] if counted else torch.get_default_dtype()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,86 @@
+"""A teacher's server: threads that answer the ranks which call in, one forward pass at a time."""
+
+import contextlib
+import secrets
+import socket
+import traceback
+from threading import Lock, Thread
+from typing import Final
+
+import torch
+from torch import nn
+
+from samestep.teacher.carry import carry
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.ground import Wish
+from samestep.teacher.outputs import compressed
+from samestep.teacher.served_wire import GONE, Wire, answer_call
+
+_JOIN_SECONDS: Final = 5.0
+
+
+class Server:
+    """Holds the teacher's module and answers a known number of callers until they hang up.
+
+    Each caller has a thread, so that one's inputs arrive while another's are computed; forward passes take turns.
+    Inputs of different callers are never joined: outputs have the same bits however many there are.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, wish: Wish, host: str, callers: int) -> None:
+        self._module, self._device, self._wish = module, device, wish
+        self.key = secrets.token_bytes(32)
+        self._listening = socket.create_server((host, 0), backlog=callers)
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._turn = Lock()
+        self._wires: list[Wire] = []
+        self._threads = [Thread(target=self._accept, args=(callers,), name="samestep-teacher-accept", daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """Hang up on everybody and let the module go."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
+        self._listening.close()
+        for wire in self._wires:
+            wire.close()
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _accept(self, callers: int) -> None:
+        with contextlib.suppress(OSError):  # the server was closed before all had called
+            while len(self._wires) < callers:
+                wire = answer_call(self._listening.accept()[0], self.key)
+                if wire is not None:
+                    self._wires.append(wire)
+                    thread = Thread(target=self._serve, args=(wire,), name="samestep-teacher-serve", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+        self._listening.close()
+
+    def _serve(self, wire: Wire) -> None:
+        # A stream of its own: on the default one its kernels would wait for those of training.
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()
+        with stream, torch.no_grad(), contextlib.suppress(*GONE):
+            while True:
+                self._answer(wire, wire.receive())
+
+    def _answer(self, wire: Wire, request: object) -> None:
+        try:
+            args, kwargs = carry(request, self._device)
+            with self._turn:
+                outputs = compressed(self._module(*args, **kwargs), self._wish.top_k, self._wish.temperature)
+            wire.send(outputs, "the teacher's output")
+        except GONE:
+            raise
+        except Exception as error:  # noqa: BLE001  # it is the caller's to raise
+            wire.refuse(f"the teacher failed on its server: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def load(frozen: Frozen, device: torch.device, wish: Wish) -> nn.Module:
+    """The module for a server: on a GPU a copy, on the CPU the mapped files themselves where their dtype is right."""
+    if device.type != "cpu":
+        return frozen.load(device, wish.dtype)
+    module = frozen.skeleton()
+    frozen.fill(module, lambda source: frozen.tensor(source, wish.dtype))
+    return module

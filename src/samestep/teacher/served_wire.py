@@ -1,0 +1,108 @@
+"""The line between a rank and a teacher's server: trees of tensors over a socket, to those who know the key."""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+from typing import Any, Final
+
+import torch
+
+from samestep.errors import TeacherError
+from samestep.teacher.outputs import as_bytes, from_bytes, put_together, signature, take_apart
+
+_LENGTH: Final = 8  # bytes that say how long the head of a message is
+_NONCE: Final = 32
+_HANDSHAKE_SECONDS: Final = 30.0
+GONE: Final = (OSError, EOFError)
+"""What a wire raises when the other end is no longer there."""
+
+
+class Wire:
+    """One connection. Nothing that arrives is unpickled: heads are JSON, and tensors are their bytes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, tree: object, what: str) -> None:
+        """Send a tree of tensors; `what` names it where it cannot be sent, and then nothing is."""
+        form, tensors = take_apart(tree, what)
+        self._send_head({"form": form, "tensors": [signature(tensor) for tensor in tensors]})
+        for tensor in tensors:
+            self._socket.sendall(as_bytes(tensor))
+
+    def refuse(self, text: str) -> None:
+        """Send the reason why there is no answer."""
+        self._send_head({"error": text})
+
+    def receive(self) -> object:
+        """The next tree, its tensors on the CPU; TeacherError where the other end refused."""
+        head: dict[str, Any] = json.loads(bytes(self._read(int.from_bytes(bytes(self._read(_LENGTH)), "little"))))
+        if "error" in head:
+            raise TeacherError(head["error"])
+        tensors = [self._receive_tensor(dtype, shape) for dtype, shape in head["tensors"]]
+        return put_together(head["form"], iter(tensors))
+
+    def close(self) -> None:
+        """Hang up, also where another thread waits on either end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _send_head(self, head: dict[str, Any]) -> None:
+        data = json.dumps(head).encode()
+        self._socket.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+
+    def _receive_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
+        data = torch.empty(torch.Size(shape).numel() * getattr(torch, dtype).itemsize, dtype=torch.uint8)
+        self._fill(data.numpy().data)
+        return from_bytes(data, dtype, shape)
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return data
+
+    def _fill(self, room: memoryview) -> None:
+        while room:
+            read = self._socket.recv_into(room)
+            if not read:
+                raise EOFError("the connection was closed")
+            room = room[read:]
+
+
+def call_in(address: tuple[str, int], key: bytes) -> Wire:
+    """Connect to a server, and show that this rank knows its key."""
+    connection = socket.create_connection(address, timeout=_HANDSHAKE_SECONDS)
+    nonce = _exactly(connection, _NONCE)
+    connection.sendall(hmac.digest(key, nonce, "sha256"))
+    connection.settimeout(None)
+    return Wire(connection)
+
+
+def answer_call(connection: socket.socket, key: bytes) -> Wire | None:
+    """The wire to one who called, or None where it does not know the key."""
+    try:
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        nonce = secrets.token_bytes(_NONCE)
+        connection.sendall(nonce)
+        known = hmac.compare_digest(_exactly(connection, _NONCE), hmac.digest(key, nonce, "sha256"))
+        connection.settimeout(None)
+    except GONE:
+        known = False
+    if not known:
+        connection.close()
+        return None
+    return Wire(connection)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError("the connection was closed")
+        data += part
+    return data

@@ -1,0 +1,189 @@
+"""A frozen model that teaches: called like a module, and never part of what trains."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+
+from samestep.errors import TeacherError
+from samestep.teacher.choose import choose_placement
+from samestep.teacher.fingerprint import check_alike
+from samestep.teacher.frozen import Build, Frozen
+from samestep.teacher.ground import Ground, Pending, Placed, Wish
+from samestep.teacher.hugging_face import build_from_folder
+from samestep.teacher.together import together
+from samestep.teacher.weights import open_weights
+
+Place = Callable[[Ground, Frozen, Wish], Placed]
+
+_HERE: Final = "samestep.teacher"
+# Each in a module of its own, which is loaded when it is asked for.
+PLACEMENTS: Final[dict[str, str]] = {
+    "gpu": f"{_HERE}.whole:place_on_device",
+    "cpu": f"{_HERE}.whole:place_in_host_memory",
+    "balanced": f"{_HERE}.spread:place_balanced",
+    "sequential": f"{_HERE}.spread:place_sequential",
+    "custom": f"{_HERE}.spread:place_custom",
+    "offload": f"{_HERE}.streamed:place_offloaded",
+    "disk": f"{_HERE}.streamed:place_on_disk",
+    "sharded": f"{_HERE}.sharded:place",
+    "served": f"{_HERE}.served:place",
+    "cached": f"{_HERE}.cached:place",
+}
+"""Where the function of each placement is found."""
+
+# What other libraries call these, or what people type for them.
+_RIGHT_WORDS: Final[dict[str, str]] = {
+    "cuda": "gpu",
+    "device": "gpu",
+    "auto": "None, which chooses",
+    "none": "None, which chooses",
+    "ram": "cpu",
+    "host": "cpu",
+    "shared": "cpu",
+    "balanced_low_0": "balanced",
+    "manual": "custom",
+    "device_map": "custom",
+    "cpu_offload": "offload",
+    "stream": "offload",
+    "nvme": "disk",
+    "ssd": "disk",
+    "disk_offload": "disk",
+    "fsdp": "sharded",
+    "server": "served",
+    "remote": "served",
+    "cache": "cached",
+}
+
+
+class Teacher:
+    """A frozen model in its place; `teacher(**batch)` gives its outputs for this rank's micro-batch.
+
+    It is no torch.nn.Module: as an attribute of one it adds nothing to parameters, states, checkpoints or gradients,
+    and a copy of that module shares it.
+    """
+
+    def __init__(self, placed: Placed, placement: str, size: int) -> None:
+        self._placed: Placed | None = placed
+        self.placement = placement
+        """Where it is, by the word that run.teacher takes."""
+        self.bytes = size
+        """Bytes of its weights."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the module in evaluation mode, without gradients, on this rank's device."""
+        if self._placed is None:
+            raise TeacherError("this teacher is closed, since its run has ended: use it inside `with Run(...) as run:`")
+        with torch.no_grad():
+            return self._placed(*args, **kwargs)
+
+    def ahead(self, *args: Any, **kwargs: Any) -> Pending:
+        """Ask for outputs and go on; `.result()` gives them. A served teacher computes meanwhile, others at once."""
+        asking = getattr(self._placed, "ahead", None)
+        return Ready(self(*args, **kwargs)) if asking is None else asking(*args, **kwargs)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether its calls need all ranks, equally often."""
+        return bool(getattr(self._placed, "lockstep", False))
+
+    def describe(self) -> str:
+        """One line: where the weights lie and how many bytes."""
+        return "closed" if self._placed is None else self._placed.describe()
+
+    def close(self) -> None:
+        """Give back memory, threads and processes; the run does it at its end."""
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.close()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Teacher":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TeacherError(
+            "a teacher cannot be pickled, nor saved with the model whose attribute it is: save model.state_dict(), "
+            "which holds nothing of it"
+        )
+
+    def __repr__(self) -> str:
+        return f"Teacher({self.describe()})"
+
+
+class Ready:
+    """Outputs that are there already."""
+
+    def __init__(self, outputs: object) -> None:
+        self._outputs = outputs
+
+    def result(self) -> Any:
+        """The outputs."""
+        return self._outputs
+
+
+def open_teacher(
+    ground: Ground, build: Build | str | Path, weights: str | Path | None, placement: str | None, wish: Wish
+) -> Teacher:
+    """Build, check and place a teacher; a common act of all ranks, which succeeds or fails on all."""
+    check_placement(placement, wish)
+    if wish.device_map is not None:
+        placement = "custom"
+    frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
+    check_alike(ground.link, frozen)
+    if placement is None:
+        chosen = choose_placement(ground, frozen, wish)
+        placement = chosen.placement
+        ground.say(f"teacher: placement={placement!r}: {chosen.reason}")
+    placed = place_function(placement)(ground, frozen, wish)
+    ground.say(f"teacher: {placed.describe()}")
+    return Teacher(placed, placement, frozen.bytes_in(wish.dtype))
+
+
+def check_placement(placement: str | None, wish: Wish) -> None:
+    """Refuse a word that is none, telling the right one, and a device map that would go unused."""
+    if isinstance(wish.device_map, str):
+        raise TeacherError(
+            f"device_map={wish.device_map!r} is one word: say placement={_right_word(wish.device_map)}; device_map= is "
+            "a dict of modules and devices, for placement='custom'"
+        )
+    if placement is not None and placement not in PLACEMENTS:
+        right = _right_word(placement)
+        meant = f"say placement={right}; " if right != repr(placement) else ""
+        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {', '.join(PLACEMENTS)}")
+    if wish.device_map is not None and placement not in (None, "custom"):
+        raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
+
+
+def place_function(placement: str) -> Place:
+    """The function that brings a teacher into a place."""
+    module, _, name = PLACEMENTS[placement].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -> Frozen:
+    if isinstance(build, torch.nn.Module):
+        raise TeacherError(
+            f"build={type(build).__name__}(...) is a module and already takes memory on every rank: pass the function "
+            f"that makes it, e.g. build=lambda: {type(build).__name__}(...)"
+        )
+    if wish.dtype is not None and not wish.dtype.is_floating_point:
+        raise TeacherError(f"dtype={wish.dtype} holds no fractions: use torch.bfloat16, torch.float16 or torch.float32")
+    if isinstance(build, str | Path):
+        folder = Path(build).absolute()
+        found = open_weights(folder if weights is None else weights)
+        make, ignored = build_from_folder(folder, found, wish.dtype)
+        return Frozen(make, found, ignored)
+    if weights is None:
+        raise TeacherError(
+            "a teacher needs weights=: a .safetensors file, a folder of shards, or a Hugging Face folder"
+        )
+    if not callable(build):
+        raise TeacherError(f"build={build!r} is no function: pass one that makes the teacher's module")
+    return Frozen(build, open_weights(weights))
+
+
+def _right_word(typed: str) -> str:
+    right = _RIGHT_WORDS.get(str(typed).lower().partition(":")[0], typed)
+    return right if " " in str(right) else repr(right)

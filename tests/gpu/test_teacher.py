@@ -1,0 +1,165 @@
+"""Teachers on a GPU: every placement gives the bits of the plain module, and streaming runs beside computing."""
+
+import gc
+import statistics
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from samestep import Run
+from samestep.errors import TeacherError
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.ground import Ground, Wish
+from samestep.teacher.pinned import pin, unpin
+from samestep.teacher.reading import open_reader
+from samestep.teacher.shared import share_memory
+from samestep.teacher.streamed import Source, place_offloaded, place_on_disk, stream
+from samestep.teacher.weights import open_weights
+from tests.teachers import Speaker, save, speaker, words
+
+DEVICE = torch.device("cuda", 0)
+PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        yield run
+
+
+def ground_of(run):
+    return Ground(run._link, run.device, run.folder, run.say, run.once)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("form", ["one.safetensors", "one.pt"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_gives_the_bits_of_the_plain_module(run, placement, form, dtype):
+    weights = save(speaker(blocks=5), form)
+    plain = Frozen(lambda: Speaker(blocks=5), open_weights(weights)).load(
+        torch.device("cpu") if placement == "cpu" else DEVICE, dtype
+    )
+    options = {"device_map": {"": "cuda:0", "blocks.1": "cuda:0"}} if placement == "custom" else {}
+    teacher = run.teacher(lambda: Speaker(blocks=5), weights=weights, placement=placement, dtype=dtype, **options)
+    for seed in range(5):
+        inputs = words(seed=seed)
+        found = teacher(words=inputs.to(DEVICE))
+        assert found.device == DEVICE
+        with torch.no_grad():
+            expected = plain(inputs.to(plain.places.device))
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
+def test_layers_on_the_cpu_and_on_the_gpu_work_together(run):
+    plain = speaker()
+    mapped = {"": "cuda:0", "blocks.1": "cpu"}
+    teacher = run.teacher(Speaker, weights=save(plain, "one.safetensors"), placement="custom", device_map=mapped)
+    assert torch.allclose(teacher(words().to(DEVICE)).cpu(), plain(words()), atol=1e-4)
+
+
+def test_a_teacher_larger_than_the_gpu_is_refused(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    for placement in ("gpu", "balanced", "sequential", "offload", "disk"):
+        with pytest.raises(TeacherError, match=r"1000 B are free|900 B are free"):
+            run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement=placement)
+
+
+class Deep(nn.Module):
+    """Blocks of 134 MB in bf16."""
+
+    def __init__(self, width=8192, blocks=10):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return x
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Weights of Deep that differ everywhere, so that a block in the wrong slot is seen."""
+    with torch.device("meta"):
+        names = list(Deep().state_dict())
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    state = {
+        name: (torch.randn(8192, 8192, generator=generator, device=DEVICE) / 100).bfloat16().cpu() for name in names
+    }
+    torch.save(state, tmp_path / "deep.pt")
+    save_file(state, tmp_path / "deep.safetensors")
+    return tmp_path / "deep.safetensors"
+
+
+def middle(call, rounds=5):
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def test_shared_memory_can_be_pinned(run):
+    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    copy = share_memory(ground_of(run), frozen, None, writable=True)
+    assert pin(copy.memory)
+    assert copy.get("places").is_pinned()
+    assert not pin(copy.memory)  # pinned already: refused, and the refusal harms nothing that follows
+    assert torch.equal(copy.get("places").to(DEVICE).cpu(), speaker().places)
+    unpin(copy.memory)
+
+
+def test_offload_overlaps_and_stays_bit_equal(run, deep):
+    resident = Frozen(Deep, open_weights(deep)).load(DEVICE)
+    placed = place_offloaded(ground_of(run), Frozen(Deep, open_weights(deep)), Wish())
+    x = torch.randn(16384, 8192, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = resident(x)
+        for _ in range(4):  # many passes without waiting in between: a slot that is overwritten too early would show
+            found = placed(x)
+        assert torch.equal(found, expected)
+        ahead = middle(lambda: placed(x))
+        placed._ahead = False
+        assert torch.equal(placed(x), expected)
+        alone = middle(lambda: placed(x))
+        computing = middle(lambda: resident(x))
+    placed.close()
+    print(f"offload {1e3 * ahead:.1f} ms, without overlap {1e3 * alone:.1f} ms, computing {1e3 * computing:.1f} ms")
+    assert ahead < 0.9 * alone
+
+
+@pytest.mark.parametrize("file", ["deep.safetensors", "deep.pt"])
+def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
+    weights = open_weights(deep.parent / file)
+    resident = Frozen(Deep, weights).load(DEVICE)
+    x = torch.randn(64, 8192, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = resident(x)
+        frozen = Frozen(Deep, weights)
+        staged = Source(None, open_reader(frozen), "staged")
+        ground = ground_of(run)
+        for placed in (place_on_disk(ground, frozen, Wish()), stream(ground, frozen, Wish(), staged, "offload", None)):
+            for _ in range(4):
+                found = placed(x)
+            assert torch.equal(found, expected)
+            placed.close()
+
+
+def test_streaming_holds_two_blocks_on_the_gpu(run, deep):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(DEVICE)
+    placed = place_offloaded(ground_of(run), Frozen(Deep, open_weights(deep)), Wish())
+    block = 2 * 8192 * 8192
+    assert torch.cuda.memory_allocated(DEVICE) - before < 2.1 * block
+    with torch.no_grad():
+        placed(torch.randn(1, 8192, device=DEVICE, dtype=torch.bfloat16))
+    placed.close()
+    del placed
+    gc.collect()
+    assert torch.cuda.memory_allocated(DEVICE) - before < 0.5 * block

@@ -1,0 +1,274 @@
+"""The data of a Trainer: the same steps on any number of ranks, every sample once, resumed on another number."""
+
+import pytest
+
+from tests.lightning.trained import closing, fit, fit_numbers, furthest, regression
+
+pytestmark = pytest.mark.slow
+
+
+def steps(runs, batches: int = 1, epoch: int | None = None) -> list[list[int]]:
+    """What each optimizer step held, over all ranks: `batches` batches of each, fewer at the end of an epoch's."""
+    seen = [run[1] for run in runs]
+    count = len(seen[0])
+    starts = [
+        at
+        for first in range(0, count, epoch or count)
+        for at in range(first, min(first + (epoch or count), count), batches)
+    ]
+    ends = [*starts[1:], count]
+    return [
+        sorted(label for rank in seen for batch in rank[start:end] for label in batch)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    (run,) = ranks(1, fit, 29, {}, {"max_epochs": 2})
+    return run
+
+
+def test_a_step_holds_the_same_samples_on_one_rank_and_on_two(ranks, alone):
+    two = ranks(2, fit, 29, {}, {"max_epochs": 2})
+    assert steps(two) == [sorted(step) for step in alone[1]]
+    assert furthest(alone[0], two[0][0]) < 1e-6
+    assert furthest(two[0][0], two[1][0]) == 0
+
+
+def test_each_epoch_has_every_sample_once_and_an_order_of_its_own(alone):
+    first, second = ([label for step in epoch for label in step] for epoch in (alone[1][:4], alone[1][4:]))
+    assert sorted(first) == sorted(second) == list(range(29))
+    assert first != second
+
+
+def test_three_ranks_that_do_not_divide_the_batch_learn_the_same(ranks, alone):
+    three = ranks(3, fit, 29, {}, {"max_epochs": 2})
+    assert steps(three) == [sorted(step) for step in alone[1]]
+    assert furthest(alone[0], three[0][0]) < 1e-6
+
+
+def test_micro_batches_change_nothing_and_the_last_partial_window_weighs_what_it_should(ranks, alone):
+    for given, options, epoch in (({"micro_batch": 3}, {}, 7), ({}, {"accumulate_grad_batches": 2}, 8)):
+        two = ranks(2, fit, 29, given, {"max_epochs": 2, **options})
+        assert steps(two, 2, epoch) == [sorted(step) for step in alone[1]]
+        assert furthest(alone[0], two[0][0]) < 1e-6
+        assert two[0][3] == alone[3] == (2, 8)
+
+
+def test_a_tail_smaller_than_the_world_counts_once(ranks):
+    (one,) = ranks(1, fit, 17, {}, {"max_epochs": 1})
+    with_warning = ranks.errors(2, fit, 17, {}, {"max_epochs": 1})
+    assert "the last step of each epoch has 1 sample(s) for 2 batch(es) on 2 rank(s)" in with_warning[0]
+    two = ranks(2, fit_despite_copies, 17)
+    assert furthest(one[0], two[0][0]) < 1e-6
+    assert two[0][2]["train/loss_epoch"] == pytest.approx(one[2]["train/loss_epoch"], rel=1e-6)
+
+
+def fit_despite_copies(n):
+    import warnings
+
+    warnings.filterwarnings("ignore", message="the last step of each epoch has")
+    return closing(fit_numbers, n, {}, {"max_epochs": 1})
+
+
+def test_drop_tail_leaves_out_the_smaller_step(ranks):
+    two = ranks(2, fit, 17, {"drop_tail": True}, {"max_epochs": 1})
+    assert [len(step) for step in steps(two)] == [8, 8]
+
+
+def test_validation_judges_every_sample_once_with_equally_many_batches(ranks):
+    runs = ranks(2, fit, 29, {}, {"max_epochs": 1})
+    assert sorted(runs[0][4] + runs[1][4]) == list(range(29))
+
+
+def save_midway(n, given, options, place, at, window):
+    """Train one epoch, and save in the midst of it through Lightning's own checkpoint."""
+    from lightning.pytorch import Callback
+
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == at:
+                trainer.save_checkpoint(place)
+                trainer.should_stop = window  # a run that ends there, or goes on
+
+    return closing(fit_numbers, n, given, {**options, "callbacks": [Saving()]})
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 3)])
+def test_a_run_resumes_in_the_midst_of_an_epoch_on_another_number_of_ranks(ranks, tmp_path, sizes, alone):
+    place, (before, after) = str(tmp_path / "mid.ckpt"), sizes
+    ranks(before, save_midway, 29, {}, {"max_epochs": 1}, place, 1, False)
+    resumed = ranks(after, fit, 29, {}, {"max_epochs": 2}, place)
+    assert steps(resumed) == [sorted(step) for step in alone[1][2:]]
+    assert furthest(alone[0], resumed[0][0]) < 1e-6
+    assert resumed[0][3] == alone[3]
+
+
+def test_a_run_resumes_with_another_accumulation(ranks, tmp_path, alone):
+    place = str(tmp_path / "mid.ckpt")
+    ranks(1, save_midway, 29, {"micro_batch": 2}, {"max_epochs": 1}, place, 7, False)  # two steps of four batches
+    resumed = ranks(2, fit, 29, {"micro_batch": 2}, {"max_epochs": 2}, place)  # two batches a rank now
+    assert steps(resumed, 2)[:2] == [sorted(step) for step in alone[1][2:4]]
+    assert furthest(alone[0], resumed[0][0]) < 1e-6
+
+
+def test_a_window_of_accumulation_that_was_cut_off_is_begun_anew(ranks, tmp_path, alone):
+    place = str(tmp_path / "mid.ckpt")
+    ranks(1, save_midway, 29, {"micro_batch": 2}, {"max_epochs": 1}, place, 5, False)  # in the midst of the second step
+    (resumed,) = ranks(1, fit, 29, {}, {"max_epochs": 2}, place)
+    assert [sorted(step) for step in resumed[1]] == [sorted(step) for step in alone[1][1:]]
+    assert furthest(alone[0], resumed[0]) < 1e-6
+
+
+def test_a_run_saved_at_the_end_of_an_epoch_resumes_with_the_next(ranks, tmp_path, alone):
+    place = str(tmp_path / "end.ckpt")
+    ranks(2, save_midway, 29, {}, {"max_epochs": 1}, place, 3, False)
+    (resumed,) = ranks(1, fit, 29, {}, {"max_epochs": 2}, place)
+    assert [sorted(step) for step in resumed[1]] == [sorted(step) for step in alone[1][4:]]
+    assert furthest(alone[0], resumed[0]) < 1e-6
+
+
+def test_a_checkpoint_of_another_global_batch_is_refused(ranks, tmp_path):
+    place = str(tmp_path / "mid.ckpt")
+    ranks(1, save_midway, 29, {}, {"max_epochs": 1}, place, 1, False)
+    (error,) = ranks.errors(1, fit, 29, {"global_batch": 4}, {"max_epochs": 2}, place)
+    assert "the checkpoint's position has global_batch=8 and this training has global_batch=4" in error
+    assert "pass SameStep(global_batch=8)" in error
+
+
+def fit_weighted():
+    return closing(_fit_weighted)
+
+
+def _fit_weighted():
+    from torch.utils.data import DataLoader, WeightedRandomSampler
+
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import make_trainer, numbers
+
+    same, module = SameStep(global_batch=8), regression()
+    sampler = WeightedRandomSampler([0.0] * 8 + [1.0] * 8, 16)
+    train = DataLoader(numbers(16), batch_size=2, sampler=sampler)
+    make_trainer(callbacks=[same]).fit(module, datamodule=same.loaders(train=train))
+    return {}, module.seen
+
+
+def test_weighted_sampling_draws_the_same_samples_on_any_number_of_ranks(ranks):
+    one, two = ranks(1, fit_weighted), ranks(2, fit_weighted)
+    assert steps(two) == steps(one)
+    assert min(min(step) for step in steps(one)) >= 8
+
+
+def fit_resized(workers):
+    """Which setting each sample of each epoch was read under, by persistent workers."""
+    return closing(_fit_resized, workers)
+
+
+def _fit_resized(workers):
+    import torch
+    from torch.utils.data import DataLoader
+
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import make_trainer
+
+    same = SameStep(global_batch=8, settings=resolution)
+    module, sizes = regression(), []
+    module.training_step = lambda batch: sizes.append(tuple(batch.shape)) or module.net(torch.zeros(1, 4)).mean()
+    module.validation_step = lambda batch: sizes.append(("val", *batch.shape))
+    data = same.loaders(
+        train=DataLoader(Images(), batch_size=2, num_workers=workers), val=DataLoader(Images(), batch_size=8)
+    )
+    make_trainer(callbacks=[same], max_epochs=3).fit(module, datamodule=data)
+    return sizes
+
+
+class Images:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        import torch
+
+        from samestep import current_setting
+
+        return torch.zeros(1, current_setting(), current_setting())
+
+
+def resolution(epoch: int) -> int:
+    return (8, 12, 16)[epoch]
+
+
+def test_progressive_resizing_reaches_persistent_workers(ranks):
+    for run in ranks(2, fit_resized, 1):
+        sizes = [shape[-1] for shape in run]
+        assert sizes == [8] * 3 + [12] * 3 + [16] * 3
+        assert [shape[0] for shape in run if shape[0] != "val"] == [4] * 6
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("stream", "has no length, so its samples cannot be numbered"),
+        ("batch_sampler", "makes its batches by a batch_sampler of its own"),
+        ("sampler", "has a SubsetRandomSampler of its own"),
+        ("list", "train_dataloader() gave a list: SameStep reads one torch DataLoader"),
+        ("empty", "the dataset of train_dataloader() is empty"),
+        ("both", "SameStep(micro_batch=2) cuts a step into 4 batch(es) a rank and the Trainer has"),
+        ("not_its_own", "SameStep is among the callbacks and the training data is not its own"),
+        ("not_there", "the data is SameStep's and the Trainer does not have it"),
+        ("scheduler", "Trainer.accumulate_grad_batches is 3 and a step of SameStep is 1 batch(es)"),
+        ("alone", "the data of SameStep belongs to no Trainer yet"),
+        ("worker_init", "worker_init_fn of the DataLoader of train_dataloader() is not used"),
+    ],
+)
+def test_data_that_cannot_be_cut_exactly_is_refused(ranks, case, text):
+    (error,) = ranks.errors(1, misuse, case)
+    assert text in error
+
+
+def test_fewer_validation_samples_than_ranks_are_refused(ranks):
+    assert "an evaluation of 1 sample(s) cannot be cut over 2 ranks" in ranks.errors(2, misuse, "few")[0]
+
+
+def misuse(case):
+    return closing(_misuse, case)
+
+
+def _misuse(case):
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
+
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import loader, make_trainer, numbers
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    class Own(BatchSampler):
+        pass
+
+    data, val, given, options = numbers(16), None, {}, {}
+    made = {
+        "stream": lambda: DataLoader(Lines()),
+        "batch_sampler": lambda: DataLoader(data, batch_sampler=Own(SequentialSampler(data), 2, False)),
+        "sampler": lambda: DataLoader(data, sampler=SubsetRandomSampler([1, 2])),
+        "list": lambda: [loader(16)],
+        "empty": lambda: DataLoader([]),
+        "worker_init": lambda: DataLoader(data, num_workers=1, worker_init_fn=print),
+    }.get(case, lambda: loader(16))()
+    if case == "both":
+        given, options = {"micro_batch": 2}, {"accumulate_grad_batches": 3}
+    if case == "few":
+        val = loader(1)
+    callbacks = [GradientAccumulationScheduler({0: 3})] if case == "scheduler" else []
+    same = SameStep(global_batch=8, **given)
+    if case == "alone":
+        same.loaders(train=made).train_dataloader()
+    there = [] if case == "not_there" else [same]
+    trainer = make_trainer(callbacks=[*there, *callbacks], **options)
+    if case == "not_its_own":
+        trainer.fit(regression(), made)
+    else:
+        trainer.fit(regression(), datamodule=same.loaders(train=made, val=val))

@@ -1,0 +1,347 @@
+"""The gradient and the values of an epoch: Lightning's own faults, measured, beside what SameStep gives."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lightning.trained import closing, fit, furthest, make_trainer, numbers, regression, weights
+
+pytestmark = pytest.mark.slow
+
+VALUES = [0.0, 3.0, 6.0, 9.0, 12.0]  # the mean is 6
+
+
+def plain_value(padded):
+    return closing(_plain_value, padded)
+
+
+class Few:
+    """Values whose mean is 6: DistributedSampler repeats the first, an exact split gives one rank a row less."""
+
+    def __len__(self):
+        return len(VALUES)
+
+    def __getitem__(self, index):
+        return torch.tensor(VALUES[index])
+
+
+def logging_module():
+    module = regression()
+
+    def validation_step(batch):
+        module.log("val/value", batch.mean(), sync_dist=True, batch_size=len(batch))
+
+    module.validation_step = validation_step
+    return module
+
+
+def _plain_value(padded):
+    """What plain Lightning gives as the mean of `Few`, by its own sampler or by an exact one."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(Few(), batch_size=2)
+    if not padded:
+        loader = DataLoader(Few(), batch_size=2, sampler=Exact())
+    trainer = make_trainer(use_distributed_sampler=padded)
+    (values,) = trainer.validate(logging_module(), loader, verbose=False)
+    return values["val/value"]
+
+
+class Exact:
+    """Each rank's own samples, none twice."""
+
+    def __iter__(self):
+        import torch.distributed as dist
+
+        return iter(range(len(VALUES))[dist.get_rank() :: dist.get_world_size()])
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+
+def our_value():
+    return closing(_our_value)
+
+
+def _our_value():
+    from torch.utils.data import DataLoader
+
+    from samestep.lightning import SameStep
+
+    same = SameStep(global_batch=8)
+    trainer = make_trainer(callbacks=[same])
+    (values,) = trainer.validate(
+        logging_module(), datamodule=same.loaders(val=DataLoader(Few(), batch_size=2)), verbose=False
+    )
+    return values["val/value"]
+
+
+def test_plain_lightning_gives_a_wrong_mean_on_two_ranks_and_same_step_the_true_one(ranks):
+    assert ranks(2, plain_value, True) == pytest.approx([5.0, 5.0])  # the sampler repeats the first sample: 30 / 6
+    assert ranks(2, plain_value, False) == pytest.approx([7.5, 7.5])  # counts of 3 and 2 are averaged to 2: 15 / 2
+    assert ranks(2, our_value) == pytest.approx([6.0, 6.0])
+
+
+def test_values_of_an_epoch_are_those_of_one_rank_whatever_the_reduction(ranks):
+    (one,) = ranks(1, fit, 29, {}, {})
+    for two in ranks(2, fit, 29, {}, {}):
+        for name in ("val/label", "val/synced", "val/largest", "val/count", "train/loss_epoch"):
+            assert two[2][name] == pytest.approx(one[2][name], rel=1e-6), name
+    assert (one[2]["val/label"], one[2]["val/largest"], one[2]["val/count"]) == (14.0, 28.0, 29.0)
+
+
+def plain_window():
+    return closing(_plain_window)
+
+
+def _plain_window():
+    """The gradient of a last window of one batch where four are accumulated, against that batch's own gradient."""
+    from torch.utils.data import DataLoader
+
+    module, gradients = regression(lr=0.0), []
+    module.on_before_optimizer_step = lambda optimizer: gradients.append(module.net[0].weight.grad.clone())
+    trainer = make_trainer(accumulate_grad_batches=4)
+    trainer.fit(module, DataLoader(numbers(5), batch_size=1))
+    inputs, labels = numbers(5)[4]
+    module.zero_grad()
+    ((module.net(inputs)[0] - labels / 10) ** 2).backward()
+    return float((module.net[0].weight.grad / gradients[-1]).mean())
+
+
+def test_plain_lightning_makes_the_last_window_four_times_too_small(ranks):
+    assert ranks(1, plain_window) == pytest.approx([4.0], rel=1e-4)
+
+
+def by_hand(n, epochs):
+    """The same training without Lightning and without ranks."""
+    from samestep.data.order import Order
+
+    module, data = regression(), numbers(n)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        order = Order(n, 0, shuffle=True).indices(epoch, 0, n)
+        for start in range(0, n, 8):
+            inputs, labels = data[order[start : start + 8].tolist()]
+            optimizer.zero_grad()
+            ((module.net(inputs)[:, 0] - labels / 10) ** 2).mean().backward()
+            optimizer.step()
+    return weights(module)
+
+
+def test_an_unchanged_module_learns_what_a_loop_by_hand_learns(ranks):
+    (hand,) = ranks(1, by_hand, 29, 2)
+    for size, given in ((1, {"micro_batch": 3}), (2, {"micro_batch": 3}), (3, {})):
+        assert furthest(hand, ranks(size, fit, 29, given, {"max_epochs": 2})[0][0]) < 1e-6
+
+
+def fit_manually():
+    return closing(_fit_manually)
+
+
+def _fit_manually():
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import loader
+
+    same, module = SameStep(global_batch=8), regression()
+    module.automatic_optimization = False
+    loss = type(module).training_step
+
+    def training_step(batch):
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        value = loss(module, batch)
+        module.manual_backward(value)
+        optimizer.step()
+        return value
+
+    module.training_step = training_step
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.loaders(train=loader(29)))
+    return weights(module)
+
+
+def test_manual_optimization_learns_the_same(ranks):
+    (hand,) = ranks(1, by_hand, 29, 2)
+    assert furthest(hand, ranks(2, fit_manually)[0]) < 1e-6
+
+
+def fit_masked():
+    return closing(_fit_masked)
+
+
+def _fit_masked():
+    """Rows of which different numbers of places count."""
+    from samestep.lightning import SameStep, mean
+    from tests.lightning.trained import loader
+
+    same, module = SameStep(global_batch=8), regression()
+
+    def training_step(batch):
+        inputs, labels = batch
+        losses = (module.net(inputs) - labels[:, None] / 10) ** 2 + 0 * inputs
+        losses = torch.where(masked(labels), losses, torch.inf)
+        return mean(module, losses, mask=masked(labels))
+
+    module.training_step = training_step
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.loaders(train=loader(29)))
+    return weights(module), same.take_losses(module.trainer)
+
+
+def masked(labels):
+    return torch.arange(4) <= labels[:, None] % 4
+
+
+def test_a_masked_mean_is_over_what_counts_on_all_ranks(ranks):
+    ((one, one_losses),) = ranks(1, fit_masked)
+    two = ranks(2, fit_masked)
+    assert furthest(one, two[0][0]) < 1e-6
+    assert two[0][1] == pytest.approx(one_losses, rel=1e-5)
+    assert len(one_losses) == 8
+
+
+def misuse(case):
+    return closing(_misuse, case)
+
+
+def _misuse(case):
+    from samestep.lightning import SameStep, mean
+    from tests.lightning.trained import loader
+
+    same, module = SameStep(global_batch=8, micro_batch=4 if case == "windows" else None), regression()
+
+    def training_step(batch):
+        losses = module.net(batch[0])
+        if case == "scalar":
+            return mean(module, losses.mean())
+        if case == "shape":
+            return mean(module, losses, mask=torch.ones(3, 3))
+        if case == "nothing":
+            return mean(module, losses, mask=torch.zeros_like(losses))
+        return mean(module, losses, mask=torch.ones_like(losses))
+
+    module.training_step = training_step
+    if case == "outside":
+        return same.part
+    if case == "early":
+        return same.steps_per_epoch
+    if case == "without":
+        make_trainer().fit(module, loader(16))
+        return None
+    make_trainer(callbacks=[same]).fit(module, datamodule=same.loaders(train=loader(16)))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("scalar", "samestep.lightning.mean got one number and needs one loss for each row"),
+        ("shape", "the mask has shape (3, 3) and the losses (8, 1): they must be alike"),
+        ("nothing", "the masks of step 0 leave nothing that counts on any rank"),
+        ("windows", "a masked mean over 2 batches of a step has a count that is known at its end only"),
+        ("without", "samestep.lightning.mean was called in a Trainer without SameStep"),
+        ("outside", "there is no training batch under way"),
+        ("early", "the training data is not read yet"),
+    ],
+)
+def test_a_mean_that_would_be_wrong_is_refused(ranks, case, text):
+    (error,) = ranks.errors(1, misuse, case)
+    assert text in error
+
+
+class Guided(nn.Module):
+    """A text encoder that is left out of some batches, as classifier-free guidance is often written.
+
+    The gate is zero, so the encoder's gradient is zero in any case: what is left is what an optimizer does to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.net = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.register_buffer("gate", torch.zeros(()))
+
+    def forward(self, inputs, labels):
+        hidden = self.net(inputs)
+        if int(labels[0]) % 2:
+            hidden = hidden + self.gate * self.encoder(inputs)
+        return hidden.sum(-1)
+
+
+def fit_guided(unused, strategy):
+    return closing(_fit_guided, unused, strategy)
+
+
+def _fit_guided(unused, strategy):
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import loader
+
+    same, module = (
+        SameStep(global_batch=8, unused=unused),
+        regression(0.1, torch.optim.AdamW, weight_decay=0.1, eps=1e-4),
+    )
+    module.net = Guided()
+
+    def training_step(batch):
+        inputs, labels = batch
+        return ((module.net(inputs, labels) - labels / 10) ** 2).mean()
+
+    module.training_step = training_step
+    options = {} if strategy is None else {"strategy": strategy}
+    make_trainer(callbacks=[same], max_epochs=3, **options).fit(module, datamodule=same.loaders(train=loader(29)))
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    return weights(module)
+
+
+def test_what_a_search_for_unused_parameters_gives_depends_on_the_number_of_ranks(ranks):
+    (one,) = ranks(1, fit_guided, "leave", None)
+    two = ranks(2, fit_guided, "leave", "ddp_find_unused_parameters_true")
+    assert furthest(one, two[0]) > 1e-3
+
+
+def test_auto_gives_the_same_weights_on_any_number_of_ranks(ranks):
+    (one,) = ranks(1, fit_guided, "auto", None)
+    two = ranks(2, fit_guided, "auto", None)
+    assert furthest(one, two[0]) < 1e-6
+    assert furthest(two[0], two[1]) == 0
+
+
+def test_an_unused_parameter_is_named_on_one_rank_as_on_two(ranks):
+    for size in (1, 2):
+        errors = ranks.errors(size, fit_guided, "error", None)
+        assert any("did not use 2 parameter(s) on rank" in error for error in errors)
+        assert any("net.encoder.weight, net.encoder.bias" in error for error in errors)
+
+
+def test_a_search_beside_auto_is_refused(ranks):
+    errors = ranks.errors(2, fit_guided, "auto", "ddp_find_unused_parameters_true")
+    assert all("the strategy searches for unused parameters" in error for error in errors)
+    (error,) = ranks.errors(1, fit_guided, "never", None)
+    assert "SameStep does not know unused='never': use one of 'error', 'auto', 'leave'" in error
+
+
+def fit_dropping():
+    return closing(_fit_dropping)
+
+
+def _fit_dropping():
+    """ConditioningDropout draws by sample inside a LightningModule."""
+    from samestep.lightning import SameStep
+    from samestep.nn import ConditioningDropout
+    from tests.lightning.trained import loader
+
+    same, module = SameStep(global_batch=8, micro_batch=3), regression()
+    module.drop = ConditioningDropout(0.5, null="learned", shape=(4,))
+    with torch.no_grad():
+        module.drop.null.fill_(0.5)
+
+    def training_step(batch):
+        inputs, labels = batch
+        return ((module.net(module.drop(inputs))[:, 0] - labels / 10) ** 2).mean()
+
+    module.training_step = training_step
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.loaders(train=loader(29)))
+    return weights(module)
+
+
+def test_conditioning_is_dropped_for_the_same_samples_on_any_number_of_ranks(ranks):
+    (one,) = ranks(1, fit_dropping)
+    assert furthest(one, ranks(2, fit_dropping)[0]) < 1e-6

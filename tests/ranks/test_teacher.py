@@ -1,0 +1,195 @@
+"""Teachers on several ranks: the same student from every placement, one fate, and one copy a node."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import kl_div, log_softmax
+
+from samestep import Run
+from tests.teachers import WORDS, Speaker, save, speaker, words
+
+PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
+N = 22
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = words(N, seed=5)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return {"words": self.rows[index]}
+
+
+class Student(nn.Module):
+    """A student that even holds its teacher."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.body, self.teacher = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)), teacher
+
+    def forward(self, words):
+        return self.body(words)
+
+
+def distil(weights, placement, dtype=None):
+    """Train a student by a teacher: its weights, and what was saved, synchronised and optimised."""
+    with Run(global_batch=4, seed=0, folder="logs") as run:
+        options = {"device_map": {"": "cpu", "blocks.1": "cpu"}} if placement == "custom" else {}
+        teacher = run.teacher(Speaker, weights=weights, placement=placement, dtype=dtype, **options)
+        torch.manual_seed(3)
+        model = run.wrap(Student(teacher))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = run.shard(Data(), shuffle=True, workers=0)
+        checkpoint = run.restore(f"out-{placement}", model=model, optimizer=optimizer, train=train)
+        for epoch in train.epochs(2):
+            for step in epoch:
+                for batch in step:
+                    target = log_softmax(teacher(**batch).float(), -1)
+                    each = kl_div(log_softmax(model(**batch), -1), target, log_target=True, reduction="none")
+                    step.mean(each.sum(-1).mean(-1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        checkpoint.save()
+        inner = getattr(model, "module", model)
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        state = {name: value.tolist() for name, value in inner.state_dict().items()}
+        return state, held, [p.numel() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_student_ends_with_the_same_weights_from_every_placement(ranks, tmp_path, size):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    expected, *_ = ranks(size, distil, weights, "gpu")[0]
+    alone, *_ = ranks(1, distil, weights, "gpu")[0]
+    for name, value in expected.items():
+        assert torch.allclose(torch.tensor(value), torch.tensor(alone[name]), rtol=0, atol=1e-6)
+    for placement in PLACEMENTS[1:]:
+        for state, *_ in ranks(size, distil, weights, placement):
+            assert state == expected, placement
+
+
+def test_nothing_of_the_teacher_is_saved_synchronised_or_optimised(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    for state, held, sizes in ranks(2, distil, weights, "cpu"):
+        assert list(state) == ["body.0.weight", "body.1.weight", "body.1.bias"]
+        assert held == len(sizes) == 3
+    saved = sum(path.stat().st_size for path in Path("out-cpu").rglob("*") if path.is_file())
+    assert saved < weights.stat().st_size
+
+
+@pytest.mark.slow
+def test_one_rank_a_node_converts_for_all(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    expected, *_ = ranks(1, distil, weights, "gpu", torch.bfloat16)[0]
+    for placement, size, nodes in (("cpu", 2, 1), ("offload", 4, 2)):
+        for state, *_ in ranks(size, distil, weights, placement, torch.bfloat16, nodes=nodes):
+            for name, value in state.items():
+                assert torch.allclose(torch.tensor(value), torch.tensor(expected[name]), rtol=0, atol=1e-6)
+
+
+def open_by_rank(folder, placement, harm):
+    """Each rank has weights of its own; those of rank 1 may be harmed."""
+    with Run(global_batch=4, folder="logs", start_timeout=30) as run:
+        run.teacher(Speaker, weights=Path(folder) / f"{run.rank if harm else 0}.safetensors", placement=placement)
+
+
+def test_a_file_that_one_rank_cannot_read_fails_on_all(ranks, tmp_path):
+    save(speaker(), tmp_path / "0.safetensors")
+    (tmp_path / "1.safetensors").write_bytes((tmp_path / "0.safetensors").read_bytes()[:-64])
+    began = time.monotonic()
+    first, second = ranks.errors(2, open_by_rank, tmp_path, "cpu", True)
+    assert "reading the teacher failed on rank(s) [1] and not on rank 0; rank 1: TeacherError:" in first
+    assert "is no whole file of safetensors" in first
+    assert "1.safetensors" in second
+    assert "is no whole file of safetensors" in second
+    assert time.monotonic() - began < 25  # long before the timeout
+
+
+def test_different_teachers_are_noticed(ranks, tmp_path):
+    save(speaker(seed=1), tmp_path / "0.safetensors")
+    save(speaker(seed=2), tmp_path / "1.safetensors")
+    for text in ranks.errors(2, open_by_rank, tmp_path, "gpu", True):
+        assert "TeacherError: ranks hold different teachers: rank(s) [0] read" in text
+        assert "give all ranks the same files" in text
+
+
+def test_a_file_that_is_harmed_for_all_fails_on_all(ranks, tmp_path):
+    save(speaker(), tmp_path / "0.safetensors")
+    (tmp_path / "0.safetensors").write_bytes(b"{")
+    for text in ranks.errors(2, open_by_rank, tmp_path, None, False):
+        assert "is no whole file of safetensors" in text
+
+
+def proportional(pids):
+    """Bytes of memory of some processes, pages that several share counted once."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def sum_over_node(run):
+    """The memory of all ranks together, seen at one moment in which all stand still."""
+    pids = [int(part[0]) for part in run._link.exchange("pids", [float(os.getpid())])]
+    run.barrier()
+    found = run.once(proportional, pids)
+    run.barrier()
+    return found
+
+
+def weigh(weights, build, placement, dtype):
+    """Memory of all ranks that a teacher adds, after loading and several forwards; and the teacher's bytes."""
+    with Run(global_batch=4, folder="logs") as run:
+        run.teacher(Speaker, weights=weights[1], placement="cpu")(words())  # what is loaded late, once
+        before = sum_over_node(run)
+        teacher = run.teacher(build, weights=weights[0], placement=placement, dtype=dtype)
+        found = []
+        for _ in range(3):
+            teacher(torch.ones(2, LARGE, dtype=dtype))
+            found.append(sum_over_node(run) - before)
+        return max(found), teacher.bytes
+
+
+LARGE, LAYERS = 2048, 12
+
+
+class Large(nn.Module):
+    """200 MB in layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(LARGE, LARGE, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell shared memory apart")
+def test_a_node_holds_one_copy_however_many_ranks_it_has(ranks, tmp_path):
+    state = {f"layers.{at}.weight": torch.full((LARGE, LARGE), 1e-4) for at in range(LAYERS)}
+    with torch.device("meta"):
+        large = Large()
+    large.load_state_dict(state, assign=True)
+    weights = save(large, tmp_path / "large.safetensors"), save(speaker(), tmp_path / "small.safetensors")
+    del large, state
+    for size, dtype in ((1, None), (4, None), (4, torch.bfloat16)):
+        ranks.stop()  # memory that a process got and did not give back would count for the next
+        for added, size_of_teacher in ranks(size, weigh, weights, Large, "cpu", dtype):
+            assert size_of_teacher == (201326592 if dtype is None else 100663296)
+            assert 0.9 * size_of_teacher < added < 1.05 * size_of_teacher, (size, dtype)
+    ranks.stop()
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,89 @@
+"""A teacher sharded over the ranks: the plain module's outputs, 1/N of its bytes, and no hang where ranks differ."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+from samestep.nn import distill_loss
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.weights import open_weights
+from tests.ranks.teachers import Student, Teacher, tokens, train_with, write_teacher
+
+
+@pytest.fixture
+def weights(tmp_path):
+    path = tmp_path / "teacher.safetensors"
+    write_teacher(path)
+    return path
+
+
+def outputs(path, dtype):
+    """Whether outputs have the plain module's bits, bytes before and after the calls, and the line for the log."""
+    with Run(global_batch=4) as run:
+        teacher = run.teacher(Teacher, weights=path, placement="sharded", dtype=dtype)
+        module, placed = Frozen(Teacher, open_weights(path)).load(run.device, dtype), teacher._placed
+        before, mine = placed.local_bytes, tokens()[run.rank :: run.size]
+        with torch.no_grad():
+            alike = [torch.equal(teacher(part), module(part)) for part in (mine, mine[:1], mine[:5])]
+        grad = teacher(mine).requires_grad
+        whole = sum(p.numel() * p.element_size() for p in module.parameters())
+        scalars = sum(p.element_size() for p in module.parameters() if p.dim() == 0)
+        return alike, grad, before, placed.local_bytes, whole, scalars, teacher.describe()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_outputs_are_the_plain_modules_and_each_rank_holds_its_part(ranks, weights, size, dtype):
+    answers = ranks(size, outputs, weights, dtype)
+    for alike, grad, before, after, _, _, told in answers:
+        assert alike == [True, True, True]
+        assert not grad
+        assert before == after
+        assert f"on this rank of {size}, layers gathered when needed" in told
+    whole, scalars = answers[0][4:6]
+    assert sum(answer[3] for answer in answers) == whole + (size - 1) * scalars
+    largest = max(answer[3] for answer in answers)
+    assert largest <= whole / size * 1.2, "no rank holds much more than its part"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_student_learns_the_same_as_from_a_plain_copy(ranks, weights, size):
+    (wanted,) = ranks(1, train_with, weights, {"placement": "gpu"})
+    for learnt in ranks(size, train_with, weights, {"placement": "sharded"}):
+        for name, value in wanted.items():
+            torch.testing.assert_close(learnt[name], value, atol=1e-6, rtol=0)
+
+
+def call_more_often(path, extra):
+    with Run(global_batch=4, start_timeout=30, step_timeout=30) as run:
+        teacher = run.teacher(Teacher, weights=path, placement="sharded")
+        teacher(tokens(2))
+        if run.first:
+            teacher(tokens(2))
+        if extra:
+            run.barrier()
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_rank_that_calls_more_often_is_named_and_does_not_hang(ranks, weights, extra):
+    first, second = ranks.errors(2, call_more_often, weights, extra)
+    assert "rank 0 came to teacher(...) at test_teacher_sharded.py" in first or "rank 0 waits in teacher(...)" in first
+    there = "run.barrier" if extra else "Run.close"
+    assert there in first
+    assert "every rank must make the same calls in the same order" in first
+    assert "teacher(...)" in second
+
+
+def evaluate(path, placement):
+    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+        teacher = run.teacher(Teacher, weights=path, placement=placement)
+        model, test = run.wrap(Student()), run.shard(TensorDataset(tokens()), micro_batch=1)
+        with run.evaluate(model) as net:
+            return run.mean(distill_loss(net(x), teacher(x)).mean(1) for (x,) in test)
+
+
+def test_an_evaluation_of_uneven_parts_calls_it_equally_often(ranks, weights):
+    (wanted,) = ranks(1, evaluate, weights, "gpu")
+    for found in ranks(3, evaluate, weights, "sharded"):
+        assert found == pytest.approx(wanted, abs=1e-6)

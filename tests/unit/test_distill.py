@@ -1,0 +1,249 @@
+"""Losses of distillation without ranks: by hand, against torch's own, their gradients, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import kl_div, log_softmax
+
+from samestep import SamestepError
+from samestep.errors import StepError
+from samestep.nn import Projection, TopK, distill_loss, match_features, top_k
+
+
+def logits(*shape, seed=0, dtype=torch.float32):
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def torchs(student, teacher, temperature):
+    terms = kl_div(
+        log_softmax(student / temperature, -1),
+        log_softmax(teacher / temperature, -1),
+        reduction="none",
+        log_target=True,
+    )
+    return terms.sum(-1) * temperature**2
+
+
+def test_two_classes_give_what_a_hand_computes():
+    # p = (0.8, 0.2), q = (0.5, 0.5)
+    teacher = torch.tensor([[math.log(4.0), 0.0]])
+    wanted = 0.8 * math.log(0.8 / 0.5) + 0.2 * math.log(0.2 / 0.5)
+    torch.testing.assert_close(distill_loss(torch.zeros(1, 2), teacher), torch.tensor([wanted]))
+
+
+def test_temperature_softens_both_sides_and_comes_back_squared():
+    teacher = torch.tensor([[2 * math.log(4.0), 0.0]])  # halved: p = (0.8, 0.2) again
+    wanted = 4 * (0.8 * math.log(0.8 / 0.5) + 0.2 * math.log(0.2 / 0.5))
+    torch.testing.assert_close(distill_loss(torch.zeros(1, 2), teacher, temperature=2.0), torch.tensor([wanted]))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("shape", [(5, 9), (3, 4, 9)])
+def test_the_loss_is_torchs_kl_divergence_of_every_place(shape, temperature):
+    student, teacher = logits(*shape), logits(*shape, seed=1)
+    losses = distill_loss(student, teacher, temperature)
+    assert losses.shape == shape[:-1]
+    torch.testing.assert_close(losses, torchs(student, teacher, temperature))
+
+
+@pytest.mark.parametrize("k", [None, 1, 3, 7])
+def test_gradients_are_those_of_the_value(k):
+    student, teacher = logits(2, 3, 7, dtype=torch.float64).requires_grad_(), logits(2, 3, 7, seed=1).double()
+    target = teacher if k is None else top_k(teacher, k, temperature=2.0)
+    assert torch.autograd.gradcheck(lambda x: distill_loss(x, target, 2.0), student)
+
+
+def test_gradients_stay_as_large_at_a_high_temperature():
+    norms = []
+    for temperature in (10.0, 100.0):
+        student = logits(4, 6).requires_grad_()
+        distill_loss(student, logits(4, 6, seed=1), temperature).sum().backward()
+        norms.append(student.grad.norm().item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.2)
+
+
+def test_the_teacher_gets_no_gradient():
+    student, teacher = logits(2, 3).requires_grad_(), logits(2, 3, seed=1).requires_grad_()
+    distill_loss(student, teacher).sum().backward()
+    assert student.grad is not None
+    assert teacher.grad is None
+
+
+def test_half_precision_is_computed_in_single():
+    student, teacher = logits(4, 1000).bfloat16(), logits(4, 1000, seed=1).bfloat16()
+    losses = distill_loss(student, teacher)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, torchs(student.float(), teacher.float(), 1.0))
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    student, teacher = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True), torch.tensor([[0.0, 1e4, -1e4]])
+    loss = distill_loss(student, teacher)
+    torch.testing.assert_close(loss, torch.tensor([1e4]))
+    loss.backward()
+    torch.testing.assert_close(student.grad, torch.tensor([[1.0, -1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("k", [None, 2, 3])
+def test_classes_that_are_out_on_both_sides_count_for_nothing(k):
+    out = torch.tensor([False, False, False, True, True])
+    student = logits(2, 5).masked_fill(out, -math.inf).requires_grad_()
+    teacher = logits(2, 5, seed=1).masked_fill(out, -math.inf)
+    losses = distill_loss(student, teacher if k is None else top_k(teacher, k))
+    losses.sum().backward()
+    assert student.grad.isfinite().all()
+    if k != 2:
+        torch.testing.assert_close(losses, torchs(student[:, :3], teacher[:, :3], 1.0))
+
+
+def test_top_k_of_all_classes_is_the_whole_divergence():
+    student, teacher = logits(3, 4, 8), logits(3, 4, 8, seed=1)
+    torch.testing.assert_close(distill_loss(student, top_k(teacher, 8, 2.0), 2.0), distill_loss(student, teacher, 2.0))
+
+
+def test_top_k_lumps_the_rest_into_one_class():
+    student, teacher = logits(5, 9), logits(5, 9, seed=1)
+    few = top_k(teacher, 3)
+    p, q = teacher.double().softmax(-1), student.double().softmax(-1)
+    p, q = p.gather(-1, few.indices), q.gather(-1, few.indices)
+    rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+    wanted = (p * (p / q).log()).sum(-1) + rest_p * (rest_p / rest_q).log()
+    losses = distill_loss(student, few)
+    torch.testing.assert_close(losses, wanted.float())
+    assert (losses <= distill_loss(student, teacher) + 1e-6).all()
+    assert (losses >= 0).all()
+
+
+def test_top_k_of_a_student_that_agrees_is_zero():
+    teacher = logits(5, 9)
+    torch.testing.assert_close(distill_loss(teacher, top_k(teacher, 2)), torch.zeros(5), atol=1e-6, rtol=0)
+
+
+def test_a_teacher_that_is_certain_leaves_no_rest():
+    teacher = torch.tensor([[200.0, 0.0, 0.0, 0.0]])
+    student = torch.zeros(1, 4, requires_grad=True)
+    loss = distill_loss(student, top_k(teacher, 1))
+    torch.testing.assert_close(loss, torch.tensor([math.log(4.0)]))
+    loss.backward()
+    torch.testing.assert_close(student.grad, torch.tensor([[-0.75, 0.25, 0.25, 0.25]]))
+
+
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_masked_place_gives_zero_and_no_gradient_whatever_stands_there(side, k):
+    mask = torch.tensor([[True, False], [True, True]])
+    student, teacher = logits(2, 2, 5), logits(2, 2, 5, seed=1)
+    wanted = distill_loss(student, teacher if k is None else top_k(teacher, k))
+    (student if side == "student" else teacher)[0, 1] = math.nan
+    student.requires_grad_()
+    losses = distill_loss(student, teacher if k is None else top_k(teacher, k), mask=mask)
+    torch.testing.assert_close(losses, torch.where(mask, wanted, 0.0))
+    losses.sum().backward()
+    assert student.grad.isfinite().all()
+    assert not student.grad[0, 1].any()
+
+
+def test_features_are_compared_by_their_mean_square():
+    student, teacher = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[1.0, 4.0], [3.0, 4.0]])
+    torch.testing.assert_close(match_features(student, teacher), torch.tensor([2.0, 12.5]))
+
+
+def test_features_are_compared_by_their_angle():
+    student, teacher = (
+        torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]),
+        torch.tensor([[5.0, 0.0], [0.0, 2.0], [-1.0, 0.0]]),
+    )
+    torch.testing.assert_close(match_features(student, teacher, by="cosine"), torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_a_projection_brings_the_student_to_the_teachers_width_and_trains():
+    projection = Projection(3, 5)
+    student, teacher = logits(2, 4, 3).requires_grad_(), logits(2, 4, 5, seed=1)
+    losses = match_features(student, teacher, projection)
+    torch.testing.assert_close(
+        losses, (nn.functional.linear(student, *projection.parameters()) - teacher).square().mean(-1)
+    )
+    losses.sum().backward()
+    assert student.grad.any()
+    assert all(parameter.grad.any() for parameter in projection.parameters())
+
+
+@pytest.mark.parametrize("by", ["mse", "cosine"])
+def test_masked_features_give_zero_and_no_gradient(by):
+    mask = torch.tensor([[True, False]])
+    student, teacher = logits(1, 2, 3), logits(1, 2, 3, seed=1)
+    student[0, 1] = teacher[0, 1] = math.inf
+    student.requires_grad_()
+    losses = match_features(student, teacher, Projection(3, 3), by, mask)
+    losses.sum().backward()
+    assert losses[0, 1] == 0
+    assert student.grad.isfinite().all()
+    assert not student.grad[0, 1].any()
+
+
+def refused(error, function, *arguments, **options):
+    with pytest.raises(error) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
+
+
+def test_what_is_no_logits_is_refused_with_what_was_expected():
+    wanted = "it needs floating point logits of shape (rows, ..., classes), before any softmax, loss or mean"
+    text = refused(StepError, distill_loss, torch.tensor(1.0), logits(2, 3))
+    assert text == f"distill_loss got a scalar for the student's logits: {wanted}"
+    text = refused(StepError, distill_loss, logits(2, 3), torch.tensor([1, 2]))
+    assert text == f"distill_loss got torch.int64 of shape (2,) for the teacher's logits: {wanted}"
+    assert refused(StepError, top_k, logits(3), 1) == f"top_k got torch.float32 of shape (3,) for logits: {wanted}"
+
+
+def test_logits_that_do_not_belong_together_are_refused():
+    text = refused(StepError, distill_loss, logits(2, 3), logits(2, 4))
+    assert "distill_loss got logits of shape (2, 3) from the student and (2, 4) from the teacher: both must be" in text
+    text = refused(StepError, distill_loss, logits(3, 3), top_k(logits(2, 3), 2))
+    assert "from the student and the 2 largest of shape (2, 2) from the teacher: all but the last" in text
+
+
+def test_a_temperature_other_than_that_of_the_top_k_is_refused():
+    text = refused(StepError, distill_loss, logits(2, 3), top_k(logits(2, 3), 2), temperature=2.0)
+    assert "has temperature=2.0 and its top-k logits were made at 1.0, where alone their log-sum-exp holds" in text
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan])
+def test_a_temperature_must_be_a_number_above_zero(temperature):
+    text = refused(SamestepError, distill_loss, logits(2, 3), logits(2, 3), temperature)
+    assert text == f"distill_loss got temperature={temperature}: give a number above 0, such as 2.0"
+
+
+def test_top_k_keeps_some_classes_and_not_more_than_there_are():
+    assert refused(SamestepError, top_k, logits(2, 3), 4) == "top_k was to keep 4 of 3 classes: give k from 1 to 3"
+
+
+def test_a_mask_has_one_value_a_place():
+    text = refused(StepError, distill_loss, logits(2, 3), logits(2, 3), mask=torch.ones(2, 3))
+    assert text == "the mask has shape (2, 3) and the losses will have (2,): give one value a place"
+
+
+def test_features_of_other_widths_ask_for_a_projection():
+    text = refused(StepError, match_features, logits(2, 3), logits(2, 5))
+    assert "match_features got features of shape (2, 3) from the student and (2, 5) from the teacher" in text
+    assert text.endswith("other widths need projection=Projection(student_width, teacher_width)")
+    assert "does not know by='mae': use one of 'mse', 'cosine'" in refused(
+        SamestepError, match_features, logits(2, 3), logits(2, 3), by="mae"
+    )
+
+
+@pytest.mark.parametrize(("width", "told"), [(nn.Linear(2, 3), "a Linear"), (0, "0"), (None, "a NoneType")])
+def test_a_projection_is_made_of_numbers_and_never_of_a_live_teacher(width, told):
+    text = refused(SamestepError, Projection, 4, width)
+    assert text.startswith(f"Projection got teacher_width={told}: give the width as a whole number from the")
+    assert text.endswith("never from a live teacher, which not every rank holds")
+
+
+def test_top_k_travels_through_trees_of_tensors():
+    from samestep.data.tree import map_tensors
+
+    few = map_tensors({"logits": top_k(logits(2, 5), 2)}, lambda tensor: tensor.double())
+    assert isinstance(few["logits"], TopK)
+    assert few["logits"].values.dtype == torch.float64

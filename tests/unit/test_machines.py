@@ -1,0 +1,217 @@
+"""Machines by words, by JSON, as they are here, in a SLURM job, and calibrated."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from samestep.errors import PlanError
+from samestep.facts.calibration import Calibration, calibrated, calibration_path, keep_calibration, read_calibration
+from samestep.facts.devices import SHEETS
+from samestep.facts.hardware import Cores, Gpu, Hardware, Link
+from samestep.facts.machine_live import link_rate, machines_here, machines_of_slurm
+from samestep.facts.machine_words import EXAMPLE, machines_of
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "device", "per_node"),
+    [
+        *(("h100:4", 1, "h100", 4), ("h100", 1, "h100", 1), ("a100-40gb:2", 3, "a100-40gb", 2)),
+        *(("cpu:8", 1, "cpu", 8), ("mps", 1, "mps", 1), ("g5", 1, "a10g", 4), ("p3", 2, "v100", 8)),
+        *(("h200:8", 4, "h200", 8), ("rtx4090:4", 1, "rtx4090", 4)),
+    ],
+)
+def test_words_name_devices_and_how_many(words, nodes, device, per_node):
+    found = machines_of(words, nodes)
+    assert (found.device, found.per_node, found.nodes) == (SHEETS[device].device, per_node, nodes)
+    assert found.devices == per_node * nodes
+    assert found.host_memory == SHEETS[device].host_memory * per_node
+
+
+def test_machines_are_told_in_words():
+    assert machines_of("h100:4").words == "4 x h100"
+    assert machines_of("h100:4", 2).words == "2 x 4 x h100"
+
+
+def test_a_device_of_ones_own_is_given_as_json(tmp_path):
+    found = machines_of(EXAMPLE)
+    assert (found.device.name, found.device.kind, found.per_node) == ("mygpu", "cuda", 4)
+    assert found.device.memory == int(47.5 * GIB)
+    assert found.device.rates == {"bfloat16": 180e12, "float32": 90e12}
+    assert (found.device.bandwidth, found.within_node) == (960e9, 32e9)
+    (tmp_path / "mine.json").write_text(EXAMPLE)
+    assert replace(machines_of(str(tmp_path / "mine.json"), 2), source="") == replace(
+        machines_of(EXAMPLE, 2),
+        source="",
+        device=replace(found.device, source=str(tmp_path / "mine.json")),
+    )
+
+
+def own(**changes):
+    return json.dumps({**json.loads(EXAMPLE), **changes})
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "x1:4",
+            "--gpus x1:4: there is no device x1 in the table: use one of b200, h200, h100-pcie, h100, a100-40gb, ",
+        ),
+        ("h100:x", "--gpus h100:x: x is no number of devices: type, for example, h100:4"),
+        ("h100:0", "--gpus h100:0: 0 is no number of devices: type, for example, h100:4"),
+        ("none.json", "--gpus none.json cannot be read (No such file or directory): give a file with, for example, {"),
+        ("{x", "the JSON of --gpus is no JSON ("),
+        (
+            '{"name": "x"}',
+            "the JSON of --gpus lacks memory_gib, bandwidth_gbs, tflops: the fields are name, memory_gib, ",
+        ),
+        (own(ram=1), "the JSON of --gpus has ram, which no device has: the fields are "),
+        (own(count=0), "the JSON of --gpus has count=0: it must be a whole number from 1 up"),
+        (own(count=1.5), "the JSON of --gpus has count=1.5: it must be a whole number from 1 up"),
+        (own(memory_gib="48"), "the JSON of --gpus has memory_gib='48': it must be a number above 0"),
+        (own(link_gbs=True), "the JSON of --gpus has link_gbs=True: it must be a number above 0"),
+        (own(kind="tpu"), "the JSON of --gpus has kind='tpu': it must be one of cuda, mps, cpu"),
+        (
+            own(tflops={"int8": 5}),
+            "the JSON of --gpus has tflops={'int8': 5}: give float32 at least, and what it has of ",
+        ),
+        (
+            own(tflops=90),
+            "the JSON of --gpus has tflops=90: give float32 at least, and what it has of tf32, bfloat16, ",
+        ),
+    ],
+)
+def test_words_that_name_nothing_are_explained(words, complaint):
+    with pytest.raises(PlanError) as error:
+        machines_of(words)
+    assert str(error.value).startswith(complaint)
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
+    with pytest.raises(PlanError) as error:
+        machines_of("x1")
+    assert all(name in str(error.value) for name in (*SHEETS, "local", "g5", "p3"))
+    assert EXAMPLE in str(error.value)
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(PlanError, match=r"list\.json is no JSON object: write, for example, \{"):
+        machines_of(str(tmp_path / "list.json"))
+
+
+def test_no_nodes_are_no_machines():
+    with pytest.raises(PlanError, match=r"^0 nodes are no machines: give --nodes 1 or more$"):
+        machines_of("h100:4", 0)
+
+
+def hardware(gpus=(), links=()):
+    return Hardware(
+        Cores(16, 32, "bound"), 64 * GIB, 48 * GIB, 8 * GIB, 7 * GIB, len(gpus), True, tuple(gpus), tuple(links)
+    )
+
+
+def gpu(index=0, name="NVIDIA H100 80GB HBM3", total=79, free=78, capability=(9, 0)):
+    return Gpu(index, name, total * GIB, free * GIB, capability)
+
+
+def test_live_memory_is_asked_for_and_rates_come_from_the_sheet():
+    found = machines_here(hardware([gpu(0, free=40), gpu(1)], [Link(0, 1, "NV18")]))
+    assert (found.per_node, found.nodes, found.cores, found.shm) == (2, 1, 16, 8 * GIB)
+    assert (found.device.memory, found.device.memory_free) == (79 * GIB, 40 * GIB)  # others hold half of one of them
+    assert found.device.rates == SHEETS["h100"].device.rates
+    assert found.within_node == 450e9
+    assert found.host_memory == 48 * GIB
+
+
+def test_a_gpu_of_the_same_name_with_other_memory_keeps_its_own():
+    assert machines_here(hardware([gpu(name="NVIDIA H100 NVL", total=94, free=93)])).device.memory == 94 * GIB
+
+
+def test_a_mig_slice_has_its_own_memory_and_its_part_of_the_rates():
+    found = machines_here(hardware([gpu(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", total=19, free=19)])).device
+    assert found.memory == 19 * GIB
+    assert found.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    assert found.rates["bfloat16"] == pytest.approx(312e12 * 3 / 7)
+
+
+def test_an_unknown_gpu_says_what_it_is_reckoned_as():
+    found = machines_here(hardware([gpu(name="NVIDIA X1", capability=(8, 6))])).device
+    assert found.name == "NVIDIA X1"
+    assert "reckoned as a10g until `samestep plan --calibrate` has measured it" in found.source
+
+
+def test_the_slowest_link_counts():
+    links = [Link(0, 1, "NV4"), Link(0, 2, "SYS"), Link(1, 2, "PIX")]
+    assert link_rate(links, [], pcie=32e9) == 16e9
+    assert link_rate(links[:1], [], pcie=32e9) == 100e9
+    assert link_rate([Link(0, 1, "NV18")], [gpu(capability=(10, 0))], pcie=64e9) == 900e9
+    assert link_rate([], [], pcie=32e9) == 32e9
+
+
+def test_without_a_gpu_the_cores_are_one_device():
+    found = machines_here(hardware())
+    assert (found.device.kind, found.per_node) == ("cpu", 1)
+    assert found.device.rates["float32"] == pytest.approx(16 * 0.1e12)
+    assert found.device.memory_free == 48 * GIB
+    apple = machines_here(hardware(), mps=True)
+    assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)
+
+
+def test_a_slurm_job_names_its_gpus():
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_PER_NODE": "a100:4",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_MEM_PER_NODE": "1024",
+    }
+    found = machines_of_slurm({**job, "SLURM_CPUS_ON_NODE": "24"})
+    assert (found.device.name, found.per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
+    assert found.host_memory == GIB
+    assert found.source == "SLURM job 7: a100:4 on each of 3 node(s)"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "4"}, {"SLURM_GPUS_PER_NODE": "a100:4"}],
+)
+def test_a_job_that_names_none_is_looked_at_instead(environ):
+    assert machines_of_slurm(environ) is None
+
+
+MEASURED = Calibration(
+    device="NVIDIA H100 80GB HBM3",
+    count=2,
+    products={"bfloat16": ((1e9, 1e13), (1e12, 6e14))},
+    copy=2.9e12,
+    host_link=5.2e10,
+    all_reduce=3.1e11,
+    launch=4e-6,
+    when="2025-01-31",
+)
+
+
+def test_a_calibration_is_kept_and_read_for_its_device_only(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert read_calibration(MEASURED.device, environ) is None
+    path = keep_calibration(MEASURED, environ)
+    assert path == calibration_path(MEASURED.device, environ)
+    assert read_calibration(MEASURED.device, environ) == MEASURED
+    assert read_calibration("cpu", environ) is None
+    path.write_text("{}")
+    assert read_calibration(MEASURED.device, environ) is None
+
+
+def test_what_was_measured_takes_the_place_of_the_sheet():
+    two = machines_of("h100:2")
+    found = calibrated(two, MEASURED)
+    assert found.device.measured == MEASURED.products
+    assert (found.device.streamed, found.device.launch) == (2.9e12, 4e-6)
+    assert (found.host_link, found.within_node, found.links_measured) == (5.2e10, 3.1e11, True)
+    assert found.device.source.endswith("; measured on 2025-01-31")
+    assert calibrated(two, None) is two
+
+
+def test_an_all_reduce_of_other_devices_says_nothing_of_these():
+    found = calibrated(machines_of("h100:4"), MEASURED)
+    assert (found.within_node, found.links_measured) == (450e9, False)

@@ -1,0 +1,408 @@
+"""The decision: memory and time by hand, what is chosen, what is refused with which numbers, and what always holds."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import PlanError
+from samestep.facts.machine_words import machines_of
+from samestep.facts.model import Op
+from samestep.plan.batch import Cut
+from samestep.plan.choose import plan, precision_on
+from samestep.plan.explain import bar, gpu_hours, line, rows, seconds_text, what_if_rows
+from samestep.plan.memory import memory
+from samestep.plan.speed import collective_seconds, compute_seconds, product_rate, ring_rate
+from samestep.plan.step_time import step_time
+from samestep.plan.strategy import Layout, gradient_passes, layouts
+from tests.unit.plan_facts import DEVICE, GIB, MIB, machines, model, peak, with_teacher
+
+CONTEXT, CHANNELS = 600 * MIB, 400 * MIB
+
+
+def parts(layout, facts, micro_batch, accumulates=False, on=None, precision="bf16"):
+    return memory(layout, on or machines(layout.ranks), facts, micro_batch, accumulates, precision, None)
+
+
+def named(found):
+    return {candidate.layout.name: candidate for candidate in found.candidates}
+
+
+def test_one_device_holds_everything():
+    found = parts(Layout("single", 1, 1), model(), 4)
+    assert dict(found.parts()) == {
+        "weights": GIB,
+        "gradients": GIB,
+        "optimizer": 2 * GIB,
+        "working": 4 * GIB,
+        "buckets": 0,
+        "gathered": 0,
+        "overhead": CONTEXT,
+    }
+    assert (found.total, found.host) == (8 * GIB + CONTEXT, 0)
+
+
+def test_gradients_stand_throughout_with_ddp_and_between_micro_batches():
+    facts = model(working=peak(1, 100 * MIB))
+    lone = Layout("single", 1, 1)
+    # 8 samples: 800 MiB of activations are gone when 1 GiB of gradients stands, and 10 MiB beside it
+    assert parts(lone, facts, 8).working == 10 * MIB
+    assert parts(lone, facts, 8).buckets == 0
+    for found in (parts(lone, facts, 8, accumulates=True), parts(Layout("ddp", 2, 1), facts, 8)):
+        assert found.working + found.buckets == 800 * MIB
+        assert found.gradients == GIB
+
+
+def test_shards_divide_what_stands_between_steps():
+    found = parts(Layout("fsdp", 4, 4), model(fixed=GIB), 4)
+    assert (found.weights, found.gradients, found.optimizer) == (GIB // 4, GIB // 4, GIB // 2)
+    assert found.overhead == CONTEXT + CHANNELS
+    # in bf16 the copies that autocast keeps, half of the weights, are not made
+    assert found.working == 5 * GIB - GIB // 2
+    # two blocks of a tenth in bf16, and a block's whole gradient twice in fp32
+    assert found.gathered == pytest.approx(0.1 * GIB + 0.2 * GIB, abs=16)
+
+
+def test_zero2_holds_all_weights_for_a_step():
+    found = parts(Layout("zero2", 4, 4), model(), 4)
+    assert found.weights == GIB // 4
+    assert found.gathered == pytest.approx(0.5 * GIB + 0.2 * GIB, abs=16)
+
+
+def test_sharded_gradients_wait_whole_for_the_last_micro_batch():
+    found = parts(Layout("fsdp", 4, 4), model(), 2, accumulates=True)
+    assert found.gradients == GIB + GIB // 4
+
+
+def test_offload_moves_shards_to_the_node():
+    found = parts(Layout("fsdp", 4, 4, offload=True), model(), 4)
+    assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
+    assert found.host == 4 * GIB  # weights, gradients and two moments of all four ranks
+
+
+def test_what_computes_twice_keeps_less():
+    assert parts(Layout("single", 1, 1, recompute=True), model(per_sample=1000), 4).working == 400
+
+
+def test_an_operation_takes_the_longer_of_products_memory_and_kernels():
+    on, product = machines(), Op("aten.mm", 1, 1e12, 0, "bfloat16")
+    assert compute_seconds(on, (product,), 1, tf32=True) == pytest.approx(1e12 / (1e14 * 0.5))
+    assert compute_seconds(on, (product,), 2, tf32=True) == pytest.approx(2e12 / (1e14 * 0.5))
+    assert compute_seconds(on, (Op("aten.add", 1, 0, 8e9, "float32"),), 1, True) == pytest.approx(0.01)
+    # the host starts an operation in 5 microseconds: many small ones leave the device waiting
+    assert compute_seconds(on, (Op("aten.add", 1000, 0, 8, "float32"),), 1, True) == pytest.approx(0.005)
+
+
+def test_products_in_fp32_use_tf32_only_where_that_is_allowed():
+    on = machines()
+    assert product_rate(on, "float32", 1e12, tf32=True) == 0.5 * 5e13
+    assert product_rate(on, "float32", 1e12, tf32=False) == 0.5 * 1e13
+    old = replace(on, device=replace(DEVICE, rates={"float16": 1e14, "float32": 1e13}))
+    assert product_rate(old, "float32", 1e12, tf32=True) == 0.5 * 1e13
+    assert product_rate(old, "bfloat16", 1e12, tf32=True) == 0.5 * 1e13
+
+
+def test_measured_rates_are_taken_as_they_are_and_by_size():
+    points = {"bfloat16": ((1e6, 1e12), (1e8, 1e14))}
+    on = replace(machines(), device=replace(DEVICE, measured=points))
+    assert product_rate(on, "bfloat16", 1e5, True) == 1e12
+    assert product_rate(on, "bfloat16", 1e7, True) == pytest.approx(1e13)
+    assert product_rate(on, "bfloat16", 1e9, True) == 1e14
+
+
+def test_measured_tf32_is_not_taken_for_strict_fp32():
+    points = {"tf32": ((1e6, 4e13),), "float32": ((1e6, 9e12),)}
+    on = replace(machines(), device=replace(DEVICE, measured=points))
+    assert product_rate(on, "float32", 1e9, tf32=True) == 4e13
+    assert product_rate(on, "float32", 1e9, tf32=False) == 9e12
+
+
+def test_nodes_send_side_by_side():
+    assert ring_rate(machines(4), 4) == pytest.approx(0.7e11)
+    assert ring_rate(machines(4, nodes=2), 8) == pytest.approx(4 * 0.7e10)
+    assert collective_seconds(machines(4), 4, 0.7e11) == pytest.approx(1, rel=1e-3)
+    assert collective_seconds(machines(4), 1, 1e11) == 0
+
+
+def test_a_step_by_hand():
+    # two samples: 6e12 operations at half of 1e14, and 1e10 bytes at 0.8 of 1e12
+    each = 6e12 / 5e13 + 1e10 / 8e11
+    found = step_time(Layout("single", 1, 1), machines(), model(), (4, 3), "bf16", True, 0.25)
+    assert found.compute == pytest.approx(3 * 2 * each)
+    assert found.communication == 0
+    assert found.optimizer == pytest.approx((2 + 1 + 4) * GIB / 8e11)
+    assert found.teacher == 0.25
+    assert found.total == pytest.approx(sum(found.parts().values()))
+
+
+def test_ddp_hides_all_but_the_last_bucket_behind_the_backward_pass():
+    on = machines(4)
+    sent = collective_seconds(on, 4, 2 * GIB * 3 / 4)
+    quick = step_time(Layout("ddp", 4, 1), on, model(), (2, 1), "bf16", True, 0)
+    assert quick.communication == pytest.approx(sent * 25 * MIB / GIB)
+    slow = replace(on, within_node=1e9)
+    backward = quick.compute * 2 / 3
+    sent = collective_seconds(slow, 4, 2 * GIB * 3 / 4)
+    assert step_time(Layout("ddp", 4, 1), slow, model(), (2, 1), "bf16", True, 0).communication == pytest.approx(
+        sent - backward
+    )
+
+
+def test_fsdp_gathers_twice_in_every_micro_batch_and_zero2_once():
+    on = replace(machines(4), within_node=1e9)
+    gathered = {
+        name: step_time(Layout(name, 4, 4), on, model(), (1, 2), "bf16", True, 0).communication
+        for name in ("fsdp", "zero2")
+    }
+    once = 0.5 * GIB * 3 / 4 / 0.7e9
+    assert gathered["fsdp"] - gathered["zero2"] == pytest.approx(2 * once, rel=1e-3)
+
+
+def test_a_model_that_fits_whole_is_copied_to_every_rank():
+    found = plan(machines(4), model(), 256)
+    assert found.chosen is not None
+    assert (found.chosen.layout.name, found.chosen.micro_batch, found.chosen.accumulation) == ("ddp", 64, 1)
+    assert found.script == ('model = run.wrap(model, "ddp")', "train = run.shard(dataset, shuffle=True)")
+    assert found.start == "samestep run train.py"
+
+
+def test_equally_fast_layouts_are_told_apart_by_what_they_ask_for():
+    found = named(plan(machines(4), model(), 256))
+    assert "as fast, with more settings" in found["fsdp"].reason
+
+
+def test_the_micro_batch_is_the_largest_that_fits():
+    # room 94 GiB - 4 GiB of state - context = 89.4 samples of 1 GiB; 128 samples in 2 micro-batches of 64
+    found = plan(machines(1), model(), 128).chosen
+    assert found is not None
+    assert (found.layout.name, found.micro_batch, found.accumulation) == ("single", 64, 2)
+    assert plan(machines(1), model(), 89).chosen.accumulation == 1
+    assert plan(machines(1), model(), 90).chosen.accumulation == 2
+
+
+def test_a_model_too_large_for_one_device_is_sharded():
+    found = plan(machines(4), model(gib=40, per_sample=100 * MIB), 4)
+    assert found.chosen.layout.strategy in ("fsdp", "zero2")
+    refused = named(found)["ddp"]
+    assert not refused.fits
+    assert refused.reason == (
+        "a micro-batch of 1 needs 161.1 GiB on a device and 94.0 GiB may be used (optimizer 80.0 GiB, weights 40.0 GiB)"
+    )
+
+
+def test_recomputation_is_chosen_only_where_it_is_needed():
+    assert plan(machines(1), model(), 8).chosen.layout.name == "single"
+    found = plan(machines(1, gib=8), model(per_sample=8 * GIB), 8)
+    assert found.chosen.layout.name == "single + recompute"
+    assert found.script[0] == 'model = run.wrap(model, checkpoint=(type(model.get_submodule("h.0")),))'
+
+
+def test_offload_is_the_last_resort_and_needs_host_memory():
+    facts = model(gib=100, per_sample=MIB, blocks=100)
+    small = machines(4, gib=60)
+    assert plan(small, facts, 4).chosen.layout.offload
+    poor = replace(small, host_memory=100 * GIB)
+    found = plan(poor, facts, 4)
+    assert found.chosen is None
+    assert named(found)["fsdp + offload"].reason == "needs 400.0 GiB of a node's host memory and 90.0 GiB may be used"
+
+
+def test_between_slow_nodes_shards_stay_inside_a_node():
+    # fsdp gathers 15 GiB over the network for every pass; hybrid sends an eighth of the gradients over it, once
+    on, facts = machines(8, nodes=4, between_nodes=1e8), model(gib=30)
+    hybrid, fsdp = (
+        step_time(layout, on, facts, (4, 4), "bf16", True, 0).communication
+        for layout in (Layout("hybrid", 32, 8), Layout("fsdp", 32, 32))
+    )
+    assert fsdp > 2 * hybrid
+    found = plan(on, model(gib=30, per_sample=4 * GIB, working_recomputed=None), 1024)
+    assert found.chosen.layout.name == "hybrid"
+    assert found.chosen.layout.shards == 8
+    assert found.start == "samestep submit train.py --nodes 4"
+
+
+def test_hybrid_exists_between_nodes_only():
+    names = {layout.strategy for layout in layouts(machines(8), model())}
+    assert names == {"single", "ddp", "zero2", "fsdp"}
+    assert {layout.strategy for layout in layouts(machines(1, nodes=8), model())} == names
+
+
+def test_where_nothing_fits_it_says_what_would():
+    found = plan(machines_of("a10g:1"), model(gib=20, per_sample=100 * MIB), 8)
+    assert found.chosen is None
+    assert found.start is None
+    assert found.script == ()
+    assert found.advice[0] == "2 x a10g would do, with zero2 + offload"
+    assert found.advice[1].startswith("1 x h200 (139.8 GiB) would do, with single")
+    assert found.advice[-1] == (
+        "single + recompute needs least, 80.6 GiB, most of it optimizer (40.0 GiB): an optimizer with less state, or a "
+        "smaller model, makes it less"
+    )
+    assert line(found).startswith("plan: nothing fits on 1 x a10g; ")
+
+
+def test_one_sample_that_is_too_large_needs_a_smaller_sample():
+    found = plan(machines(1, gib=8), model(gib=0.1, per_sample=1000 * GIB, blocks=0), 8)
+    assert found.advice[0] == "no number of plain up to 64 would do"
+    assert found.advice[-1].endswith(
+        "a shorter sequence or a smaller image makes it less, a smaller global batch does not"
+    )
+
+
+def test_frozen_parts_are_placed_on_their_own_where_gradients_do_not_pass():
+    small, facts = machines(2, gib=24), with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, passes=False)
+    assert not gradient_passes(facts)
+    found = plan(small, facts, 64)
+    assert found.chosen.layout.name == "ddp + frozen sharded"
+    assert found.script[1] == 'teacher = run.teacher(build, weights=..., placement="sharded")  # for teacher'
+    # a tenth of a GiB that trains, half of the frozen 30, and two layers of them on their way
+    assert found.chosen.memory.weights == pytest.approx(0.1 * GIB + 15 * GIB + 2 * GIB, rel=1e-6)
+
+
+def test_a_whole_copy_of_frozen_parts_wins_where_it_fits():
+    assert plan(machines(2), with_teacher(model(gib=0.1, per_sample=MIB), 30, False), 64).chosen.layout.name == "ddp"
+
+
+def test_frozen_parts_that_gradients_pass_through_stay_in_the_model():
+    facts = with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, passes=True)
+    assert gradient_passes(facts)
+    found = plan(machines(2, gib=24), facts, 64)
+    assert found.chosen is None
+    assert named(found)["ddp + frozen sharded"].reason == (
+        "gradients pass through the frozen parts, and run.teacher computes without"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "wish", "precision"),
+    [
+        *(("h100", "auto", "bf16"), ("v100", "auto", "fp32"), ("cpu", "auto", "fp32"), ("mps", "auto", "fp32")),
+        *(("h100", "fp32", "fp32"), ("v100", "fp16", "fp16"), ("cpu", "bf16", "bf16")),
+    ],
+)
+def test_precision_is_chosen_as_a_run_chooses_it(words, wish, precision):
+    assert precision_on(machines_of(words), wish) == precision
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (
+            lambda: precision_on(machines_of("h100"), "fp8"),
+            "precision fp8 is not known: use one of auto, fp32, bf16, fp16",
+        ),
+        (
+            lambda: precision_on(machines_of("v100"), "bf16"),
+            "precision bf16 needs a GPU that has it, and v100 has not: use fp16, fp32 or auto",
+        ),
+        (
+            lambda: precision_on(machines_of("mps"), "fp16"),
+            "precision fp16 is for CUDA and the CPU: on Apple's GPU use fp32 or auto",
+        ),
+        (lambda: plan(machines(), model(), 0), "a global batch of 0 holds nothing: give --global-batch 1 or more"),
+        (
+            lambda: plan(machines(), model(), 8, margin=1.0),
+            "margin 1.0 is no part of a memory: give 0 up to, not including, 1",
+        ),
+    ],
+)
+def test_what_makes_no_plan_is_explained(call, complaint):
+    with pytest.raises(PlanError) as error:
+        call()
+    assert str(error.value) == complaint
+
+
+def test_a_plan_is_plain_data_too():
+    told = json.loads(json.dumps(plan(machines(2), model(), 8).to_json()))
+    assert told["chosen"]["strategy"] == "ddp"
+    assert told["chosen"]["memory"]["total"] == sum(
+        size for name, size in told["chosen"]["memory"].items() if name not in ("total", "host")
+    )
+    assert told["global_batch"] == 8
+    assert len(told["candidates"]) > 5
+
+
+def test_a_bar_is_as_wide_as_asked_and_has_no_empty_part():
+    found = plan(machines(4), model(), 256)
+    segments = bar(found, 80)
+    assert sum(segment.cells for segment in segments) == 80
+    assert [segment.name for segment in segments] == [
+        "weights",
+        "gradients",
+        "optimizer",
+        "working",
+        "overhead",
+        "free",
+    ]
+    assert sum(segment.size for segment in segments) == 100 * GIB
+
+
+def test_what_if_counts_speed_up_and_hours():
+    plans = [plan(machines(count), model(), 64) for count in (1, 2)]
+    first, second = what_if_rows(plans, 6400)
+    assert first[:2] == ("1 x plain", "single")
+    assert first[5] == "1.00"
+    assert 1.9 < float(second[5]) <= 2
+    assert gpu_hours(plans[0], 6400) == pytest.approx(100 * plans[0].chosen.time.total / 3600)
+    nothing = plan(machines(1, gib=2), model(), 64)
+    assert what_if_rows([nothing], 10) == [("1 x plain", "nothing fits", "-", "-", "-", "-", "-")]
+    assert rows(nothing)[0][2] == "-"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.01234, "12.3 ms"), (2.5, "2.50 s"), (12.34, "12.3 s"), (1234.5, "1,234 s")]
+)
+def test_seconds_are_short_to_read(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+SIZES = st.floats(0.01, 60)
+SAMPLES = st.integers(1, 20 * 1024)
+
+
+@given(SIZES, SAMPLES, st.integers(1, 8), st.integers(1, 4), st.integers(1, 700), st.floats(1, 90))
+def test_the_chosen_plan_fits_and_keeps_the_global_batch(gib, mib, per_node, nodes, global_batch, memory_gib):
+    on = machines(per_node, nodes, memory_gib)
+    found = plan(on, model(gib=gib, per_sample=mib * MIB), global_batch)
+    assert [each.fits for each in found.candidates] == sorted((e.fits for e in found.candidates), reverse=True)
+    assert all(each.reason for each in found.candidates)
+    if found.chosen is None:
+        assert found.advice
+        return
+    chosen = found.chosen
+    assert chosen.memory.total <= on.device.memory * 0.94 + 1
+    assert chosen.time.total <= 1.03 * min(each.time.total for each in found.candidates if each.fits)
+    cuts = [
+        Cut(global_batch, global_batch, rank, chosen.layout.ranks, chosen.micro_batch)
+        for rank in range(chosen.layout.ranks)
+    ]
+    batches = [batch for cut in cuts for batch in cut.micro_batches(0)]
+    assert sum(batch.real for batch in batches) == global_batch
+    assert {batch.rows for batch in batches} == {chosen.micro_batch}
+    assert len(batches) == chosen.layout.ranks * chosen.accumulation
+
+
+@given(SIZES, SAMPLES, st.sampled_from(["ddp", "zero2", "fsdp"]), st.booleans(), st.booleans(), st.integers(1, 32))
+def test_more_devices_never_need_more_memory_each(gib, mib, strategy, offload, accumulates, micro_batch):
+    facts = model(gib=gib, per_sample=mib * MIB, working=peak(gib, mib * MIB))
+    totals = [
+        parts(
+            Layout(strategy, n, 1 if strategy == "ddp" else n, offload and strategy != "ddp"),
+            facts,
+            micro_batch,
+            accumulates,
+        )
+        for n in (2, 3, 4, 8, 16)
+    ]
+    for fewer, more in pairwise(totals):
+        assert more.total <= fewer.total + 8  # bytes, by rounding up to whole ones
+
+
+@given(SIZES, SAMPLES, st.integers(1, 3), st.integers(1, 500))
+def test_a_larger_micro_batch_needs_more_memory(gib, mib, ranks, samples):
+    facts = model(gib=gib, working=peak(gib, mib * MIB))
+    layout = Layout("ddp", ranks, 1) if ranks > 1 else Layout("single", 1, 1)
+    assert parts(layout, facts, samples).total <= parts(layout, facts, samples + 1).total

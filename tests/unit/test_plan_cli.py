@@ -1,0 +1,186 @@
+"""`samestep plan`: what it prints, the function it looks at, and what it says of mistakes."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from samestep.cli.building import find_function
+from samestep.cli.main import main
+from samestep.cli.plan import show, show_what_if
+from samestep.errors import PlanError
+from samestep.facts.machine_words import machines_of
+from samestep.plan.choose import plan
+from tests.unit.plan_facts import MIB, machines, model, with_teacher
+
+GOLDEN = Path(__file__).parent / "golden"
+LAB = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(2048, 8192), nn.ReLU(), nn.Linear(8192, 2048)), torch.zeros(4, 2048)
+
+def broken():
+    raise ValueError("no such file")
+
+number = 5
+"""
+
+
+def printed(draw):
+    out = io.StringIO()
+    draw(Console(file=out, width=120, highlight=False))
+    return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
+
+
+CASES = {
+    "fits": lambda console: show(plan(machines(4), model(), 256), console),
+    "sharded": lambda console: show(
+        plan(machines_of("a100-40gb:8", 2), model(gib=26, per_sample=900 * MIB), 512), console
+    ),
+    "teacher": lambda console: show(
+        plan(machines_of("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64), console
+    ),
+    "nothing": lambda console: show(plan(machines_of("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console),
+    "what_if": lambda console: show_what_if(
+        [plan(machines_of(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
+        10_000,
+        console,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_printed_is_what_was_looked_at(name):
+    """`python -m tests.unit.test_plan_cli` writes the files anew, to be looked at."""
+    assert printed(CASES[name]) == (GOLDEN / f"plan_{name}.txt").read_text()
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    (tmp_path / "planlab.py").write_text(LAB)
+    (tmp_path / "bad.py").write_text("import nowhere_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+    yield tmp_path
+    for name in ("planlab", "bad"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("words", ["planlab:build", "planlab.py:build"])
+def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
+    assert len(find_function(words)()) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "planlab",
+            "planlab names no function: type the module or file, a colon and the function, as in mylab:build, or",
+        ),
+        (":build", ":build names no function: type the module or file"),
+        ("planlab:buld", "planlab has no function buld: it has build, broken"),
+        ("planlab:number", "planlab:number is a int, not a function: name one that returns a model and a batch"),
+        ("none.py:build", "there is no file none.py in HERE: name a file and a function in it, as in mylab:build, or"),
+        (
+            "nolab:build",
+            "there is no module nolab in HERE, nor is it installed: type its dotted name as in mylab:build,",
+        ),
+        (
+            "no.lab:build",
+            "there is no module no.lab in HERE, nor is it installed: type its dotted name as in mylab:build,",
+        ),
+        (
+            "bad:build",
+            "bad cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'): a plan imports it",
+        ),
+        ("bad.py:build", "bad.py cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'): a plan"),
+    ],
+)
+def test_a_function_that_is_not_there_is_explained(lab, words, complaint):
+    with pytest.raises(PlanError) as error:
+        find_function(words)
+    assert str(error.value).startswith(complaint.replace("HERE", str(lab)))
+
+
+def test_the_command_plans_for_machines_that_are_not_here(lab, capsys):
+    assert main(["plan", "planlab:build", "--global-batch", "65536", "--gpus", "h100:4"]) == 0
+    out = capsys.readouterr().out
+    assert "machines 4 x h100 (words: h100:4;" in out
+    assert '\nwrite    model = run.wrap(model, "ddp")\n' in out
+    assert "\ntype     samestep run train.py\n" in out
+
+
+def test_the_command_tells_a_program_the_same(lab, capsys):
+    typed = [
+        "plan",
+        "planlab:build",
+        "--global-batch",
+        "64",
+        "--gpus",
+        "cpu:2",
+        "--nodes",
+        "2",
+        "--optimizer",
+        "SGD",
+        "--json",
+    ]
+    assert main(typed) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["chosen"]["ranks"] * told["chosen"]["micro_batch"] * told["chosen"]["accumulation"] >= 64
+    assert (told["precision"], told["model"]["optimizer"]) == ("fp32", "SGD")
+
+
+def test_what_if_lists_several_machines(lab, capsys):
+    assert main(["plan", "planlab:build", "--global-batch", "64", "--what-if", "--gpus", "l4:1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    seen = [(row["machines"]["device"]["name"], row["machines"]["per_node"] * row["machines"]["nodes"]) for row in told]
+    assert seen == [(kind, count) for kind in ("l4", "h100", "a100", "a10g") for count in (1, 2, 4, 8, 16)]
+    assert all(row["gpu_hours"] > 0 for row in told)
+
+
+@pytest.mark.parametrize(
+    ("typed", "complaint"),
+    [
+        ("plan", "a plan needs a function that builds the model, and a global batch: type `samestep plan mylab:build"),
+        (
+            "plan planlab:build",
+            "a plan needs a function that builds the model, and a global batch: type `samestep plan",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --gpus x1",
+            "--gpus x1: there is no device x1 in the table: use one of b200",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --gpus v100 --precision bf16",
+            "precision bf16 needs a GPU that has it, and",
+        ),
+        (
+            "plan planlab:broken --global-batch 8 --gpus t4",
+            "broken() failed, so there is no model to look at (ValueError:",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(lab, capsys, typed, complaint):
+    assert main(typed.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"samestep: {complaint}")
+    assert err.count("\n") == 1
+
+
+def test_where_nothing_fits_the_command_ends_with_1(lab, capsys):
+    tiny = '{"name": "tiny", "memory_gib": 0.1, "bandwidth_gbs": 10, "tflops": {"float32": 1}}'
+    assert main(["plan", "planlab:build", "--global-batch", "8", "--gpus", tiny]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    for case, drawn in CASES.items():
+        (GOLDEN / f"plan_{case}.txt").write_text(printed(drawn))

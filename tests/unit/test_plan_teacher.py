@@ -1,0 +1,129 @@
+"""Where a teacher goes: bytes and seconds of every placement, and which wins when."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from samestep.errors import PlanError
+from samestep.facts.machine_words import machines_of
+from samestep.plan.explain import teacher_rows
+from samestep.plan.teacher import Setting, TeacherFacts, weigh_placements
+from tests.unit.plan_facts import GIB, machines
+
+TEN = {"gpu", "cpu", "balanced", "sequential", "offload", "disk", "sharded", "served", "cached", "custom"}
+# 60 billion parameters in bfloat16, 60 layers, 1,024 tokens of 2 operations a parameter, logits of 50,000 words
+SIXTY = TeacherFacts(
+    bytes=120 * 10**9,
+    largest_layer=2 * 10**9,
+    flops_per_sample=2 * 60e9 * 1024,
+    output_per_sample=1024 * 50_000 * 2,
+)
+SMALL = TeacherFacts(bytes=2 * GIB, largest_layer=GIB // 10, flops_per_sample=1e12, output_per_sample=1000)
+
+
+def weighed(words, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **rest):
+    on = machines_of(words, nodes) if isinstance(words, str) else words
+    found = weigh_placements(Setting(on, ranks, global_batch, micro_batch, **rest), teacher)
+    assert {placement.name for placement in found.placements} == TEN
+    assert all(placement.why for placement in found.placements)
+    return found, {placement.name: placement for placement in found.placements}
+
+
+def test_a_teacher_that_fits_is_copied_to_every_gpu():
+    found, each = weighed("h100:4", SMALL, 4)
+    assert found.chosen is each["gpu"] is found.placements[0]
+    assert each["gpu"].per_gpu == 2 * GIB + 2 * 1000
+    assert each["gpu"].why == "the fastest that fits"
+    assert each["custom"].why == "a device map of your own: never chosen by itself"
+    assert not each["custom"].fits
+
+
+def test_sixty_billion_parameters_are_sharded_not_computed_on_the_cpu():
+    on = replace(machines_of("h100:4"), host_memory=1000 * GIB)
+    found, each = weighed(on, SIXTY, 4)
+    assert found.chosen.name == "sharded"
+    assert each["cpu"].fits
+    # 64 samples of 1.2e14 operations on 32 cores of 5e10 a second: more than an hour a step
+    assert each["cpu"].seconds == pytest.approx(64 * SIXTY.flops_per_sample / (32 * 5e10), rel=0.01)
+    assert each["cpu"].seconds > 3600
+    assert each["cpu"].why.endswith("times as slow as sharded")
+    assert each["gpu"].why.startswith("needs 111.9 GiB on a device and 74.4 GiB are left there")
+    assert each["sharded"].per_gpu == pytest.approx(30e9 + 4e9 + 2 * SIXTY.output_per_sample)
+
+
+def test_the_cpu_holds_one_copy_a_node_however_many_ranks():
+    for ranks in (1, 2, 4):
+        assert weighed("h100:4", SMALL, ranks)[1]["cpu"].per_node == pytest.approx(2 * GIB, rel=1e-4)
+
+
+def test_one_rank_with_several_gpus_spreads_its_layers():
+    found, each = weighed("h100:4", SIXTY, 1)
+    assert found.chosen.name == "balanced"
+    assert each["balanced"].per_gpu == pytest.approx(30e9 + 2e9 + 2 * SIXTY.output_per_sample)
+    assert each["sequential"].per_gpu > each["balanced"].per_gpu
+    assert each["sharded"].why == "one rank has nobody to share with"
+    assert each["served"].why == "one rank has nobody to serve"
+
+
+def test_spreading_means_nothing_where_each_rank_has_one_gpu():
+    each = weighed("h100:4", SMALL, 4)[1]
+    assert each["balanced"].why == each["sequential"].why == "each rank has one device: the same as gpu"
+
+
+def test_offload_wins_where_one_gpu_is_all_there_is():
+    on = replace(machines_of("h100:1"), host_memory=500 * GIB)
+    found, each = weighed(on, SIXTY, 1)
+    assert found.chosen.name == "offload"
+    # 32 forward passes, each as long as 120 GB over PCIe
+    assert each["offload"].seconds == pytest.approx(32 * 120e9 / (64e9 * 0.8))
+    assert each["offload"].per_node == SIXTY.bytes
+
+
+def test_the_disk_is_for_teachers_larger_than_host_memory():
+    found, each = weighed(replace(machines_of("h100:1"), host_memory=64 * GIB), SIXTY, 1)
+    assert found.chosen.name == "disk"
+    assert each["offload"].why == "needs 111.8 GiB of a node's memory and 57.6 GiB are left there"
+    assert each["disk"].seconds == pytest.approx(32 * 120e9 / 2e9)
+
+
+def test_a_served_teacher_is_computed_by_one_for_all():
+    each = weighed("h100:4", SMALL, 4)[1]
+    assert each["served"].seconds > 3.9 * each["gpu"].seconds
+
+
+def test_what_training_takes_is_not_there_for_the_teacher():
+    assert weighed("h100:4", SMALL, 4, taken_per_gpu=73 * GIB)[0].chosen.name != "gpu"
+
+
+def test_a_cache_is_chosen_only_for_inputs_that_stay_the_same():
+    assert "which nobody said" in weighed("h100:2", SMALL, 2, epochs=10)[1]["cached"].why
+    assert weighed("h100:2", SMALL, 2, fixed_inputs=True)[1]["cached"].why == "one epoch reads nothing twice"
+    found, each = weighed("h100:2", SMALL, 2, epochs=10, fixed_inputs=True)
+    assert found.chosen.name == "cached"
+    read = 32 * 1000 * 2 / 2e9
+    assert each["cached"].seconds == pytest.approx((each["gpu"].seconds + 9 * read) / 10)
+
+
+def test_without_a_gpu_one_copy_serves_all_ranks_of_the_node():
+    found, each = weighed(replace(machines_of("cpu:4"), host_memory=6 * GIB), SMALL, 4)
+    assert found.chosen.name == "cpu"
+    assert each["gpu"].why.startswith("needs 8.0 GiB of a node's memory")
+    assert each["offload"].why == "there is no GPU to stream to"
+
+
+def test_nothing_fits():
+    found, each = weighed(machines(1, gib=1, host_memory=GIB), replace(SIXTY, largest_layer=100 * GIB), 1)
+    assert found.chosen is None
+    assert each["cached"].why.startswith("only where a sample")
+
+
+def test_rows_and_plain_data():
+    found, _ = weighed("h100:4", SMALL, 4)
+    assert teacher_rows(found)[0][:3] == ("gpu", "2.0 GiB", "0 B")
+    assert json.loads(json.dumps(found.to_json()))["chosen"] == "gpu"
+
+
+def test_a_teacher_for_nobody_is_refused():
+    with pytest.raises(PlanError, match="a teacher is placed for at least 1 rank"):
+        weigh_placements(Setting(machines(1), 1, 0, 1), SMALL)

@@ -1,0 +1,509 @@
+"""Frozen teachers in one process: every placement gives the plain module's outputs, and mistakes are told."""
+
+import copy
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Run
+from samestep.errors import TeacherError
+from samestep.teacher.blocks import blocks
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.ground import Ground, Wish
+from samestep.teacher.spread import Seat, split_evenly, split_in_order, spread
+from samestep.teacher.streamed import place_offloaded, place_on_disk
+from samestep.teacher.weights import open_weights
+from tests.teachers import Block, Speaker, save, speaker, words
+
+CPU = torch.device("cpu")
+HERE = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
+FORMS = ("one.safetensors", "one.pt", "shards")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        yield run
+
+
+def ground_of(run):
+    return Ground(run._link, run.device, run.folder, run.say, run.once)
+
+
+def teach(run, placement, weights, build=Speaker, **wish):
+    if placement == "custom":
+        wish["device_map"] = {"": "cpu", "blocks": "cpu", "blocks.1.mlp": "cpu"}
+    return run.teacher(build, weights=weights, placement=placement, **wish)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("placement", HERE)
+def test_every_placement_gives_the_outputs_of_the_plain_module(run, placement, form):
+    plain = speaker()
+    teacher = teach(run, placement, save(plain, form, shards=3))
+    for seed in range(3):
+        assert torch.equal(teacher(words=words(seed=seed)), plain(words(seed=seed)))
+    assert teacher.placement == placement
+    assert teacher.describe().startswith(f"{placement}: ")
+
+
+@pytest.mark.parametrize("placement", HERE)
+def test_another_dtype_is_what_to_would_have_given(run, placement):
+    plain = speaker().to(torch.bfloat16)
+    for block in plain.blocks:
+        block.frequencies = torch.arange(block.frequencies.numel()) / block.frequencies.numel()
+    teacher = teach(run, placement, save(speaker(), "one.safetensors"), dtype=torch.bfloat16)
+    for _ in range(2):
+        found = teacher(words())
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, plain(words()))
+
+
+def test_outputs_need_no_gradient_and_may_still_teach(run):
+    teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"))
+    found = teacher(words())
+    assert not found.requires_grad
+    student = nn.Linear(31, 31)
+    (student(found) * found).sum().backward()  # what is kept for backward may be the teacher's
+    assert student.weight.grad is not None
+
+
+def test_the_runs_own_luck_is_not_touched(run):
+    weights = save(speaker(), "one.safetensors")
+    before = torch.get_rng_state()
+    run.teacher(Speaker, weights=weights)(words())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("split", "held"), [(split_evenly, [2, 1, 2]), (split_in_order, [2, 2, 1])])
+def test_layers_spread_over_several_devices_give_the_same_outputs(run, split, held):
+    plain = speaker(blocks=5)
+    frozen = Frozen(lambda: Speaker(blocks=5), open_weights(save(plain, "one.safetensors")))
+    layer = sum(p.nbytes for p in plain.blocks[0].parameters())
+    rest = frozen.bytes - 5 * layer
+    seats = [Seat(CPU, int(room)) for room in (rest + 2.5 * layer, 2.5 * layer, 2.5 * layer)]
+    placed = spread(ground_of(run), frozen, Wish(), seats, split, "balanced")
+    assert torch.equal(placed(words()), plain(words()))
+    chosen = split([layer] * 5, rest, seats)
+    assert [chosen.count(seat) for seat in range(3)] == held
+
+
+def test_even_shares_differ_by_less_than_a_block():
+    for count in range(1, 6):
+        seats = [Seat(CPU, 0)] * count
+        chosen = split_evenly([10] * 24, 13, seats)
+        used = [sum(10 for seat in chosen if seat == at) + (13 if at == 0 else 0) for at in range(count)]
+        assert max(used) - min(used) <= 13
+        assert chosen == sorted(chosen)
+
+
+def test_a_teacher_that_fits_no_device_is_refused(run):
+    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    for split, name in ((split_evenly, "balanced"), (split_in_order, "sequential")):
+        with pytest.raises(
+            TeacherError, match=f"placement='{name}' would put .* on cpu, where 1.0 KiB are free for it"
+        ):
+            spread(ground_of(run), frozen, Wish(), [Seat(CPU, 1024)] * 2, split, name)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "told"),
+    [
+        ({"": "cpu", "block.1": "cpu"}, r"device_map names 'block.1', which is no module .* like \['blocks.1'"),
+        ({"embed": "cpu", "blocks": "cpu"}, r"gives no device to 2 module\(s\): \['', 'head'\]; add them"),
+        ({"": "cuda:7"}, r"device_map puts '' on 'cuda:7': the devices here are \[.*'cpu'\]"),
+        ({}, "placement='custom' needs device_map="),
+    ],
+)
+def test_a_wrong_device_map_is_told_with_the_right_names(run, device_map, told):
+    with pytest.raises(TeacherError, match=told):
+        run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="custom", device_map=device_map)
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("cuda", "'gpu'"),
+        ("cuda:1", "'gpu'"),
+        ("auto", "None, which"),
+        ("ram", "'cpu'"),
+        ("nvme", "'disk'"),
+        ("FSDP", "'sharded'"),
+    ],
+)
+def test_a_wrong_word_gets_the_right_one(run, typed, right):
+    with pytest.raises(
+        TeacherError, match=f"placement='{typed}' is no placement: say placement={right}.* there are gpu, cpu"
+    ):
+        run.teacher(Speaker, weights="nowhere", placement=typed)
+    with pytest.raises(TeacherError, match=f"device_map='{typed}' is one word: say placement={right}"):
+        run.teacher(Speaker, weights="nowhere", device_map=typed)
+
+
+def test_an_unknown_word_lists_all_and_a_map_needs_custom(run):
+    with pytest.raises(TeacherError, match="placement='moon' is no placement: there are gpu, cpu, balanced"):
+        run.teacher(Speaker, weights="nowhere", placement="moon")
+    with pytest.raises(TeacherError, match="placement='cpu' takes no device_map: use placement='custom'"):
+        run.teacher(Speaker, weights="nowhere", placement="cpu", device_map={"": "cpu"})
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def overwrite(path):
+    path.write_bytes(b"\xff" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("form", "harm", "told"),
+    [
+        ("one.safetensors", cut, "is no whole file of safetensors .*copy or download it anew"),
+        ("one.safetensors", overwrite, "is no whole file of safetensors"),
+        ("one.safetensors", lambda path: path.write_bytes(b""), "is empty: copy or download it anew"),
+        ("one.safetensors", lambda path: path.unlink(), "there is no such file or folder; give a .safetensors file"),
+        ("one.pt", cut, "cannot be read as a file of tensors"),
+        ("one.pt", lambda path: torch.save([1, 2], path), "holds list and no plain mapping of names to tensors"),
+        ("one.pt", lambda path: torch.save(nn.Linear(1, 1), path), "holds more than tensors; write it with"),
+        ("shards", lambda path: next(path.glob("*2-of*")).unlink(), "lacks 1 of 3 shards that .* lists: .*2-of"),
+        ("shards", lambda path: cut(next(path.glob("*2-of*"))), "is no whole file of safetensors"),
+        ("shards", lambda path: next(path.glob("*.json")).write_text("{"), "is no index of shards"),
+        ("shards", lambda path: shutil.rmtree(path) or path.mkdir(), r"holds no weights but \[\]: give a .safetensors"),
+    ],
+)
+def test_a_harmed_file_is_named_with_what_to_do(run, form, harm, told):
+    path = save(speaker(), form, shards=3)
+    harm(path)
+    with pytest.raises(TeacherError, match=told):
+        run.teacher(Speaker, weights=path)
+
+
+def test_shards_without_an_index_are_joined_and_must_not_overlap(run):
+    path = save(speaker(), "shards", shards=3)
+    (path / "model.safetensors.index.json").unlink()
+    assert torch.equal(run.teacher(Speaker, weights=path)(words()), speaker()(words()))
+    shutil.copy(path / "model-00001-of-00003.safetensors", path / "copy.safetensors")
+    with pytest.raises(TeacherError, match=r"both hold .*: they are not shards of one model"):
+        run.teacher(Speaker, weights=path)
+
+
+def test_an_index_of_another_model_is_refused(run):
+    path = save(speaker(), "shards", shards=2)
+    index = path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**listed, "blocks.9.out.bias": listed["places"]}}))
+    with pytest.raises(TeacherError, match=r"says that .* holds 'blocks.9.out.bias', and it does not"):
+        run.teacher(Speaker, weights=path)
+
+
+def test_a_state_inside_a_training_file_is_found(run):
+    torch.save({"state_dict": speaker().state_dict(), "epoch": 3}, "trained.pt")
+    assert torch.equal(run.teacher(Speaker, weights="trained.pt")(words()), speaker()(words()))
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (
+            lambda: Speaker(blocks=4),
+            r"are not of one model: 11 name\(s\) of the module are not in the file, e.g. \['blocks.3",
+        ),
+        (
+            lambda: Speaker(blocks=2),
+            r"are not of one model: 11 name\(s\) of the file are not in the module, e.g. \['blocks.2",
+        ),
+        (lambda: Speaker(width=32), "have another shape in .*: places is .6, 32. and there .6, 16."),
+        (lambda: 3, "build.. gave a int and no torch.nn.Module"),
+        (Speaker(), "build=Speaker.*is a module and already takes memory on every rank: pass the function"),
+        (3, "build=3 is no function"),
+    ],
+)
+def test_a_module_that_is_not_the_files_is_told_name_by_name(run, build, told):
+    weights = save(speaker(), "one.safetensors")
+    with pytest.raises(TeacherError, match=told):
+        run.teacher(build, weights=weights)
+
+
+def test_a_dtype_without_fractions_is_refused(run):
+    with pytest.raises(TeacherError, match=r"dtype=torch.int8 holds no fractions: use torch.bfloat16"):
+        run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), dtype=torch.int8)
+
+
+def test_weights_are_asked_for(run):
+    with pytest.raises(TeacherError, match=r"a teacher needs weights=: a .safetensors file"):
+        run.teacher(Speaker)
+
+
+class Untied(Speaker):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 31, bias=False)
+
+
+def test_a_tie_that_the_file_does_not_have_is_refused(run):
+    with torch.random.fork_rng():
+        weights = save(Untied(), "one.safetensors")
+    with pytest.raises(
+        TeacherError, match=r"build.. ties .*embed.weight.* and .*head.weight.* to one tensor and .* two"
+    ):
+        run.teacher(Speaker, weights=weights)
+
+
+class Curious(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.largest = self.weight.max().item()
+
+
+class OnMeta(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("steps", torch.arange(3, device="meta"), persistent=False)
+
+
+class AttributeOnMeta(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.steps = torch.arange(3, device="meta")
+
+
+class Moved(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self._parameters["weight"] = nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (Curious, "build.. looks at the values of parameters, which have none yet"),
+        (OnMeta, "made 'steps' on the meta device and no file holds it"),
+        (AttributeOnMeta, "made 'steps' on the meta device and no file holds it"),
+        (Moved, "build.. left 'weight' on cpu: a teacher's weights come from weights="),
+    ],
+)
+def test_a_build_that_cannot_go_without_memory_is_told_why(run, build, told):
+    weights = save(nn.Linear(3, 3), "one.safetensors")
+    with pytest.raises(TeacherError, match=told):
+        run.teacher(build, weights=weights)
+
+
+def test_a_build_that_fails_by_itself_is_not_dressed_up(run):
+    def build():
+        raise NotImplementedError("not today")
+
+    with pytest.raises(NotImplementedError, match="not today"):
+        run.teacher(build, weights=save(nn.Linear(3, 3), "one.safetensors"))
+
+
+def test_building_takes_no_memory_for_parameters():
+    seen = []
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+            seen.extend(p.device.type for p in self.parameters())
+
+    with torch.random.fork_rng():
+        weights = save(Large(), "one.safetensors")
+    seen.clear()
+    frozen = Frozen(Large, open_weights(weights))
+    assert seen == ["meta"] * 6
+    assert all(p.is_meta for p in frozen.skeleton().parameters())
+
+
+def test_files_are_mapped_and_not_copied(run):
+    weights = open_weights(save(speaker(), "one.safetensors"))
+    assert weights.tensor("places").data_ptr() == weights.tensor("places").data_ptr()
+    span = weights.span("places")
+    raw = span.path.read_bytes()[span.start : span.start + span.length]
+    assert raw == weights.tensor("places").numpy().tobytes()
+    held = weights.tensor("places")
+    weights.release()
+    assert held.sum() == weights.tensor("places").sum()
+
+
+def test_blocks_are_the_layers_that_repeat():
+    assert list(blocks(speaker())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == ["0", "2"]
+    pair = nn.ModuleDict({"left": nn.ModuleList([Block(), Block()]), "right": nn.Linear(2, 2)})
+    assert list(blocks(pair)) == ["left.0", "left.1", "right"]
+    assert list(blocks(nn.Linear(2, 2))) == [""]
+    same = Block()
+    assert list(blocks(nn.ModuleList([same, same, Block()]))) == ["0", "2"]
+    assert list(blocks(nn.TransformerEncoderLayer(8, 2))) == ["self_attn", "linear1", "linear2", "norm1", "norm2"]
+
+
+class Wild(nn.Module):
+    """Calls its blocks out of order, twice, and one inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        for at in (3, 3, 0, 4, 1, 2, 0):
+            x = self.blocks[at](x)
+        return x
+
+
+@pytest.mark.parametrize("placement", ["offload", "disk"])
+def test_streamed_blocks_may_be_called_in_any_order(run, placement):
+    with torch.random.fork_rng():
+        plain = Wild().eval()
+    teacher = run.teacher(Wild, weights=save(plain, "one.safetensors"), placement=placement)
+    for value in range(3):
+        assert torch.equal(teacher(torch.full((2, 4), float(value))), plain(torch.full((2, 4), float(value))))
+
+
+class Sneaky(nn.Module):
+    """Takes the weights of a block without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return nn.functional.linear(self.blocks[0](x), self.blocks[1].weight)
+
+
+class Nested(nn.Module):
+    """Calls a block inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Caller() for _ in range(4))
+        self.blocks[0].others = [self.blocks[2]]
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+class Caller(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.others = []
+
+    def forward(self, x):
+        x = super().forward(x)
+        for other in self.others:
+            x = other(x)
+        return x
+
+
+@pytest.mark.parametrize("placement", ["offload", "disk"])
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (Sneaky, "uses 'weight' of a layer in 'blocks.1' without calling 'blocks.1', and it streams in when it is"),
+        (Nested, "'blocks.2' is called inside 'blocks.0', and both would stream through the same memory"),
+    ],
+)
+def test_weights_that_are_not_there_are_never_computed_with(run, placement, build, told):
+    with torch.random.fork_rng():
+        weights = save(build(), "one.safetensors")
+    teacher = run.teacher(build, weights=weights, placement=placement)
+    with pytest.raises(TeacherError, match=told):
+        teacher(torch.ones(2, 4))
+
+
+def test_the_error_of_a_streamed_forward_passes_as_it_is(run):
+    teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="offload")
+    teacher(words())
+    with pytest.raises(RuntimeError, match="must match the size"):
+        teacher(words()[:, :3])
+    assert torch.equal(teacher(words()), speaker()(words()))
+
+
+def test_streaming_holds_two_blocks_on_the_device(run):
+    plain = speaker(blocks=6)
+    frozen = Frozen(lambda: Speaker(blocks=6), open_weights(save(plain, "one.safetensors")))
+    layer = sum(p.nbytes for p in plain.blocks[0].parameters())
+    for place in (place_offloaded, place_on_disk):
+        placed = place(ground_of(run), frozen, Wish())
+        placed(words())
+        held = {slot.memory.data_ptr(): slot.memory.nbytes for slot in (block.slot for block in placed._blocks)}
+        assert len(held) == 2
+        assert sum(held.values()) < 2.1 * layer
+        placed.close()
+
+
+def test_the_next_block_is_on_its_way_while_one_computes(run):
+    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    placed = place_on_disk(ground_of(run), frozen, Wish())
+    seen = []
+    placed._module.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(placed._blocks[1].slot.holder))
+    placed(words())
+    placed.close()
+    assert seen == [1]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(run):
+    path = save(speaker(blocks=6), "one.safetensors")
+    teacher = run.teacher(lambda: Speaker(blocks=6), weights=path, placement="disk")
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+    for _ in range(2):
+        with pytest.raises(TeacherError, match=r"ended .* bytes too early: it has changed since the teacher was made"):
+            teacher(words())
+
+
+class Student(nn.Module):
+    def __init__(self, teacher):
+        super().__init__()
+        self.body, self.teacher = nn.Linear(2, 2), teacher
+
+
+def test_a_model_that_holds_the_teacher_has_nothing_of_it(run):
+    teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"))
+    student = Student(teacher)
+    assert list(student.state_dict()) == ["body.weight", "body.bias"]
+    assert len(list(student.parameters())) == 2
+    assert list(dict(student.named_modules())) == ["", "body"]
+    assert student.to(torch.float64).teacher(words()).dtype == torch.float32
+    assert copy.deepcopy(student).teacher is teacher
+    with pytest.raises(TeacherError, match="cannot be pickled, nor saved with the model whose attribute it is"):
+        torch.save(student, io.BytesIO())
+
+
+def test_a_teacher_ends_with_its_run(tmp_path):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="disk")
+        teacher(words())
+    with pytest.raises(TeacherError, match="this teacher is closed, since its run has ended"):
+        teacher(words())
+    assert repr(teacher) == "Teacher(closed)"
+
+
+def test_too_little_memory_is_told_before_anything_is_read(run, monkeypatch):
+    weights = save(speaker(), "one.safetensors")
+    monkeypatch.setattr("samestep.teacher.whole.host_room", lambda: 1000)
+    monkeypatch.setattr("samestep.teacher.shared.host_room", lambda: 1000)
+    with pytest.raises(TeacherError, match=r"placement='gpu' needs .* on cpu for each of 1 rank\(s\) there and 1000 B"):
+        run.teacher(Speaker, weights=weights, placement="gpu")
+    with pytest.raises(
+        TeacherError, match=r"takes .* in the memory of each node and 1000 B are free: use placement='disk'"
+    ):
+        run.teacher(Speaker, weights=weights, placement="cpu", dtype=torch.bfloat16)
+    for placement in ("offload", "disk"):
+        with pytest.raises(
+            TeacherError, match=f"placement='{placement}' needs .* on cpu for two blocks and what is no"
+        ):
+            run.teacher(Speaker, weights=weights, placement=placement)
+
+
+def test_no_placement_on_the_cpu_is_one_copy_a_node(tmp_path, capsys):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"))
+        assert teacher.placement == "cpu"
+    assert "teacher: placement='cpu': the teacher has" in capsys.readouterr().out

@@ -1,0 +1,75 @@
+"""Teachers from Hugging Face folders: bit-equal with transformers' own loading, and told where they cannot be built."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from samestep import Run
+from samestep.errors import TeacherError
+from tests.teachers import save, speaker
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'samestep[teacher]'"
+)
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+WORDS = torch.arange(12).view(2, 6)
+
+
+def model(kind):
+    if kind == "GPT2":  # ties its head
+        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=50, n_positions=32)
+        return transformers.GPT2LMHeadModel(config)
+    if kind == "Bert":
+        return transformers.BertModel(transformers.BertConfig(**SMALL))
+    extra = {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32}
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **extra)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers makes torch set it, for good
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        yield run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Llama", "Gemma"])
+def test_a_folder_gives_what_from_pretrained_gives(run, tmp_path, kind, dtype):
+    folder = tmp_path / "teacher"
+    with torch.random.fork_rng():
+        made = model(kind)
+    made.to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    plain = type(made).from_pretrained(folder, dtype=dtype).eval()
+    for placement in ("gpu", "cpu", "offload", "disk", "balanced"):
+        teacher = run.teacher(folder, placement=placement)
+        for _ in range(2):
+            found, there = teacher(input_ids=WORDS), plain(input_ids=WORDS)
+            assert type(found) is type(there)
+            assert torch.equal(found[0], there[0])
+            assert found[0].dtype == dtype
+
+
+def test_a_folder_without_config_or_architecture_is_told(run, tmp_path):
+    folder = save(speaker(), tmp_path / "teacher")
+    with pytest.raises(TeacherError, match=r"there is no build= and .* holds no config.json"):
+        run.teacher(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(TeacherError, match=r"config.json names no architecture: add .architectures"):
+        run.teacher(folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["SpeakerForNobody"]}))
+    with pytest.raises(
+        TeacherError, match=r"names the architecture 'SpeakerForNobody', which transformers .* does not"
+    ):
+        run.teacher(folder)
+
+
+def test_without_transformers_a_folder_is_told_what_to_install(run, tmp_path, monkeypatch):
+    folder = save(speaker(), tmp_path / "teacher")
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TeacherError, match="transformers is not installed: type pip install 'samestep"):
+        run.teacher(folder)

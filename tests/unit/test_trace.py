@@ -1,0 +1,280 @@
+"""What a model needs, by trace: bytes that can be counted by hand, and the same from real tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from samestep.facts.model import ModelFacts, Peak
+from samestep.measure.stepping import Stepping, Terms
+from samestep.measure.subject import build_subject
+from samestep.measure.trace import trace_model
+from samestep.wrap.recompute import recompute_blocks
+
+A, H, C = 32, 64, 10
+LENGTH = 48
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path_factory, monkeypatch):
+    # torch sets this for good when it first thinks of compiling, as gradient checkpointing makes it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with dropout."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp, self.drop = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU()), nn.Dropout(0.1)
+        self.last = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(1, 2).reshape(x.shape))
+        return x + self.drop(self.last(self.mlp(x)))
+
+
+class Words(nn.Module):
+    """A small language model whose head is its embedding."""
+
+    def __init__(self, depth=3, width=16, tied=True):
+        super().__init__()
+        self.words = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 50, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def words(**options):
+    ids = torch.arange(8 * LENGTH).view(8, LENGTH) % 50
+    return Words(**options), (ids, ids)
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(A, H, bias=False), nn.ReLU(), nn.Linear(H, C, bias=False))
+    return model, torch.zeros(4, A), lambda model, batch: model(batch).sum()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def peak(facts: ModelFacts) -> Peak:
+    assert isinstance(facts.working, Peak)
+    return facts.working
+
+
+def test_activations_of_an_mlp_are_those_counted_by_hand():
+    facts = trace_model(mlp, optimizer="SGD", precision="fp32", target="cpu")
+    weights = 4 * (A * H + H * C)
+    assert (facts.weights, facts.gradients, facts.optimizer_state) == (weights, weights, 0)
+    # the fullest moment with many samples is ReLU's backward: the input, ReLU's output, the gradients of its output and
+    # input; besides stand the loss, its gradient, the micro-batch's keys of 8 bytes a sample, and one weight's gradient
+    per_sample = 4 * (A + 3 * H) + 8
+    assert peak(facts).per_sample == per_sample
+    worst = max(peak(facts).moments, key=lambda m: m.per_sample)
+    assert worst.gradients == 4 * H * C
+    assert worst.fixed == 2 * 4
+    samples = 1000
+    assert facts.persistent + facts.working.at(samples) == weights + 4 * H * C + 2 * 4 + per_sample * samples
+
+
+def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte():
+    def build():
+        model = nn.Sequential(nn.Linear(A, H), nn.BatchNorm1d(H), nn.Linear(H, C)).to(torch.float64)
+        model[0].requires_grad_(False).half()
+        return model, torch.zeros(4, A), lambda model, batch: model[1:](model[0](batch.half()).double()).sum()
+
+    facts = trace_model(build, optimizer="AdamW", precision="fp32")
+    trained, parts = 2 * H + H * C + C, 4
+    assert facts.trainable == {"float64": 8 * trained}
+    assert facts.frozen == {"float16": 2 * (A * H + H)}
+    assert facts.buffers == 8 * 2 * H + 8  # mean, variance and a counter
+    assert facts.gradients == 8 * trained
+    assert facts.optimizer_state == 2 * 8 * trained + 4 * parts  # two moments, and a count of steps
+    assert [(part.name, part.trainable, part.frozen) for part in facts.frozen_parts] == [("0", 0, 2 * (A * H + H))]
+    assert facts.weights == sum(facts.trainable.values()) + sum(facts.frozen.values()) + facts.buffers
+
+
+def test_momentum_of_sgd_takes_as_much_as_the_weights():
+    facts = trace_model(mlp, optimizer=sgd, precision="fp32")
+    assert (facts.optimizer, facts.optimizer_state) == ("SGD", facts.weights)
+
+
+def test_tied_weights_count_once():
+    tied = trace_model(words, precision="fp32")
+    apart = trace_model(lambda: words(tied=False), precision="fp32")
+    assert apart.weights - tied.weights == apart.gradients - tied.gradients == 50 * 16 * 4
+
+
+def test_a_model_far_larger_than_memory_is_traced():
+    facts = trace_model(lambda: (nn.Linear(500_000, 500_000), torch.zeros(2, 500_000)), precision="fp32")
+    assert facts.weights == 4 * (500_000**2 + 500_000)
+    assert facts.how == "traced without memory"
+
+
+def test_a_model_may_be_converted_and_tied_while_it_is_built():
+    def build():
+        model = Words().bfloat16()
+        return model.to(memory_format=torch.contiguous_format), torch.zeros(2, 6, dtype=torch.long)
+
+    facts = trace_model(build, precision="fp32")
+    assert set(facts.trainable) == {"bfloat16"}
+    assert facts.how == "traced without memory"
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target):
+    """The same tracker over real steps of another micro-batch: what was predicted from 4 and 8 samples is there."""
+    from contextlib import nullcontext
+
+    from samestep.measure.as_cuda import as_on_cuda
+
+    def build():
+        return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+    facts = trace_model(build, optimizer=sgd, precision=precision, target=target)
+    subject = build_subject(build, None)
+    with as_on_cuda() if target == "cuda" else nullcontext():
+        dtype = {"fp32": None, "fp16": torch.float16}[precision]
+        stepping = Stepping(subject, Terms(sgd, dtype, target), 4)
+        if recomputed:
+            recompute_blocks(subject.model, (Block,))
+        real = max(stepping.follow(24).notes.used)
+    working = facts.working_recomputed if recomputed else facts.working
+    assert working is not None
+    predicted = facts.persistent + working.at(24)
+    if target == "cuda":  # libraries, and the batch that is copied ahead
+        predicted -= 64 * 2**20 + 24 * 2 * LENGTH * 8
+    assert predicted == pytest.approx(real, rel=0.002 if target == "cpu" else 0.02)  # rounding is not linear
+
+
+def test_recomputation_needs_less_memory_and_more_work():
+    facts = trace_model(lambda: words(depth=8), precision="fp32")
+    assert facts.working_recomputed is not None
+    assert facts.working_recomputed.per_sample < 0.6 * facts.working.per_sample
+    blocks = sum(block.forward_flops for block in facts.blocks)
+    last = facts.blocks[-1]
+    assert len(facts.blocks) == 8
+    assert blocks == pytest.approx(8 * last.forward_flops)
+    assert facts.step_flops < facts.step_flops_recomputed <= facts.step_flops + blocks
+
+
+def test_a_model_without_blocks_has_nothing_to_recompute():
+    facts = trace_model(mlp, precision="fp32")
+    assert facts.working_recomputed is None
+    assert facts.step_flops_recomputed == facts.step_flops
+
+
+def test_work_is_told_for_one_sample_and_by_operation():
+    facts = trace_model(mlp, optimizer="SGD", precision="fp32")
+    forward = 2 * (A * H + H * C)
+    assert facts.forward_flops == forward
+    assert facts.step_flops == 2 * forward + 2 * H * C  # of the first layer the weight's gradient only
+    products = [op for op in facts.ops if op.flops]
+    assert {op.name for op in products} == {"aten.mm"}
+    assert sum(op.flops for op in products) == facts.step_flops * facts.traced_batch
+    assert all(op.dtype == "float32" for op in products)
+    relu = next(op for op in facts.ops if op.name == "aten.relu")
+    assert (relu.count, relu.moved) == (1, 2 * 4 * H * facts.traced_batch)
+
+
+def test_an_optimizer_that_torch_steps_at_once_takes_temporaries():
+    def large():
+        return nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)
+
+    fused, at_once = (trace_model(large, optimizer=name, precision="fp32") for name in ("AdamW", "RMSprop"))
+    assert at_once.working.at(1) - fused.working.at(1) >= 0.99 * 4 * 1000**2
+
+
+def test_a_loss_of_the_model_is_used_and_labels_are_scored():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(A, C)
+
+        def forward(self, x, labels=None):
+            out = self.layer(x)
+            return out if labels is None else {"loss": cross_entropy(out, labels), "logits": out}
+
+    x, y = torch.zeros(4, A), torch.zeros(4, dtype=torch.long)
+    given = trace_model(lambda: (Own(), {"x": x, "labels": y}), precision="fp32", target="cpu")
+    by_pair = trace_model(lambda: (nn.Linear(A, C), (x, y)), precision="fp32", target="cpu")
+    summed = trace_model(lambda: (nn.Linear(A, C), x), precision="fp32", target="cpu")
+    assert any(op.name == "aten.nll_loss_forward" for op in by_pair.ops)
+    assert any(op.name == "aten.nll_loss_forward" for op in given.ops)
+    assert not any(op.name == "aten.nll_loss_forward" for op in summed.ops)
+
+
+class Looks(nn.Module):
+    """Looks at values, in one of two ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(A, C), how
+
+    def forward(self, x):
+        out = self.layer(x)
+        if self.how == "item":
+            return out * (2 if out.sum().item() > 0 else 1)
+        return out[out.sum(1).nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize("how", ["item", "nonzero"])
+def test_a_model_that_looks_at_values_is_measured_and_it_says_so(how):
+    facts = trace_model(lambda: (Looks(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
+    assert facts.how.startswith(
+        "measured with real micro-batches of 2 and 4 samples on the CPU, since the model looks at values, which a "
+        "trace has not ("
+    )
+    assert facts.weights == 4 * (A * C + C)
+    assert facts.working.per_sample > 4 * (A + C)
+
+
+def test_half_precision_is_measured_in_fp16():
+    facts = trace_model(lambda: (Looks("item"), torch.ones(16, A)), precision="bf16")
+    assert facts.how.startswith("measured with real micro-batches")
+    assert {op.dtype for op in facts.ops if op.flops} == {"float16"}
+
+
+def test_whole_numbers_keep_their_values_in_a_trace():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(A, C)
+
+        def forward(self, x, mask):
+            if mask.all().item():  # nothing is masked: the short way
+                return self.layer(x)
+            return torch.cat([self.layer(x)] * 100)
+
+    def build(keep):
+        mask = torch.ones(4, 3, dtype=torch.bool)
+        mask[0, 0] = keep
+        return Masked(), (torch.zeros(4, A), mask)
+
+    short = trace_model(lambda: build(True), precision="fp32")
+    long = trace_model(lambda: build(False), precision="fp32")
+    assert short.how == long.how == "traced without memory"
+    assert long.working.per_sample > 10 * short.working.per_sample
+
+
+def test_a_build_that_asks_for_values_is_built_with_its_memory():
+    def build():
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        return nn.Sequential(nn.Linear(A, C), nn.Dropout(rates[2])), torch.zeros(4, A)
+
+    facts = trace_model(build, precision="fp32")
+    assert facts.how.startswith("traced, but built with its memory: by shapes alone it cannot be (")
+    assert facts.weights == 4 * (A * C + C)

@@ -1,0 +1,235 @@
+"""CUDA's habits on the CPU: what autocast casts, what dropout keeps, what kernels take; and the moments of a step."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention, softmax
+
+from samestep.facts.model import Moment, Peak
+from samestep.measure.as_cuda import as_on_cuda
+from samestep.measure.envelope import peak_of
+from samestep.measure.shapes import WholeNumbers
+from samestep.measure.trace import trace_model
+from samestep.measure.tracker import Notes, Tracker
+from samestep.measure.workspace import cuda_workspace, no_workspace
+from samestep.torch_private import (
+    OtherKernels,
+    cannot_be_traced,
+    has_kernel,
+    has_no_memory,
+    with_memory,
+    without_memory,
+)
+
+HALF = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _caches_elsewhere(tmp_path_factory, monkeypatch):
+    # torch sets this for good when it first thinks of compiling
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+def under_autocast(function):
+    with without_memory(), torch.autocast("cpu", dtype=HALF):
+        return function(torch.zeros(4, 8, dtype=HALF)).dtype
+
+
+CASES = {
+    "layer_norm": lambda x: layer_norm(x, (8,)),
+    "softmax": lambda x: softmax(x, -1),
+    "sum": torch.sum,
+    "exp": torch.exp,
+    "pow": lambda x: x**2,
+    "group_norm": lambda x: torch.group_norm(x[None], 4),
+    "cross_entropy": lambda x: cross_entropy(x, torch.zeros(4, dtype=torch.long), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_widens_what_it_widens_on_cuda(name):
+    """The dtypes are those of a GPU under autocast."""
+    before = under_autocast(CASES[name])
+    with as_on_cuda():
+        assert under_autocast(CASES[name]) == torch.float32
+        assert under_autocast(lambda x: linear(x.float(), torch.zeros(3, 8))) == HALF
+        assert under_autocast(lambda x: torch.cat([x, x])) == HALF
+    assert under_autocast(CASES[name]) == before  # torch's own kernels stand again
+
+
+def test_a_dtype_that_was_asked_for_is_kept():
+    with as_on_cuda():
+        assert under_autocast(lambda x: softmax(x, -1, dtype=HALF)) == HALF
+
+
+def kept_bytes(build, target):
+    """Bytes that one sample adds."""
+    return trace_model(build, optimizer="SGD", precision="fp32", target=target).working.per_sample
+
+
+def test_dropout_keeps_one_byte_an_element_on_cuda_and_four_on_the_cpu():
+    def build(p):
+        def loss(model, batch):
+            return (nn.functional.dropout(model(batch), p) * 1.0).sum()
+
+        return nn.Linear(1, 4096, bias=False), torch.zeros(4, 1), loss
+
+    on_cuda, on_cpu = (kept_bytes(lambda: build(0.5), target) for target in ("cuda", "cpu"))
+    assert on_cpu - on_cuda == 3 * 4096 - 4  # on CUDA the next batch is there too
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_keeps_no_matrix_of_all_pairs_on_cuda(dropout):
+    length = 256
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            return scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+
+    assert kept_bytes(lambda: (Attention(), torch.zeros(4, length, 8)), "cuda") < 4 * length * length
+
+
+def test_attention_with_shared_heads_and_masks_runs_with_and_without_memory():
+    q, k = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 2, 6, 8, requires_grad=True)
+    mask = torch.rand(2, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+    expected = scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+    with as_on_cuda():
+        found = scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(found, expected)
+        unbatched = scaled_dot_product_attention(q[0], q[0], q[0])
+        with without_memory():
+            bare = scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(unbatched, scaled_dot_product_attention(q[0], q[0], q[0]))
+    assert bare.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels_last", "kernel", "forward", "backward"),
+    [
+        (torch.bfloat16, True, 3, 0, 2),  # two times the wide gradient for the bias: 2 x y
+        (torch.bfloat16, False, 3, 2, 2),
+        (torch.bfloat16, False, 1, 0, 0),
+        (torch.float32, False, 3, 0, 4.6),
+        (torch.float32, True, 3, 2, 6.6),
+        (torch.float32, False, 1, 0, 2),
+    ],
+)
+def test_convolutions_take_what_was_seen_on_a_gpu(dtype, channels_last, kernel, forward, backward):
+    """In units of the image, which is as large as the result; weights are small beside it."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    with without_memory():
+        image = torch.zeros(8, 64, 128, 128, dtype=dtype).contiguous(memory_format=layout)
+        weight, bias = torch.zeros(64, 64, kernel, kernel, dtype=dtype), torch.zeros(64, dtype=dtype)
+        size = image.numel() * image.element_size()
+        assert cuda_workspace("aten.convolution", [image, weight, bias], [image]) / size == pytest.approx(
+            forward, abs=0.01
+        )
+        gradients = [image, weight, bias]
+        found = cuda_workspace("aten.convolution_backward", [image, image, weight], gradients)
+        assert found / size == pytest.approx(backward, abs=0.01)
+    assert no_workspace("aten.convolution", [image, weight], [image]) == 0
+    assert cuda_workspace("aten.mm", [image, weight], [image]) == 0
+
+
+def test_group_norms_keep_images_with_their_channels_first_on_cuda():
+    image = torch.randn(2, 8, 4, 4, requires_grad=True)
+    turned = image.contiguous(memory_format=torch.channels_last)
+    expected = torch.group_norm(turned, 4)
+    assert expected.is_contiguous(memory_format=torch.channels_last)
+    with as_on_cuda():
+        found = torch.group_norm(turned, 4)
+        found.sum().backward()
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+
+
+def test_images_are_turned_where_weights_have_their_channels_last():
+    with without_memory():
+        image = torch.zeros(8, 64, 128, 128, dtype=torch.bfloat16)
+        weight = torch.zeros(64, 64, 3, 3, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    assert cuda_workspace("aten.convolution", [image, weight], [image]) == image.numel() * 2
+
+
+def test_a_storage_counts_from_its_first_tensor_to_its_last():
+    tracker = Tracker(lambda size: size, no_workspace)
+    with tracker:
+        first = torch.zeros(100)
+        view = first[10:].view(9, 10).t()
+        assert tracker.used == 400
+        del first
+        assert tracker.used == 400
+        copy = view.contiguous()
+        assert tracker.used == 400 + 360
+        del view
+        assert tracker.used == 360
+        copy.add_(1)
+    del copy
+    assert tracker.used == 0
+    assert tracker.notes.used == [400, 760]
+
+
+def test_sparse_gradients_are_not_as_large_as_their_parameter():
+    def build():
+        return nn.Embedding(1000, 8, sparse=True), torch.zeros(4, 2, dtype=torch.long)
+
+    facts = trace_model(build, optimizer="SGD", precision="fp32")
+    assert (facts.weights, facts.gradients) == (4 * 8000, 0)
+
+
+lines = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50), st.integers(0, 400)), min_size=1, max_size=30)
+
+
+@given(lines, st.integers(1, 5000), st.sampled_from([1, 2, 3, 4, 8, 16, 64, 1024]))
+def test_the_moments_that_are_kept_are_the_worst_of_all(moments, samples, shards):
+    sizes, total = (4, 8), 400
+    notes = [Notes(), Notes()]
+    for (fixed, per_sample, gradients), (note, size) in itertools.product(moments, zip(notes, sizes, strict=True)):
+        note.names.append("op")
+        note.used.append(fixed + per_sample * size + gradients)
+        note.exact.append(note.used[-1])
+        note.gradients.append(gradients)
+    peak = peak_of(*notes, sizes, 0, total, Moment(0, 0, 0))
+    whole = max(f + p * samples + g // shards for f, p, g in moments)
+    assert peak.at(samples, shards) == pytest.approx(whole - total // shards, abs=1)
+    assert peak.kept(samples) == max(f + p * samples for f, p, _ in moments)
+
+
+def test_peaks_are_joined_where_what_runs_depends_on_the_micro_batch():
+    small = Notes(["a"], [100], [100], [0])
+    large = Notes(["a", "b"], [150, 200], [150, 200], [0, 10])
+    assert peak_of(small, large, (4, 8), 0, 10, Moment(7, 1, 0)) == Peak((Moment(200 - 10 - 25 * 8 + 7, 26, 10),), 10)
+
+
+def test_whole_numbers_are_real_where_floats_have_no_memory():
+    with without_memory(), WholeNumbers():
+        ids = torch.arange(6).view(2, 3)
+        assert not has_no_memory(ids)
+        assert ids.sum().item() == 15
+        ids += 1
+        assert ids.nonzero().shape == (6, 2)
+        assert has_no_memory(ids.float())
+        with pytest.raises(Exception, match="_local_scalar_dense") as caught:
+            ids.float().sum().item()
+        assert cannot_be_traced(caught.value)
+        with with_memory():
+            assert torch.ones(3).sum().item() == 3
+
+
+def test_kernels_of_ours_are_gone_when_they_are_closed():
+    kernels = OtherKernels()
+    kernels.put("dropout", lambda inputs, p, train: inputs + 7, "AutogradCPU")
+    assert torch.dropout(torch.zeros(1), 0.0, True).item() == 7
+    kernels.close()
+    assert torch.dropout(torch.zeros(1), 0.0, True).item() == 0
+    assert has_kernel("layer_norm", "AutocastCUDA")
+    assert not has_kernel("layer_norm", "AutocastCPU")
