@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MOST = 4
+STACKS = signal.SIGRTMIN  # SIGUSR1 and SIGUSR2 are warnings to a run
 START_SECONDS = 120.0  # importing torch four times on a busy machine takes its time
 # Once a rank has failed, the others first get this long to fail by themselves; then the failed one is ended, as its own
 # process would have ended, and they get as long again to notice.
@@ -68,7 +69,7 @@ def serve(pipe: "Connection[Any, Any]", stacks: Path) -> None:
     os.setsid()  # so that whatever a job starts can be ended with this process
     die_with_parent()
     with stacks.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(STACKS, file=file, all_threads=True)
         warm_up()
         pipe.send_bytes(pickle.dumps(Answer()))
         while True:
@@ -211,7 +212,7 @@ class WarmProcess:
         pid = self.process.pid
         if pid is None or not self.process.is_alive():
             return "(no stack: the process is gone)"
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, STACKS)
         deadline = time.monotonic() + 2
         while not (text := self.stacks.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.elastic.killing import Launch, audited_world_sizes, furthest_weight, launch
 from tests.elastic.nodes import Nodes
-from tests.launch.started import wait_for
+from tests.launch.started import start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
@@ -55,6 +55,60 @@ def test_a_rank_killed_on_one_of_two_nodes_brings_both_back(tmp_path: Path, undi
         finish(b, "b")
     assert audited_world_sizes(out)[-1] == 2
     assert furthest_weight(undisturbed, out) < 1e-6
+
+
+ALONE_OR_NOT = """
+    import os, time
+    if os.environ["WORLD_SIZE"] == "1":
+        open("alone", "w").close()
+        time.sleep(100)
+    open("up-" + os.environ["RANK"], "w").close()
+"""
+
+
+def test_a_node_that_named_no_meeting_place_begins_alone_and_says_how_another_joins_it(tmp_path: Path):
+    options = ("--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1")
+    with (tmp_path / "said").open("w") as said:
+        first = start(tmp_path, ALONE_OR_NOT, "--nnodes", "1:4", *options, "--folder", "first", "train.py", stderr=said)
+    try:
+        wait_for((tmp_path / "alone").exists, 60)
+        told = (tmp_path / "said").read_text()
+        start_of_line = "samestep: the nodes meet on this one; to join, type on another: samestep run "
+        joining = told.splitlines()[0].removeprefix(start_of_line).removesuffix(" ...").split()
+        assert joining[:4] == ["--nnodes", "1:4", "--rdzv-endpoint", joining[3]], told
+        second = start(tmp_path, ALONE_OR_NOT, *joining, *options, "--folder", "second", "train.py").finish(100)
+    finally:
+        ended = first.finish(60)
+    assert (second.code, ended.code, second.left, ended.left) == (0, 0, [], []), second.err
+    assert sorted(path.name for path in tmp_path.glob("up-*")) == ["up-0", "up-1"]
+
+
+SAVES_WHEN_TOLD = """
+    import os, signal, sys, time
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    signal.signal(signal.SIGTERM, lambda *_: open(f"told-{size}", "w").close())
+    open(f"up-{size}-{rank}", "w").close()
+    while size != "3":
+        if os.path.exists(f"told-{size}"):
+            sys.exit(75)  # as all ranks do once one of them was told
+        time.sleep(0.01)
+"""
+
+
+def test_a_third_node_is_taken_in_though_the_first_to_see_it_lets_the_ranks_of_the_second_save_and_end(tmp_path: Path):
+    """The launcher that sees a new node first asks its ranks to end; those of the other node have not been asked."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ("--nnodes", "2:3", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1")
+    live = [start(tmp_path, SAVES_WHEN_TOLD, *meeting, "--nproc-per-node", "1", "train.py") for _ in range(2)]
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("up-2-*"))) == 2, 60)
+        live.append(start(tmp_path, SAVES_WHEN_TOLD, *meeting, "--nproc-per-node", "1", "train.py"))
+    finally:
+        ended = [each.finish(60) for each in reversed(live)]
+    assert [each.code for each in ended] == [0, 0, 0], "".join(each.err for each in ended)
+    assert len(list(tmp_path.glob("up-3-*"))) == 3
 
 
 def test_a_node_that_joins_later_is_taken_in(nodes: Nodes, tmp_path: Path, undisturbed: Path):

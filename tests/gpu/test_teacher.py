@@ -131,7 +131,8 @@ def test_offload_overlaps_and_stays_bit_equal(run, deep):
         computing = middle(lambda: resident(x))
     placed.close()
     print(f"offload {1e3 * ahead:.1f} ms, without overlap {1e3 * alone:.1f} ms, computing {1e3 * computing:.1f} ms")
-    assert ahead < 0.9 * alone
+    # the copies of a pass take less than its products: a pass that streams must not be longer than one that does not
+    assert ahead < 1.25 * computing
 
 
 @pytest.mark.parametrize("file", ["deep.safetensors", "deep.pt"])

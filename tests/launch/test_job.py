@@ -1,4 +1,5 @@
 import re
+import socket
 from datetime import datetime
 from pathlib import Path
 
@@ -6,8 +7,9 @@ import pytest
 
 from samestep.errors import LaunchError
 from samestep.launch.job import Job, count_processes, count_threads, folder_name
+from samestep.launch.local import find_place
 from samestep.launch.probe import Bf16
-from samestep.launch.rendezvous import Asked, Rendezvous, choose_rendezvous, parse_nodes
+from samestep.launch.rendezvous import Asked, Rendezvous, choose_rendezvous, host_here, invitation, parse_nodes
 from samestep.launch.variables import choose_variables
 
 WORKS = Bf16("works", "fine")
@@ -141,10 +143,68 @@ def test_a_job_on_one_machine_has_a_name_of_its_own():
     assert choose_rendezvous(Asked(nodes="2", endpoint="a:1", id="mine"), "fresh").id == "mine"
 
 
+def nowhere() -> str:
+    raise AssertionError("a place was looked for")
+
+
+def test_a_node_that_may_begin_alone_hosts_the_meeting_where_no_place_was_named():
+    hosting = host_here(Asked(nodes="1:4", settings="last_call_timeout=1"), "0123456789ab", lambda: "node1:29401")
+    assert invitation(hosting) == "samestep run --nnodes 1:4 --rdzv-endpoint node1:29401 --rdzv-id 01234567 ..."
+    chosen = choose_rendezvous(hosting, "0123456789ab")
+    settings = {"is_host": "1", "last_call_timeout": "1"}
+    assert chosen == Rendezvous("c10d", "node1:29401", "01234567", settings, 1, 4, None)
+    assert chosen.hosted_port == 29401
+    named = host_here(Asked(nodes="1:4", backend="c10d", id="it's"), "0123456789ab", lambda: "node1:29401")
+    assert invitation(named).endswith("""--rdzv-id 'it'"'"'s' ...""")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(),
+        Asked(nodes="2"),
+        Asked(nodes="2:4"),
+        Asked(nodes="1:4", standalone=True),
+        Asked(nodes="1:4", endpoint="node1:77"),
+        Asked(nodes="1:4", address="node1"),
+        Asked(nodes="1:4", port=77),
+        Asked(nodes="1:4", node_rank=0),
+        Asked(nodes="1:4", backend="etcd"),
+        Asked(nodes="1:4", settings="is_host=0"),
+    ],
+)
+def test_a_node_that_was_told_where_to_meet_or_needs_others_hosts_nothing_unasked(asked: Asked):
+    assert host_here(asked, "fresh", nowhere) == asked
+
+
+def test_the_place_is_this_machine_by_name_or_by_the_address_it_was_given(monkeypatch: pytest.MonkeyPatch):
+    host, _, port = find_place(None).rpartition(":")
+    assert host == socket.gethostname()
+    assert 29400 <= int(port) < 29500
+    assert find_place("127.0.0.1").startswith("127.0.0.1:")
+    with socket.create_server(("", int(port))):
+        assert int(find_place(None).rpartition(":")[2]) > int(port)
+        monkeypatch.setattr("samestep.launch.local._MEETING_PORTS", range(int(port), int(port) + 1))
+        told = f"the nodes would meet on this machine, and none of its ports {port} to {port} is free: type --rdzv-endp"
+        with pytest.raises(LaunchError, match=f"^{told}"):
+            find_place(None)
+
+
+def test_a_machine_whose_own_name_leads_nowhere_is_told_to_give_an_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    told = r"the nodes would meet on this machine, and its name no-such-host\.invalid leads nowhere \(.+\): type --l"
+    with pytest.raises(LaunchError, match=f"^{told}"):
+        find_place(None)
+
+
 WRONG = [
     (
         Asked(nodes="2"),
         "--nnodes 2 needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE:29400 on",
+    ),
+    (
+        Asked(nodes="1:4", settings="is_host=0"),
+        "--nnodes 1:4 needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE:29400 on",
     ),
     (
         Asked(nodes="2", port=77),

@@ -20,11 +20,12 @@ from samestep.launch.local import (
     check_script,
     count_cores,
     count_gpus,
+    find_place,
     make_folder,
 )
 from samestep.launch.orphan import name_launcher
 from samestep.launch.probe import probe_bf16
-from samestep.launch.rendezvous import Asked, choose_rendezvous, serve_where_named
+from samestep.launch.rendezvous import Asked, Rendezvous, choose_rendezvous, host_here, invitation, serve_where_named
 from samestep.launch.stop import Stop, Stopped
 from samestep.launch.time_limit import read_time_limit
 from samestep.launch.torchrun import launch
@@ -70,7 +71,8 @@ def _with_dashes(name: str) -> str:
         "help_option_names": ["-h", "--help"],
     },
     epilog="Everything after the script goes to it untouched. Examples: samestep run train.py --lr 0.1; "
-    "samestep run --nproc-per-node 2 -m lab.train; samestep run --nnodes 2 --rdzv-endpoint node1:29400 train.py",
+    "samestep run --nproc-per-node 2 -m lab.train; samestep run --nnodes 2 --rdzv-endpoint node1:29400 train.py; "
+    "samestep run --nnodes 1:4 --max-restarts 3 train.py",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
 @click.option(
@@ -127,11 +129,9 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
     """The job, and the cores and GPUs it was decided for; mistakes are told before torch is loaded, where possible."""
     target, *arguments = typed["script"]
     (check_module if typed["module"] else check_script)(target)
-    rendezvous = serve_where_named(choose_rendezvous(_asked(typed), fresh_id=uuid4().hex), can_serve)
-    if rendezvous.hosted_port is not None:
-        check_port(rendezvous.hosted_port)
     cores = count_cores()
     count_processes(typed["processes"], gpus=1, cores=cores)  # a mistyped number is told before torch is loaded
+    rendezvous = _meet(_asked(typed))
     gpus = count_gpus(quiet=not typed["verbose"])
     job = Job(
         target=target,
@@ -146,6 +146,18 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
         time_limit=typed["time_limit"] or "",
     )
     return job, cores, gpus
+
+
+def _meet(asked: Asked) -> Rendezvous:
+    """Where the launchers meet; what other nodes type, where this one hosts the meeting unasked, is said at once."""
+    fresh_id = uuid4().hex
+    placed = host_here(asked, fresh_id, lambda: find_place(asked.local_address))
+    rendezvous = serve_where_named(choose_rendezvous(placed, fresh_id), can_serve)
+    if rendezvous.hosted_port is not None:
+        check_port(rendezvous.hosted_port)
+    if placed != asked:
+        _say(f"samestep: the nodes meet on this one; to join, type on another: {invitation(placed)}")
+    return rendezvous
 
 
 def _asked(typed: Typed) -> Asked:

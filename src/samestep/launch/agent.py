@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -16,8 +17,11 @@ from samestep.launch.stop import Stop
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
     from torch.distributed.launcher.api import LaunchConfig
 
+_NEWS_SECONDS = 2.0  # after which a launcher has heard of a node that waits: what it knows of others is a second old
+_NEWS_PAUSE = 0.1
 _OTHER_NODES_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
 
 
@@ -78,8 +82,10 @@ def _spec(config: "LaunchConfig", arguments: list[str]) -> "WorkerSpec":
 
 
 def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElasticAgent":
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    elastic = config.min_nodes < config.max_nodes
     parent: Any = LocalElasticAgent  # the decorators that torch puts around its methods hide their types
 
     class Agent(parent):
@@ -98,6 +104,8 @@ def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElas
             with _impatience(stop):
                 result = super()._monitor_workers(worker_group)
             codes = [failure.exitcode for failure in result.failures.values()]
+            if elastic and _has_made_room(stop, codes, worker_group.spec.rdzv_handler):
+                return RunResult(state=WorkerState.HEALTHY)  # so that the agent looks who waits, and lets them in
             if codes and _is_final(stop, codes):
                 self._remaining_restarts = 0
                 if is_told_to_end(codes):  # on all nodes, whose launchers may still ask this one's store
@@ -140,6 +148,16 @@ def _is_final(stop: Stop, codes: list[int]) -> bool:
     """Whether ranks that ended so are not to be started anew as they were: saved, stopped, or too large."""
     warned = stop.warned is not None and -stop.warned in codes
     return stop.received is not None or stop.time_is_over or warned or OUT_OF_MEMORY in codes or is_told_to_end(codes)
+
+
+def _has_made_room(stop: Stop, codes: list[int], meeting: "RendezvousHandler") -> bool:
+    """Whether ranks saved and ended because another node's launcher, which saw a new node first, asked its own to."""
+    if not is_told_to_end(codes) or stop.received is not None or stop.time_is_over or stop.warned is not None:
+        return False
+    until = time.monotonic() + _NEWS_SECONDS
+    while not meeting.num_nodes_waiting() and time.monotonic() < until:
+        time.sleep(_NEWS_PAUSE)
+    return meeting.num_nodes_waiting() > 0
 
 
 def _has_failed(pid: int) -> bool:

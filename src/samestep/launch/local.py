@@ -14,6 +14,7 @@ from samestep.facts.hardware import read_hardware
 from samestep.facts.world import environment, export
 
 _NATIVE_LOG = "TORCH_CPP_LOG_LEVEL"
+_MEETING_PORTS = range(29400, 29500)  # from torch's own for a meeting up to its own for a static one
 
 
 def count_cores() -> int:
@@ -89,20 +90,32 @@ def check_module(name: str) -> None:
 
 def check_port(port: int) -> None:
     """Complain about a port that cannot be opened here."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, port))
-                probe.listen(1)
-        except PermissionError as error:
-            raise LaunchError(f"port {port} may not be opened by this user: use one from 1024 up") from error
-        except OSError as error:
-            if family == socket.AF_INET6 and error.errno != errno.EADDRINUSE:
-                continue  # a machine without IPv6
-            raise LaunchError(
-                f"port {port} is taken{_holder(port)}: choose another, or leave the port out and a free one is found"
-            ) from error
+    problem = _try_port(port)
+    if isinstance(problem, PermissionError):
+        raise LaunchError(f"port {port} may not be opened by this user: use one from 1024 up") from problem
+    if problem is not None:
+        raise LaunchError(
+            f"port {port} is taken{_holder(port)}: choose another, or leave the port out and a free one is found"
+        ) from problem
+
+
+def find_place(address: str | None) -> str:
+    """HOST:PORT at which this node can host a meeting: `address` or its own name, port 29400 or the next free one."""
+    host = address or socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise LaunchError(
+            f"the nodes would meet on this machine, and its name {host} leads nowhere ({error.strerror}): type "
+            "--local-addr ADDRESS, under which other nodes reach it, or --nnodes 1 for this machine alone"
+        ) from error
+    port = next((each for each in _MEETING_PORTS if _try_port(each) is None), None)
+    if port is None:
+        raise LaunchError(
+            f"the nodes would meet on this machine, and none of its ports {_MEETING_PORTS[0]} to {_MEETING_PORTS[-1]} "
+            f"is free: type --rdzv-endpoint {host}:PORT with one that is"
+        )
+    return f"{host}:{port}"
 
 
 def can_serve(host: str, port: int) -> bool:
@@ -122,6 +135,20 @@ def can_serve(host: str, port: int) -> bool:
             continue
         return True
     return False
+
+
+def _try_port(port: int) -> OSError | None:
+    """What keeps a port from being opened here, or nothing."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:  # else a machine without IPv6
+                return error
+    return None
 
 
 def _holder(port: int) -> str:

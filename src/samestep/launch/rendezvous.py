@@ -89,13 +89,12 @@ def host_here(asked: Asked, fresh_id: str, find_place: Callable[[], str]) -> Ask
     """
     fewest, most = parse_nodes(asked.nodes)
     named = (asked.endpoint, asked.address, asked.port, asked.node_rank)
-    settings = _parse_settings(asked.settings)
     if asked.standalone or not fewest == 1 < most or asked.backend not in (None, "c10d"):
         return asked
-    if "is_host" in settings or any(each is not None for each in named):
+    if "is_host" in _parse_settings(asked.settings) or any(each is not None for each in named):
         return asked
-    hosting = ",".join(["is_host=1", *(f"{key}={value}" for key, value in settings.items())])
-    return replace(asked, endpoint=find_place(), id=asked.id or fresh_id[:_SHORT], settings=hosting)
+    settings = f"is_host=1,{asked.settings}"
+    return replace(asked, endpoint=find_place(), id=asked.id or fresh_id[:_SHORT], settings=settings)
 
 
 def invitation(asked: Asked) -> str:

@@ -30,6 +30,8 @@ class TeacherFacts:
     """Bytes that its forward pass takes beside the weights, for each sample at once."""
     dtype: str = "bfloat16"
     """What it computes in."""
+    resident: int = 0
+    """Bytes that are in no layer, such as embeddings, and stay on the device while layers come and go."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,11 @@ def weigh_placements(setting: Setting, teacher: TeacherFacts) -> TeacherPlan:
 
 
 def _best(fitting: list[Placement], setting: Setting) -> Placement | None:
-    """The fastest; of those as fast as it, the one that takes least memory of a node."""
+    """The fastest; of those as fast as it, the one that takes least memory of a node, and of its devices."""
     fastest = min((placement.seconds for placement in fitting), default=0.0)
     near = [placement for placement in fitting if placement.seconds <= fastest * _SAME]
-    return min(near, key=lambda each: each.per_gpu * setting.machines.per_node + each.per_node, default=None)
+    devices = setting.machines.per_node
+    return min(near, key=lambda each: (each.per_gpu * devices + each.per_node, each.per_gpu), default=None)
 
 
 def placement_cost(name: str, setting: Setting, teacher: TeacherFacts) -> Cost:
@@ -158,11 +161,14 @@ def _gpu(setting: Setting, teacher: TeacherFacts) -> Cost:
 
 def _cpu(setting: Setting, teacher: TeacherFacts) -> Cost:
     """One copy in host memory; the ranks of a node share its cores."""
+    held = teacher.bytes + setting.ranks_per_node * _working(setting, teacher)
+    if setting.machines.device.kind == "cpu":
+        return 0, held, _every_forward(setting, teacher)  # as with a copy of its own: each rank has its cores
     work = teacher.flops_per_sample * setting.samples * setting.ranks_per_node
     passes = setting.micro_batches * setting.ranks_per_node
     seconds = max(work / (setting.machines.cores * CORE_RATE), passes * teacher.bytes / HOST_BANDWIDTH)
     back = teacher.output_per_sample * setting.samples / host_rate(setting.machines)
-    return 0, teacher.bytes + setting.ranks_per_node * _working(setting, teacher), seconds + back
+    return 0, held, seconds + back
 
 
 def _balanced(setting: Setting, teacher: TeacherFacts) -> Cost:
@@ -225,8 +231,8 @@ def _working(setting: Setting, teacher: TeacherFacts) -> int:
 
 
 def _streamed(setting: Setting, teacher: TeacherFacts) -> int:
-    """The layer at work and the next."""
-    return min(2 * teacher.largest_layer, teacher.bytes) + _working(setting, teacher)
+    """The layer at work and the next, beside what is no layer."""
+    return min(2 * teacher.largest_layer + teacher.resident, teacher.bytes) + _working(setting, teacher)
 
 
 def _room(setting: Setting) -> int:

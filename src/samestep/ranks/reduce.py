@@ -4,7 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -41,15 +41,8 @@ def means(
     """Several means from one pass; a rank without a batch knows no names and has nothing to add."""
     mine: dict[str, _Tally] = {}
     for batch in batches:
-        if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' values are what they are
-            raise GroupError(
-                f"run.means wants a dictionary of values for each batch and got {type(batch).__name__}: give "
-                "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
-            )
-        for name, values in batch.items():
-            tally = mine.setdefault(name, _Tally())
-            for value in _iterate(values):
-                tally.add(keep(_tensor(value)))
+        for name, values in _named(batch).items():
+            _add(mine.setdefault(name, _Tally()), values, keep)
     parts = link.exchange_objects("run.means", {name: (tally.total(), tally.count) for name, tally in mine.items()})
     found = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
     counts = {name: sum(count for _, count in sums) for name, sums in found.items()}
@@ -147,6 +140,7 @@ class _Tally:
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Count the elements of one more tensor."""
         self.count += tensor.numel()
         whole = not tensor.is_floating_point()
         part = tensor.sum(dtype=torch.int64) if whole else _double(tensor).sum()
@@ -162,9 +156,22 @@ class _Tally:
 
 def _tally(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> _Tally:
     tally = _Tally()
+    _add(tally, values, keep)
+    return tally
+
+
+def _add(tally: _Tally, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for value in _iterate(values):
         tally.add(keep(_tensor(value)))
-    return tally
+
+
+def _named(batch: object) -> Mapping[str, Values]:
+    if isinstance(batch, Mapping):
+        return cast("Mapping[str, Values]", batch)
+    raise GroupError(
+        f"run.means wants a dictionary of values for each batch and got {type(batch).__name__}: give "
+        "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
+    )
 
 
 def _iterate(values: Values) -> Iterable[object]:

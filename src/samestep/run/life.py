@@ -200,6 +200,7 @@ class Life:
             "seconds": round(time.monotonic() - self._began, 3),
             "metrics": self.writer.last if self.writer else {},
             "choices": engine.speed.choices() if engine else {},
+            "teacher": [teacher.summary() for teacher in engine.teachers] if engine else [],
         }
 
     def _hear_no_more(self, ending: bool) -> None:

@@ -21,7 +21,7 @@ from samestep.run.life import Asked, Life
 from samestep.run.seed import seed_anew, seed_apart
 from samestep.run.shard import Reading, Settings, Shard, open_shard
 from samestep.run.stream import Stream, StreamSource, open_stream
-from samestep.run.taught import take_teacher
+from samestep.run.taught import setting_here, take_teacher
 from samestep.run.terms import Terms
 from samestep.teacher import ground as teaching
 from samestep.teacher.frozen import Build
@@ -194,10 +194,11 @@ class Run(Group):
         """A frozen model with the weights of a file, called like a module; nothing of it trains or is saved.
 
         `build` makes the module, or is the folder of a Hugging Face model. `placement` says where it is to be ("gpu",
-        "cpu", "offload", ...); None chooses and says why.
+        "cpu", "offload", ...); None chooses and says why, by the work of an example where `build` returns one as well.
         """
         wish = teaching.Wish(dtype, device_map, top_k, servers, inner, cache, temperature)
-        ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once)
+        around = partial(setting_here, self._link.world, self.device, self._life.asked.global_batch)
+        ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once, around)
         return take_teacher(self._life.engine, ground, build, weights, placement, wish)
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:

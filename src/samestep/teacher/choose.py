@@ -1,45 +1,114 @@
-"""Which placement a teacher gets where the user names none."""
+"""Which placement a teacher gets where the user names none: the fastest that fits, with the table of all."""
 
-from dataclasses import dataclass
+import textwrap
+import zlib
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
+from samestep.errors import TeacherError
+from samestep.plan.explain import TEACHER_TITLES, teacher_rows
+from samestep.plan.teacher import Setting, TeacherFacts, TeacherPlan, placement_cost, weigh_placements
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Wish
+from samestep.teacher.needs import needs_of
 from samestep.teacher.shared import host_room
 from samestep.teacher.whole import device_room
 from samestep.units import bytes_text
 
-_SHARE = 0.5  # of a GPU's free memory: what trains is to come there as well
+_LEFT: Final = 0.5  # of a device's free memory, for what trains: nobody knows yet how much that will be
+_WIDTH: Final = 80
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A placement and why."""
+    """A placement, chosen among all."""
 
     placement: str
-    """Its name."""
-    reason: str
-    """Why, in words for a person."""
+    """Its name; empty where none fits."""
+    plan: TeacherPlan
+    """All of them, weighed."""
+    setting: Setting
+    """What they were weighed for, with the memory of the tightest rank."""
+    facts: TeacherFacts
+    """What of the teacher was reckoned with."""
+    work: str
+    """Where its work is known from."""
+
+    def seconds(self, rows: int) -> float:
+        """The estimate for one call in which each rank has `rows` samples."""
+        call = replace(self.setting, global_batch=rows * self.setting.ranks, micro_batch=rows)
+        return placement_cost(self.placement, call, self.facts)[2]
 
 
 def choose_placement(ground: Ground, frozen: Frozen, wish: Wish) -> Choice:
-    """The fastest placement that fits the tightest rank; all ranks come to the same."""
-    size = frozen.bytes_in(wish.dtype)
-    rooms = ground.link.exchange("choosing the teacher's placement", _rooms(ground))
-    device, host = int(min(room[0] for room in rooms)), int(min(room[1] for room in rooms))
-    told = f"the teacher has {bytes_text(size)}"
-    if ground.device.type != "cuda":
-        return Choice("cpu", f"{told} and the ranks compute on the CPU: one copy a node will do")
-    if size <= _SHARE * device:
-        return Choice("gpu", f"{told} and the tightest GPU has {bytes_text(device)} free for each rank")
-    if ground.link.world.size > 1 and size / ground.link.world.size <= _SHARE * device:
-        return Choice("sharded", f"{told}, too much for one GPU with {bytes_text(device)} free: each rank holds a part")
-    if size <= host:
-        return Choice("offload", f"{told}, too much for the GPUs, and the node has {bytes_text(host)} of memory free")
-    return Choice("disk", f"{told}, more than the GPUs and the {bytes_text(host)} of free memory of a node hold")
+    """The fastest placement that fits the tightest rank, decided by the first rank for all, and why."""
+    told = [[float(value) for value in part] for part in ground.link.exchange("choosing a placement", _rooms(ground))]
+    sharing = {rank: sum(other[2:] == mine[2:] for other in told) for rank, mine in enumerate(told)}
+    device = int(min(mine[0] / sharing[rank] for rank, mine in enumerate(told)))
+    host = int(min(mine[1] for mine in told))
+
+    def choose() -> Choice:
+        """Weigh all placements; on the first rank only, as machines and examples may differ."""
+        assert ground.setting is not None, "a placement is chosen for a setting"
+        return _weigh(ground.setting(), frozen, wish, device, host)
+
+    choice = ground.once(choose)
+    assert isinstance(choice, Choice)
+    ground.say(_table(choice))
+    if not choice.placement:
+        raise TeacherError(
+            f"no placement fits a teacher of {bytes_text(choice.facts.bytes)}, as the table says: give a smaller "
+            "dtype=, larger or more GPUs, or name a placement= to try it all the same"
+        )
+    return choice
 
 
 def _rooms(ground: Ground) -> list[float]:
-    local, seats = ground.link.world.local_size, max(1, torch.cuda.device_count())
-    return [device_room(ground.device) / -(-local // seats), float(host_room())]
+    """Free bytes of this rank's device and of its node; and which node and device they are, as ranks may share one."""
+    cuda = ground.device.type == "cuda"
+    name = getattr(torch.cuda.get_device_properties(ground.device), "uuid", "") if cuda else ""
+    mark = zlib.crc32(f"{ground.device} {name}".encode())
+    return [float(device_room(ground.device)), float(host_room()), float(ground.link.world.node), float(mark)]
+
+
+def _weigh(setting: Setting, frozen: Frozen, wish: Wish, device: int, host: int) -> Choice:
+    needs = needs_of(frozen, wish)
+    machines = replace(setting.machines, device=replace(setting.machines.device, memory_free=device), host_memory=host)
+    rows = min(needs.rows or setting.samples, setting.samples)
+    setting = replace(setting, machines=machines, micro_batch=rows, taken_per_gpu=int(device * _LEFT))
+    plan = weigh_placements(setting, needs.facts)
+    return Choice(plan.chosen.name if plan.chosen else "", plan, setting, needs.facts, needs.told)
+
+
+def _table(choice: Choice) -> str:
+    """All placements in lines of 80 columns, and what was assumed."""
+    setting, facts, device = choice.setting, choice.facts, choice.setting.machines.device
+    named = [
+        (*row[:-1], f"chosen: {row[-1]}" if row[0] == choice.placement else row[-1])
+        for row in teacher_rows(choice.plan)
+    ]
+    rows = [TEACHER_TITLES, *named]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(TEACHER_TITLES) - 1)]
+    indent = " " * (sum(widths) + 2 * len(widths))
+    lines: list[str] = []
+    for name, *numbers, why in rows:
+        cells = [name.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))]
+        lines += textwrap.wrap(
+            "  ".join(cells) + "  " + why,
+            _WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            drop_whitespace=True,
+        )
+    return "\n".join(
+        [
+            f"teacher: {bytes_text(facts.bytes)} for {setting.ranks} rank(s); seconds of a step of "
+            f"{setting.global_batch} samples, {setting.micro_batch} at once on a rank:",
+            *lines,
+            f"teacher: work: {choice.work}",
+            f"teacher: memory: {bytes_text(device.memory_free)} free for the tightest rank, half of it left to what "
+            f"trains; rates: {device.source}",
+        ]
+    )

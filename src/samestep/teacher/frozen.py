@@ -12,7 +12,7 @@ from samestep.errors import TeacherError
 from samestep.teacher.sample import sample
 from samestep.teacher.weights import Weights
 
-Build = Callable[[], nn.Module]
+Build = Callable[[], nn.Module | tuple[nn.Module, object]]
 _SHOWN: Final = 5  # names in a message
 _DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _MISSING: Final = "name(s) of the module are not in the file"
@@ -28,7 +28,9 @@ class Frozen:
 
     def __init__(self, build: Build, weights: Weights, ignored: Callable[[str], bool] = lambda name: False) -> None:
         self.build, self.weights = build, weights
-        module = self._spare = _skeleton(build)
+        module, self.example = _skeleton(build)
+        """An example batch, if `build` returns one with the module; else None."""
+        self._spare: nn.Module | None = module
         self._source = _check(module, weights, ignored)
         self.bytes = sum(weights.bytes_of(name) for name in set(self._source.values()))
         """Bytes of the weights as the files hold them."""
@@ -36,7 +38,7 @@ class Frozen:
     def skeleton(self) -> nn.Module:
         """A new module in evaluation mode, with parameters on the meta device and real buffers."""
         module, self._spare = self._spare, None
-        return _skeleton(self.build) if module is None else module
+        return _skeleton(self.build)[0] if module is None else module
 
     def take_back(self, module: nn.Module) -> None:
         """Keep a skeleton that was not filled, for whoever asks next."""
@@ -152,8 +154,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def _skeleton(build: Build) -> nn.Module:
-    """What `build` makes, with parameters that are moved to the meta device in the moment they are made.
+def _skeleton(build: Build) -> tuple[nn.Module, object]:
+    """What `build` makes, with parameters that are moved to the meta device in the moment they are made; its example.
 
     A module built on the meta device as a whole would have no values in the buffers that no file holds, nor in tensors
     that are plain attributes. Where a parameter is made with torch.empty, as torch's modules do, no page of it is ever
@@ -170,7 +172,7 @@ def _skeleton(build: Build) -> nn.Module:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _LeaveEmpty():  # the run's own luck stays as it was
             torch.manual_seed(0)
-            module = build()
+            made = build()
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
@@ -180,6 +182,7 @@ def _skeleton(build: Build) -> nn.Module:
         ) from error
     finally:
         hook.remove()
+    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # it is the user's function
         raise TeacherError(
             f"build() gave a {type(module).__name__} and no torch.nn.Module: return the teacher's module"
@@ -196,7 +199,7 @@ def _skeleton(build: Build) -> nn.Module:
                 f"build() made {name!r} on the meta device and no file holds it: build the module on the CPU, where "
                 "its parameters take no memory either, or register it as a buffer with persistent=True and save it"
             )
-    return module.eval().requires_grad_(False)
+    return module.eval().requires_grad_(False), example
 
 
 def _check(module: nn.Module, weights: Weights, ignored: Callable[[str], bool]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from samestep.plan.teacher import Setting
 from samestep.ranks.link import Link
 
 
@@ -24,6 +25,8 @@ class Ground:
     """Prints once, on the first rank."""
     once: Callable[..., object]
     """Runs a function on the first rank and gives its result, or its exception, to all: `Run.once`."""
+    setting: Callable[[], Setting] | None = None
+    """Looks at the machine and tells what trains around the teacher; None where no placement is to be chosen."""
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,19 @@ def _fill(frozen: Frozen, wish: Wish, module: nn.Module, mapped: Mapping[str, to
         frozen.fill(module, get, own.__contains__)
     settle(module, where.__getitem__)
     for part, device in mapped.items():
-        _bring_inputs(module.get_submodule(part), device)
+        for name in _meeting_points(module, part, mapped):
+            _bring_inputs(module.get_submodule(name), device)
     frozen.weights.release()
     return module
+
+
+def _meeting_points(module: nn.Module, part: str, parts: Mapping[str, object]) -> list[str]:
+    """A part, and what of it comes after parts that lie elsewhere: the outermost submodules that hold no other part."""
+    inside = [name for name in parts if name != part and _is_covered(name, {part: None})]
+    if not inside:
+        return [part]
+    children = [f"{part}.{name}".lstrip(".") for name, _ in module.get_submodule(part).named_children()]
+    return [part, *(at for child in children if child not in parts for at in _meeting_points(module, child, parts))]
 
 
 def _bring_inputs(module: nn.Module, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import nn
 
 from samestep.errors import TeacherError
 from samestep.teacher.choose import choose_placement
@@ -13,6 +14,7 @@ from samestep.teacher.fingerprint import check_alike
 from samestep.teacher.frozen import Build, Frozen
 from samestep.teacher.ground import Ground, Pending, Placed, Wish
 from samestep.teacher.hugging_face import build_from_folder
+from samestep.teacher.stopwatch import Stopwatch
 from samestep.teacher.together import together
 from samestep.teacher.weights import open_weights
 
@@ -33,6 +35,8 @@ PLACEMENTS: Final[dict[str, str]] = {
     "cached": f"{_HERE}.cached:place",
 }
 """Where the function of each placement is found."""
+
+_WITH_MODULE: Final = "'gpu', 'cpu', 'balanced', 'sequential' or 'custom'"
 
 # What other libraries call these, or what people type for them.
 _RIGHT_WORDS: Final[dict[str, str]] = {
@@ -65,19 +69,39 @@ class Teacher:
     and a copy of that module shares it.
     """
 
-    def __init__(self, placed: Placed, placement: str, size: int) -> None:
+    def __init__(
+        self, placed: Placed, placement: str, size: int, device: torch.device, stopwatch: Stopwatch | None = None
+    ) -> None:
         self._placed: Placed | None = placed
+        self._kind, self._stopwatch = device.type, stopwatch
         self.placement = placement
         """Where it is, by the word that run.teacher takes."""
         self.bytes = size
         """Bytes of its weights."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of the module in evaluation mode, without gradients, on this rank's device."""
-        if self._placed is None:
-            raise TeacherError("this teacher is closed, since its run has ended: use it inside `with Run(...) as run:`")
-        with torch.no_grad():
-            return self._placed(*args, **kwargs)
+        """The outputs of the module in evaluation mode, without gradients or autocast, on this rank's device."""
+        placed = self._opened()
+        # The student's precision is not the teacher's: it would reach one that is here, and not one that is served.
+        with torch.no_grad(), torch.autocast(self._kind, enabled=False), torch.autocast("cpu", enabled=False):
+            if self._stopwatch is not None:
+                return self._stopwatch.call(placed, args, kwargs)
+            return placed(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The frozen module itself, for training that passes gradients through it to what lies before.
+
+        Its parameters get none. It is called as any module, under the run's precision, and has no part in a wrapped
+        model unless it is made an attribute of one. Placements that have one: gpu, cpu, balanced, sequential, custom.
+        """
+        module = getattr(self._opened(), "module", None)
+        if module is None:
+            raise TeacherError(
+                f"placement={self.placement!r} has no module that gradients could pass through, as its weights do not "
+                f"stay where they are used: use placement={_WITH_MODULE}"
+            )
+        return module
 
     def ahead(self, *args: Any, **kwargs: Any) -> Pending:
         """Ask for outputs and go on; `.result()` gives them. A served teacher computes meanwhile, others at once."""
@@ -92,6 +116,16 @@ class Teacher:
     def describe(self) -> str:
         """One line: where the weights lie and how many bytes."""
         return "closed" if self._placed is None else self._placed.describe()
+
+    def summary(self) -> dict[str, object]:
+        """What is worth keeping: placement and bytes; where it was chosen, what a call takes and was to take."""
+        timed = {} if self._stopwatch is None else self._stopwatch.found
+        return {"placement": self.placement, "bytes": self.bytes, **timed}
+
+    def _opened(self) -> Placed:
+        if self._placed is None:
+            raise TeacherError("this teacher is closed, since its run has ended: use it inside `with Run(...) as run:`")
+        return self._placed
 
     def close(self) -> None:
         """Give back memory, threads and processes; the run does it at its end."""
@@ -132,13 +166,13 @@ def open_teacher(
         placement = "custom"
     frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
     check_alike(ground.link, frozen)
+    stopwatch = None
     if placement is None:
-        chosen = choose_placement(ground, frozen, wish)
-        placement = chosen.placement
-        ground.say(f"teacher: placement={placement!r}: {chosen.reason}")
+        choice = choose_placement(ground, frozen, wish)
+        placement, stopwatch = choice.placement, Stopwatch(ground.device, choice.seconds, ground.say)
     placed = place_function(placement)(ground, frozen, wish)
     ground.say(f"teacher: {placed.describe()}")
-    return Teacher(placed, placement, frozen.bytes_in(wish.dtype))
+    return Teacher(placed, placement, frozen.bytes_in(wish.dtype), ground.device, stopwatch)
 
 
 def check_placement(placement: str | None, wish: Wish) -> None:

@@ -1,5 +1,7 @@
 """Placements `gpu` and `cpu`: the whole teacher in one place."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,16 +17,16 @@ _CPU = torch.device("cpu")
 
 
 class Whole:
-    """A module that computes where it lies; inputs are brought to it and outputs back."""
+    """A module that computes where it lies; inputs are brought to it and outputs back, gradients the other way."""
 
     def __init__(self, ground: Ground, module: nn.Module, device: torch.device, told: str) -> None:
-        self._module, self._device, self._home, self._told = module, device, ground.device, told
+        self.module, self._home, self._told = module, ground.device, told
+        if any(tensor.device != self._home for tensor in (*module.parameters(), *module.buffers())):
+            _bring(module, device, self._home)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The module's outputs, on this rank's device."""
-        if self._device != self._home:
-            args, kwargs = carry((args, kwargs), self._device)
-        return carry(self._module(*args, **kwargs), self._home)
+        return carry(self.module(*args, **kwargs), self._home)
 
     def describe(self) -> str:
         """Where the weights lie."""
@@ -32,7 +34,7 @@ class Whole:
 
     def close(self) -> None:
         """Let go of the weights."""
-        self._module = nn.Identity()
+        self.module = nn.Identity()
 
 
 def place_on_device(ground: Ground, frozen: Frozen, wish: Wish) -> Placed:
@@ -72,6 +74,22 @@ def device_room(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return host_room()
+
+
+def _bring(module: nn.Module, device: torch.device, home: torch.device) -> None:
+    """Let every call of a module find its inputs on `device`, and leave its outputs at home."""
+
+    def there(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The inputs of a call, where they are needed."""
+        return carry((args, kwargs), device)
+
+    def back(_: nn.Module, args: object, outputs: Any) -> Any:
+        """The outputs of a call, at home."""
+        return carry(outputs, home)
+
+    # First of all hooks: a module that is spread brings its inputs to its own first device after this.
+    module.register_forward_pre_hook(there, with_kwargs=True, prepend=True)
+    module.register_forward_hook(back)
 
 
 def _refuse_too_large(ground: Ground, size: int) -> None:

@@ -21,6 +21,7 @@ class Use:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        # By name, and held no longer than a step: the hooks that fill it live as long as the parameters themselves.
         self._seen: dict[str, torch.Tensor] = {}
         if isinstance(model, FSDPModule):  # what it computes with exists only after the first forward pass
             self._waiting = model.register_forward_hook(self._watch_gathered)
@@ -33,9 +34,9 @@ class Use:
 
     def missing(self) -> list[str]:
         """The parameters that a backward pass left out; no backward pass at all is the user's choice."""
-        if not self._seen or len(self._seen) == len(self._names):
-            return []
-        return [name for name in self._names if name not in self._seen]
+        seen = set(self._seen)
+        self._seen.clear()
+        return [name for name in self._names if name not in seen] if seen else []
 
     def _watch_gathered(self, model: nn.Module, *_: object) -> None:
         self._waiting.remove()

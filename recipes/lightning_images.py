@@ -1,0 +1,146 @@
+"""Images in a Lightning Trainer: progressive resizing, label smoothing, cosine; the same weights on any ranks."""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, interpolate
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassF1Score
+
+from samestep import current_setting, sample_rng
+from samestep.lightning import Logs, SameStep, layout, once
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """Handwritten digits that ship with scikit-learn, at the resolution of the epoch, moved by a pixel in training."""
+
+    def __init__(self, start: int, stop: int, move: bool) -> None:
+        data, self.move = load_digits(), move
+        self.images = torch.tensor(data.images[start:stop], dtype=torch.float32).unsqueeze(1) / 16
+        self.labels = data.target[start:stop].tolist()
+
+    def __len__(self) -> int:
+        """How many digits there are."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """One digit; its luck belongs to the sample, so it is the same on any ranks and workers."""
+        image = self.images[index]
+        if self.move:
+            x, y = torch.randint(-1, 2, (2,), generator=sample_rng()).tolist()
+            image = image.roll((y, x), dims=(1, 2))
+        size = current_setting()
+        return interpolate(image[None], size=(size, size), mode="bilinear", antialias=True)[0], self.labels[index]
+
+
+class DigitsData(LightningDataModule):
+    """A LightningDataModule as anybody writes it; SameStep replaces how it is cut, not what it reads."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def train_dataloader(self) -> DataLoader:
+        """1,500 digits."""
+        return DataLoader(Digits(0, 1500, move=True), batch_size=32, shuffle=True, num_workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader:
+        """297 digits."""
+        return DataLoader(Digits(1500, 1797, move=False), batch_size=128)
+
+
+class Block(nn.Module):
+    """A residual block. GroupNorm: BatchNorm would see other rows on other numbers of ranks."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.GroupNorm(8, outside), nn.GELU(),
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.GroupNorm(8, outside),
+        )  # fmt: skip
+        self.skip = nn.Conv2d(inside, outside, 1, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Add what the body makes of the images to them."""
+        return gelu(self.body(images) + self.skip(images))
+
+
+class Images(LightningModule):
+    """A small residual net; nothing in it knows of ranks."""
+
+    def __init__(self, lr: float, warm_up: float) -> None:
+        super().__init__()
+        self.lr, self.warm_up = lr, warm_up
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+        self.f1 = MulticlassF1Score(10, average="macro")
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean loss of this rank's rows; SameStep weighs it by its share of the step."""
+        images, labels = batch
+        loss = cross_entropy(self.net(images), labels, label_smoothing=0.1)
+        self.log("epoch/loss", loss, on_step=False, on_epoch=True, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Loss, accuracy and macro F1; exact over all ranks without sync_dist."""
+        images, labels = batch
+        logits = self.net(images)
+        self.f1(logits, labels)
+        rows = len(labels)
+        self.log("val/loss", cross_entropy(logits, labels), batch_size=rows)
+        self.log("val/accuracy", (logits.argmax(-1) == labels).float().mean(), prog_bar=True, batch_size=rows)
+        self.log("val/f1", self.f1, batch_size=rows)
+
+    def configure_optimizers(self) -> dict[str, object]:
+        """AdamW, its learning rate warmed up and then on a cosine, step by step."""
+        # With Adam's default eps a gradient that is zero but for rounding becomes a full step in a random direction.
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-3)
+        total = int(self.trainer.estimated_stepping_batches)
+
+        def factor(step: int) -> float:
+            begun = (step + 1) / (self.warm_up * total)
+            return min(begun, 0.5 * (1 + math.cos(math.pi * step / total)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def main(
+    out: Path, epochs: int, global_batch: int, micro_batch: int | None, lr: float, workers: int, seed: int
+) -> None:
+    """Train, growing the images from 8 to 16 pixels, and keep the weights."""
+    torch.manual_seed(seed)
+    same = SameStep(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=seed,
+        settings=lambda epoch: 8 + 4 * min(2, 3 * epoch // epochs),
+    )
+    trainer = Trainer(
+        max_epochs=epochs, callbacks=[same, Logs(out)], logger=False, enable_checkpointing=False, **layout()
+    )
+    module = Images(lr=lr, warm_up=0.1)
+    trainer.fit(module, datamodule=same.data(DigitsData(workers)))
+    once(
+        trainer, torch.save, {name: value.cpu() for name, value in module.net.state_dict().items()}, out / "weights.pt"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/lightning_images"), help="where logs and weights go")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--global-batch", type=int, default=100, help="samples in a step, over all ranks")
+    parser.add_argument("--micro-batch", type=int, help="the most rows that go through the net at once")
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--workers", type=int, default=0, help="data workers of each rank")
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,130 @@
+"""What a teacher needs wherever it is: its bytes, and the work and outputs of a sample, counted or assumed."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from samestep.errors import TeacherError
+from samestep.plan.teacher import TeacherFacts
+from samestep.teacher.blocks import blocks
+from samestep.teacher.frozen import Frozen, inside
+from samestep.teacher.ground import Wish
+from samestep.torch_private import without_memory
+
+_POSITIONS: Final = 512  # of a sample that is a text, where nobody shows one
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The facts of a teacher, and how they are known."""
+
+    facts: TeacherFacts
+    """Bytes, work and outputs."""
+    rows: int | None
+    """Samples of the example that was counted with; None: there was none."""
+    told: str
+    """Where work and outputs come from, in words."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One sample's forward pass."""
+
+    flops: float
+    output: int
+    rows: int | None
+    told: str
+
+
+def needs_of(frozen: Frozen, wish: Wish) -> Needs:
+    """What a teacher needs; nothing of it is loaded and nothing is computed."""
+    module = frozen.skeleton()
+    layers = {part: sum(_sizes(frozen, wish, part)) for part in blocks(module)}
+    dtypes = Counter[torch.dtype]()
+    for name in frozen.names():
+        dtypes[frozen.dtype(name, wish.dtype)] += frozen.bytes_of(name, wish.dtype)
+    dtype = dtypes.most_common(1)[0][0] if dtypes else torch.float32
+    sample = _assume(frozen, module, dtype) if frozen.example is None else _count(frozen, wish, module)
+    frozen.take_back(module)
+    size = frozen.bytes_in(wish.dtype)
+    facts = TeacherFacts(
+        bytes=size,
+        largest_layer=max(layers.values(), default=0),
+        flops_per_sample=sample.flops,
+        output_per_sample=sample.output,
+        dtype=str(dtype).removeprefix("torch."),
+        resident=max(0, size - sum(layers.values())),
+    )
+    return Needs(facts, sample.rows, sample.told)
+
+
+def rows_of(inputs: object) -> int:
+    """How many samples a call has: the first dimension of its first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _sizes(frozen: Frozen, wish: Wish, part: str) -> list[int]:
+    return [frozen.bytes_of(name, wish.dtype) for name in frozen.names() if inside(name, part)]
+
+
+def _assume(frozen: Frozen, module: nn.Module, dtype: torch.dtype) -> _Sample:
+    """Two operations a parameter: at every position of a text, and once where there is no embedding to read one."""
+    parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.names())
+    words = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    show = "let build() return (module, example batch) to count it"
+    if words:
+        told = f"2 operations a parameter at each of {_POSITIONS} positions of a sample: {show}"
+        return _Sample(2.0 * parameters * _POSITIONS, _POSITIONS * max(words) * dtype.itemsize, None, told)
+    return _Sample(2.0 * parameters, 0, None, f"2 operations a parameter and sample, too few for convolutions: {show}")
+
+
+def _count(frozen: Frozen, wish: Wish, module: nn.Module) -> _Sample:
+    """Count the products of a forward pass with the example, by shapes alone."""
+    example = frozen.example
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (_listed(example), {})
+    rows = rows_of(example)
+    try:
+        # Attention as plain products, which torch can count on any device.
+        with without_memory(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            state = _without_values(frozen, wish, module)
+            given = tree_map_only(torch.Tensor, _shape, (args, kwargs))
+            outputs = functional_call(module, state, *given)
+    except Exception as error:
+        raise TeacherError(
+            f"the example batch that build() returned does not pass through {type(module).__name__} by its shapes "
+            f"alone ({str(error).splitlines()[0] if str(error) else type(error).__name__}): return one that the "
+            "teacher can be called with, or the module alone, and the work of a sample is assumed"
+        ) from error
+    held = sum(leaf.nbytes for leaf in _leaves(outputs))
+    return _Sample(counter.get_total_flops() / rows, held // rows, rows, f"counted with an example of {rows} sample(s)")
+
+
+def _listed(example: object) -> tuple[object, ...]:
+    return tuple(example) if isinstance(example, list | tuple) else (example,)
+
+
+def _leaves(outputs: Any) -> list[torch.Tensor]:
+    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
+
+
+def _without_values(frozen: Frozen, wish: Wish, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer as a shape, in the dtype that it will have."""
+    saved = set(frozen.saved())
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {
+        name: torch.empty(tensor.shape, dtype=frozen.dtype(name, wish.dtype) if name in saved else tensor.dtype)
+        for name, tensor in named
+    }
+
+
+def _shape(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
