@@ -1,6 +1,7 @@
 """Ranks that are told to end early under the launcher: passed on, understood, not started anew, gone on with later."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def test_sigterm_to_the_launcher_saves_and_another_start_ends_with_the_same_weig
 
 @pytest.mark.slow
 def test_a_time_limit_saves_and_ends_before_it_is_over(tmp_path: Path):
-    ended = start(tmp_path, SCRIPT, "--time-limit", "25s", *TRAIN, "2000", "0.1").finish(60)
+    ended = start(tmp_path, SCRIPT, "--time-limit", "40s", *TRAIN, "2000", "0.1").finish(80)
     assert ended.code == 75, ended.err  # and not 124, with which the launcher ends what is left when the time is over
     assert "the time limit: saved step-0" in ended.out
     assert "samestep: preempted: saved step " in ended.err
@@ -86,13 +87,31 @@ def test_ranks_that_do_not_end_in_time_are_killed_and_it_is_said(tmp_path: Path)
         open("up-" + os.environ["RANK"], "w").close()
         time.sleep(60)
     """
-    ended = start(tmp_path, script, "--time-limit", "12s", "--max-restarts", "1", *TRAIN).finish(50)
+    ended = start(tmp_path, script, "--time-limit", "20s", "--max-restarts", "1", *TRAIN).finish(60)
     assert (ended.code, ended.left) == (124, [])
     assert ended.err.endswith(
-        "samestep: the time limit of 12s is over, and 2 rank(s) had not ended by themselves: they were killed; what "
+        "samestep: the time limit of 20s is over, and 2 rank(s) had not ended by themselves: they were killed; what "
         "the last checkpoint holds is safe, so start again to go on\n"
     )
     assert not (tmp_path / "kept" / "logs" / "attempt-1").exists()
+
+
+@pytest.mark.slow
+def test_a_time_limit_that_is_over_while_other_nodes_are_waited_for_is_told_as_such(tmp_path: Path):
+    meeting = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "is_host=1")
+    ended = start(tmp_path, "", *meeting, "--time-limit", "12s", *TRAIN).finish(60)
+    assert (ended.code, ended.left) == (124, [])
+    assert ended.err.endswith("samestep: the time limit of 12s is over, and no rank was at work yet\n")
+
+
+def test_a_time_limit_that_is_over_while_ranks_save_because_of_a_signal_is_not_the_cause():
+    with Stop(patience=60, grace=60) as stop:
+        rank = sleeper(stubborn=True)
+        stop.ranks = frozenset([rank.pid])
+        signal.raise_signal(signal.SIGTERM)
+        stop.limit(0.1)
+        assert rank.wait(10) == -signal.SIGKILL
+        assert not stop.time_is_over
 
 
 @pytest.mark.slow
@@ -112,19 +131,24 @@ def test_a_rank_that_waits_for_one_that_failed_does_not_take_the_end_for_a_signa
     script = """
         import os, signal, time
         rank = os.environ["RANK"]
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        told = []
+        signal.signal(signal.SIGTERM, lambda *_: told.append("told"))
         open("up-" + rank, "w").close()
-        while not all(os.path.exists(f"up-{each}") for each in "01"):
+        while not all(os.path.exists(f"up-{each}") for each in "012"):
             time.sleep(0.05)
         if rank == "1":
             raise ValueError("no such label")
-        while True:
-            time.sleep(1)
+        while rank == "0" or not told:
+            time.sleep(0.1)
+        raise ConnectionError("Connection closed by peer")
     """
-    since = time.monotonic()
-    ended = start(tmp_path, script, *TRAIN, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}).finish(50)
+    three = ["--nproc-per-node", "3", "--folder", "kept", "train.py"]
+    ended = start(tmp_path, script, *three, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}).finish(80)
     assert ended.code == 1
-    assert time.monotonic() - since < 28  # torch by itself waits 30 s more
+    assert "samestep: 2 of 3 rank(s) on" in ended.err, ended.err
+    assert "exit code 1, when it lost a peer" in ended.err
+    failed = max((tmp_path / f"up-{rank}").stat().st_mtime for rank in (0, 1, 2))
+    assert time.time() - failed < 25  # torch by itself waits 30 s
     assert "ended by the launcher after the first failure (SIGKILL)" in ended.err
     assert ended.err.endswith("ValueError: no such label\n")
 
@@ -163,6 +187,17 @@ def sleeper(stubborn: bool = False) -> "subprocess.Popen[str]":
     with started.stdout as out:
         out.readline()
     return started
+
+
+def test_only_ranks_that_still_live_count_as_ended_by_the_launcher():
+    with Stop(patience=5, grace=5) as stop:
+        failed, waiting = sleeper(), sleeper()
+        stop.ranks = frozenset([failed.pid, waiting.pid])
+        failed.kill()
+        os.waitid(os.P_PID, failed.pid, os.WEXITED | os.WNOWAIT)
+        stop.end_ranks()
+        assert (waiting.wait(10), failed.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert stop.ended == {waiting.pid}
 
 
 def test_ranks_that_save_for_longer_than_the_grace_are_killed():

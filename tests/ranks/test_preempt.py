@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.data.audit import audit
-from samestep.run.preempt import EndedEarly, TimeLimit
+from samestep.run.preempt import EndedEarly, Preemption, TimeLimit
 from tests.ranks.models import TASKS, dataset
 
 EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
@@ -195,10 +195,23 @@ def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
 def test_a_time_limit_leaves_room_for_saving_twice_and_for_the_longest_pause_yet():
     limit = TimeLimit(time.time() + 100)  # margin: 5 s
     assert not limit.is_up(saving=0.0)
-    assert not limit.is_up(saving=47.0)
+    assert not limit.is_up(saving=45.5)
     assert limit.is_up(saving=48.0)
     time.sleep(1.5)
     assert limit.is_up(saving=46.8)
+
+
+class Saver(Preemption):
+    def saving(self):
+        return 25.0
+
+
+def test_a_time_limit_leaves_room_for_every_checkpoint_of_a_run():
+    riders = [Saver([], print, None)]
+    preemption = Preemption(riders, print, time.time() + 100)
+    assert preemption.word() == 0.0
+    riders.append(Saver([], print, None))
+    assert preemption.word() == 3.0  # the time limit
 
 
 GROUP = """

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from samestep import Run
+from samestep.facts.machine_words import machines_of
+from samestep.plan.teacher import Setting
+from samestep.teacher.frozen import Frozen
+from samestep.teacher.weights import open_weights
 from tests.teachers import WORDS, Speaker, save, speaker, words
 
 PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
@@ -129,6 +134,45 @@ def test_a_file_that_is_harmed_for_all_fails_on_all(ranks, tmp_path):
         assert "is no whole file of safetensors" in text
 
 
+def choose_with_little_room_on(rank, weights):
+    """The placement that each rank comes to, for GPUs that stand elsewhere; one rank's has little room."""
+    size = Frozen(Speaker, open_weights(weights)).bytes
+    with Run(global_batch=4, folder="logs") as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("samestep.teacher.choose.device_room", lambda device: size * (1 if run.rank == rank else 100))
+        there = machines_of("h100:2")
+        there = replace(there, device=replace(there.device, memory=100 * size))
+        patch.setattr("samestep.run.run.setting_here", lambda *_: Setting(there, 2, 4, 2))
+        return run.teacher(Speaker, weights=weights).placement
+
+
+def test_all_ranks_choose_what_fits_the_tightest(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    assert ranks(2, choose_with_little_room_on, None, weights) == ["gpu", "gpu"]
+    for rank in (0, 1):
+        first, second = ranks(2, choose_with_little_room_on, rank, weights)
+        assert first == second != "gpu"
+
+
+def differ_in_examples(weights):
+    """Ranks whose examples have other rows: the first rank's counts."""
+    with Run(global_batch=8, folder="logs") as run:
+        teacher = run.teacher(lambda: (Speaker(), words(run.rank + 1)), weights=weights)
+        for _ in range(4):
+            teacher(words(2))
+        run.log({"x": 1.0}, now=True)
+        return teacher.placement, teacher.summary()["estimated_seconds"]
+
+
+def test_the_first_rank_decides_for_all(ranks, tmp_path):
+    first, second = ranks(2, differ_in_examples, save(speaker(), tmp_path / "teacher.safetensors"))
+    assert first == second
+    assert first[0] == "cpu"
+    told = Path("logs/log.txt").read_text()
+    assert told.count("chosen: the fastest that fits") == 1
+    assert told.count("counted with an example of 1 sample(s)") == 1
+    assert told.count("as the estimate of") == 1
+
+
 def proportional(pids):
     """Bytes of memory of some processes, pages that several share counted once."""
     total = 0
@@ -149,7 +193,7 @@ def sum_over_node(run):
 
 
 def weigh(weights, build, placement, dtype):
-    """Memory of all ranks that a teacher adds, after loading and several forwards; and the teacher's bytes."""
+    """Memory of all ranks that a teacher adds, after several forwards, and a backward to its inputs; its bytes."""
     with Run(global_batch=4, folder="logs") as run:
         run.teacher(Speaker, weights=weights[1], placement="cpu")(words())  # what is loaded late, once
         before = sum_over_node(run)
@@ -158,7 +202,10 @@ def weigh(weights, build, placement, dtype):
         for _ in range(3):
             teacher(torch.ones(2, LARGE, dtype=dtype))
             found.append(sum_over_node(run) - before)
-        return max(found), teacher.bytes
+        soft = torch.ones(2, LARGE, dtype=dtype, requires_grad=True)
+        teacher.module(soft).sum().backward()
+        assert soft.grad is not None
+        return max(found), sum_over_node(run) - before, teacher.bytes
 
 
 LARGE, LAYERS = 2048, 12
@@ -188,8 +235,9 @@ def test_a_node_holds_one_copy_however_many_ranks_it_has(ranks, tmp_path):
     del large, state
     for size, dtype in ((1, None), (4, None), (4, torch.bfloat16)):
         ranks.stop()  # memory that a process got and did not give back would count for the next
-        for added, size_of_teacher in ranks(size, weigh, weights, Large, "cpu", dtype):
+        for added, with_gradients, size_of_teacher in ranks(size, weigh, weights, Large, "cpu", dtype):
             assert size_of_teacher == (201326592 if dtype is None else 100663296)
             assert 0.9 * size_of_teacher < added < 1.05 * size_of_teacher, (size, dtype)
+            assert with_gradients < 1.25 * size_of_teacher, (size, dtype)  # a matrix at work on each rank
     ranks.stop()
     shutil.rmtree(tmp_path)

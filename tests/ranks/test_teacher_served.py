@@ -206,6 +206,31 @@ def test_a_serving_process_that_dies_is_told_with_its_exit_code(ranks, weights):
     assert "ended with exit code -9" in second
 
 
+def one_server_fails(path):
+    from samestep.teacher import served
+
+    load = served.load
+    with Run(global_batch=4, start_timeout=30, step_timeout=30) as run:
+        if run.rank == 1:
+            served.load = no_room
+        try:
+            run.teacher(Teacher, weights=path, placement="served", servers=2)
+        except Exception as error:  # noqa: BLE001
+            return str(error), [t.name for t in threading.enumerate() if t.name.startswith("samestep-teacher")]
+        finally:
+            served.load = load
+
+
+def no_room(*_):
+    raise MemoryError("no room on rank 1")
+
+
+def test_a_server_ends_where_another_could_not_be_started(ranks, weights):
+    for text, threads in ranks(2, one_server_fails, weights):
+        assert "no room on rank 1" in text
+        assert threads == []
+
+
 WAKE = threading.Event()
 
 

@@ -1,5 +1,6 @@
 """Weights and texts out of packages: found, cleaned, unpacked once."""
 
+import importlib
 import json
 import re
 from importlib.metadata import PackageNotFoundError
@@ -9,6 +10,8 @@ from safetensors import safe_open
 
 from samestep.assets import minilm, packages, sentences, smollm2
 from samestep.errors import DataError
+
+smollm2_module = importlib.import_module("samestep.assets.smollm2")  # the package has a function of this name
 
 
 def test_sentences_are_plain_whole_and_each_there_once():
@@ -39,6 +42,25 @@ def test_the_language_model_is_unpacked_once_and_can_be_cut(tmp_path, monkeypatc
     made = (smollm2() / "model.safetensors").stat()
     assert made.st_size == 269_060_552
     assert (smollm2() / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
+
+
+def test_a_folder_that_another_process_made_meanwhile_is_taken_and_an_error_is_not_hidden(tmp_path):
+    folder = tmp_path / "made"
+
+    def make(beside):
+        (beside / "mine").touch()
+        folder.mkdir()
+        (folder / "theirs").touch()
+
+    smollm2_module._publish(folder, make)
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
+
+    def interrupted(beside):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        smollm2_module._publish(folder, interrupted)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.checkpoint import files, manifest
+from samestep.checkpoint import catalog, files, manifest
 from samestep.checkpoint.tensor_file import Entry, tensor_blocks
 from samestep.cli.checkpoint import command
 from samestep.cli.main import main
@@ -197,6 +197,25 @@ def test_what_killed_writers_left_is_cleared_away(tmp_path):
     (tmp_path / ".mine").mkdir()
     save(tmp_path, [5])
     assert names(tmp_path) == [".mine", "step-00000005"]
+
+
+def test_a_killed_removal_keeps_nobody_from_removing_another_of_that_name(tmp_path):
+    half = tmp_path / ".deleting-step-00000005"
+    for folder in (half, tmp_path / "step-00000005"):
+        folder.mkdir()
+        (folder / "rank-00000.safetensors").touch()
+    files.remove_folder(tmp_path / "step-00000005")
+    assert names(tmp_path) == []
+
+
+def test_what_is_no_checkpoint_is_removed_under_the_name_by_which_it_is_found_again(tmp_path, monkeypatch):
+    left = tmp_path / ".writing-step-00000005-1a2b"
+    left.mkdir()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda folder: None)  # killed before it began
+    files.remove_folder(left)
+    monkeypatch.undo()
+    assert catalog.clean(tmp_path, "now") == [left.name]
+    assert names(tmp_path) == []
 
 
 def test_a_newer_format_is_refused_and_nothing_changed(tmp_path, monkeypatch):

@@ -359,6 +359,18 @@ def test_seconds_are_short_to_read(seconds, text):
     assert seconds_text(seconds) == text
 
 
+def test_a_step_is_not_cut_where_only_the_whole_one_fits():
+    """Measured rates may fall for large products; cut in two, sharded gradients of 20 GiB would wait for the end."""
+    slow = {"bfloat16": ((5e11, 1e14), (1e12, 1e13))}
+    on = machines(2, 1, 62)
+    on = replace(on, device=replace(on.device, measured=slow))
+    facts = model(gib=20, per_sample=0)
+    found = plan(on, facts, 200)
+    for each in found.candidates:
+        if each.fits:
+            assert each.memory.total <= on.device.memory * 0.94 + 1, each.layout.name
+
+
 SIZES = st.floats(0.01, 60)
 SAMPLES = st.integers(1, 20 * 1024)
 

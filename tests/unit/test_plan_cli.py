@@ -145,9 +145,29 @@ def test_what_if_lists_several_machines(lab, capsys):
     assert all(row["gpu_hours"] > 0 for row in told)
 
 
+def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
+    figures = '{"name": "mine", "memory_gib": 20, "bandwidth_gbs": 500, "tflops": {"float32": 20}}'
+    for words, first in ((figures, "mine"), ("g5", "a10g")):
+        typed = ["plan", "planlab:build", "--global-batch", "64", "--precision", "fp32", "--what-if", "--json"]
+        assert main([*typed, "--gpus", words]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        seen = [
+            (row["machines"]["device"]["name"], row["machines"]["per_node"] * row["machines"]["nodes"]) for row in rows
+        ]
+        assert seen[:5] == [(first, count) for count in (1, 2, 4, 8, 16)]
+
+
 @pytest.mark.parametrize(
     ("typed", "complaint"),
     [
+        (
+            "plan planlab:build --global-batch 8 --what-if --gpus x1",
+            "--gpus x1: there is no device x1 in the table: use one of b200",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --what-if --nodes 2",
+            "--what-if tries several numbers of nodes by itself: leave --nodes out",
+        ),
         ("plan", "a plan needs a function that builds the model, and a global batch: type `samestep plan mylab:build"),
         (
             "plan planlab:build",

@@ -297,6 +297,20 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(events, state, 
     assert how_is(entry) == state
 
 
+def test_accounts_that_do_not_answer_leave_a_job_unreachable_and_the_list_whole(entry, tmp_path, monkeypatch):
+    programs = {
+        "scontrol": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        "sacct": "exec sleep 20",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(slurm, "_PATIENCE_SECONDS", 0.5)
+    assert how_is(entry).state == "UNREACHABLE"
+    assert how_is(entry).reason.startswith("sacct has not answered for 0.5 s")
+
+
 def test_jobs_lists_what_was_submitted(here, entry, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     assert main(["jobs"]) == 0

@@ -17,6 +17,7 @@ from samestep.teacher.ground import Ground, Wish
 from samestep.teacher.spread import Seat, split_evenly, split_in_order, spread
 from samestep.teacher.streamed import place_offloaded, place_on_disk
 from samestep.teacher.weights import open_weights
+from samestep.teacher.whole import place_in_host_memory
 from tests.teachers import Block, Speaker, save, speaker, words
 
 CPU = torch.device("cpu")
@@ -502,8 +503,64 @@ def test_too_little_memory_is_told_before_anything_is_read(run, monkeypatch):
             run.teacher(Speaker, weights=weights, placement=placement)
 
 
-def test_no_placement_on_the_cpu_is_one_copy_a_node(tmp_path, capsys):
-    with Run(global_batch=4, folder=tmp_path / "run") as run:
-        teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"))
-        assert teacher.placement == "cpu"
-    assert "teacher: placement='cpu': the teacher has" in capsys.readouterr().out
+@pytest.mark.parametrize("placement", HERE)
+def test_the_runs_autocast_does_not_reach_a_teacher(run, placement):
+    plain = speaker()
+    teacher = teach(run, placement, save(plain, "one.safetensors"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
+        found, pending = teacher(words()), teacher.ahead(words()).result()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found, plain(words()))
+    assert torch.equal(pending, found)
+
+
+class Reader(Speaker):
+    """A Speaker that starts from vectors, as soft prompts do."""
+
+    def forward(self, vectors):
+        for block in self.blocks:
+            vectors = block(self.dropout(vectors))
+        return self.head(vectors)
+
+
+@pytest.mark.parametrize("placement", ["gpu", "cpu", "balanced", "sequential", "custom"])
+def test_gradients_pass_through_a_frozen_module_to_its_inputs(run, placement):
+    plain = Reader()
+    plain.load_state_dict(speaker().state_dict())
+    plain.eval().requires_grad_(False)
+    module = teach(run, placement, save(speaker(), "one.safetensors"), build=Reader).module
+    assert not module.training
+    found = []
+    for net in (plain, module):
+        soft = torch.linspace(-1, 1, 2 * 6 * 16).reshape(2, 6, 16).requires_grad_()
+        net(soft).square().sum().backward()
+        found.append(soft.grad)
+    assert found[0].abs().max() > 0
+    assert torch.equal(*found)
+    assert all(not p.requires_grad and p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("placement", ["offload", "disk", "sharded", "served", "cached"])
+def test_placements_whose_weights_do_not_stay_have_no_module(run, placement):
+    teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement=placement)
+    with pytest.raises(TeacherError, match=f"placement='{placement}' has no module .* use placement='gpu', 'cpu', "):
+        _ = teacher.module
+
+
+def test_a_closed_teacher_has_no_module(run):
+    teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="cpu")
+    teacher.close()
+    with pytest.raises(TeacherError, match="this teacher is closed"):
+        _ = teacher.module
+
+
+def test_a_module_elsewhere_brings_inputs_to_it_and_outputs_home(run):
+    away = Ground(run._link, torch.device("meta"), run.folder, run.say, run.once)
+    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    placed = place_in_host_memory(away, frozen, Wish())
+    seen = []
+    placed.module.embed.register_forward_hook(lambda *given: seen.append(given[2]))
+    assert placed.module(words()).is_meta
+    assert placed(words()).is_meta
+    assert torch.equal(seen[0], speaker().embed(words()))

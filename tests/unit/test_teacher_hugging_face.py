@@ -67,6 +67,38 @@ def test_a_folder_without_config_or_architecture_is_told(run, tmp_path):
         run.teacher(folder)
 
 
+@pytest.mark.parametrize("named", ["pipeline", "AutoConfig", "set_seed", "__name__"])
+def test_a_folder_may_name_a_model_of_transformers_and_nothing_else_in_it(run, tmp_path, named):
+    folder = save(speaker(), tmp_path / "teacher")
+    (folder / "config.json").write_text(json.dumps({"architectures": [named]}))
+    with pytest.raises(TeacherError, match=f"names the architecture '{named}', which transformers .* does not"):
+        run.teacher(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7"])
+def test_a_configuration_that_is_none_is_told(run, tmp_path, text):
+    folder = save(speaker(), tmp_path / "teacher")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(TeacherError, match=r"config.json is no JSON object \(.*\): copy or download it anew"):
+        run.teacher(folder)
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_about(run, tmp_path, monkeypatch):
+    folder = tmp_path / "teacher"
+    model("Bert").save_pretrained(folder)
+    (folder / "own.py").write_text("raise SystemExit('code of the folder was run')")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def asked(*_):
+        raise AssertionError("it asked on the terminal")
+
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        run.teacher(folder)
+
+
 def test_without_transformers_a_folder_is_told_what_to_install(run, tmp_path, monkeypatch):
     folder = save(speaker(), tmp_path / "teacher")
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))

@@ -68,8 +68,10 @@ def _publish(folder: Path, make: Callable[[Path], None]) -> None:
     beside = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         make(beside)
-        beside.rename(folder)
-    except BaseException:
+        try:
+            beside.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have been quicker
+                raise
+    finally:
         shutil.rmtree(beside, ignore_errors=True)
-        if not folder.is_dir():  # another process may have been quicker
-            raise

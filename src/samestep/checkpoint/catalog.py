@@ -117,7 +117,7 @@ def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Co
     there = find(folder)
     known = _readable(there, bad)
     top = best(known, metric) if metric is not None else None
-    oldest = min(*sorted(known, reverse=True)[:keep], now)
+    oldest = min([*sorted(known, reverse=True)[:keep], now])
     for found in there:
         if found < oldest and found != top:
             remove_folder(found.path)

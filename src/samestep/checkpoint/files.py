@@ -95,10 +95,12 @@ def replace_text(path: Path, text: str) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder so that no half of it can be taken for a checkpoint."""
-    aside = folder.with_name(f".deleting-{folder.name.lstrip('.')}")
-    if folder != aside:
-        folder.rename(aside)
-    shutil.rmtree(aside)
+    if not folder.name.startswith("."):  # else its name is none of a checkpoint, and is found again if we are killed
+        aside = folder.with_name(f".deleting-{folder.name}")
+        if aside.exists():  # an older one of this name, half removed by a process that was killed
+            shutil.rmtree(aside)
+        folder = folder.rename(aside)
+    shutil.rmtree(folder)
 
 
 def check_room(folder: Path, needed: int) -> None:

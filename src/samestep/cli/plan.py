@@ -15,7 +15,6 @@ from rich.text import Text
 from samestep.cli.building import find_function
 from samestep.errors import PlanError
 from samestep.facts.calibration import calibrated, keep_calibration, read_calibration
-from samestep.facts.devices import find_sheet
 from samestep.facts.hardware import read_hardware
 from samestep.facts.machine_live import machines_here, machines_of_slurm, slurm_nodes
 from samestep.facts.machine_words import machines_of
@@ -96,7 +95,7 @@ def command(
         return
     wish = Wish(target, global_batch, **rest)  # pyright: ignore[reportArgumentType]  # click checks the options
     traces = Traces(wish)
-    machines = _what_if_machines(gpus) if what_if else [_machines(gpus, nodes)]
+    machines = _what_if_machines(gpus, nodes) if what_if else [_machines(gpus, nodes)]
     plans = [_plan(traces, each) for each in machines]
     _print(plans, samples if what_if else None, as_json)
     context.exit(0 if any(found.chosen for found in plans) else 1)
@@ -177,11 +176,15 @@ def _machines(words: str, nodes: int | None) -> Machines:
     return asked or calibrated(found, read_calibration(name, environ))
 
 
-def _what_if_machines(words: str) -> Iterator[Machines]:
-    asked = find_sheet(words.partition(":")[0])
-    for kind in dict.fromkeys((*([asked.device.name] if asked else []), *_KINDS)):
+def _what_if_machines(words: str, nodes: int | None) -> Iterator[Machines]:
+    """So many of the GPUs that were typed, if any, and of the usual ones."""
+    if nodes is not None:
+        raise PlanError("--what-if tries several numbers of nodes by itself: leave --nodes out")
+    asked = [] if words.strip() == "local" else [machines_of(words)]
+    known = {kind: machines_of(kind) for kind in _KINDS}
+    for kind in ({each.device.name: each for each in asked} | known).values():
         for count in _COUNTS:
-            yield machines_of(f"{kind}:{min(count, _NODE)}", -(-count // _NODE))
+            yield kind.of_size(min(count, _NODE), -(-count // _NODE))
 
 
 def _calibrate() -> str:

@@ -12,6 +12,7 @@ import click
 
 from samestep.errors import LaunchError
 from samestep.facts.world import environment, export
+from samestep.launch.exit_codes import TIME_IS_OVER
 from samestep.launch.job import Job, Show, count_processes, folder_name
 from samestep.launch.local import (
     can_serve,
@@ -121,6 +122,9 @@ def command(**typed: Unpack[Typed]) -> int:
             _say(f"samestep: logs in {job.folder / 'logs'}; the ranks get {variables.reason}")
             return launch(job, stop, _say)
         except Stopped as stopped:
+            if stop.time_is_over:  # which stops a launcher without ranks by a signal of its own
+                _say(f"samestep: the time limit of {job.time_limit} is over, and no rank was at work yet")
+                return TIME_IS_OVER
             _say(f"samestep: stopped by {stopped.sigval.name}; every rank has ended")
             return 128 + stopped.sigval
 

@@ -6,7 +6,7 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.sample_rng import batch_luck, sample_luck
 from samestep.data.tree import move, tensors_of
@@ -117,7 +117,7 @@ class _Keyed:
     def __getitems__(self, request: Request) -> list[object]:
         batched = getattr(self.dataset, "__getitems__", None)
         indices = request.indices.tolist()
-        if not callable(batched):
+        if not callable(batched) or not _reads_batches(self.dataset):
             return self._one_by_one(indices, request)
         try:
             with batch_luck(request.setting):
@@ -141,6 +141,13 @@ class _Keyed:
         return SampleError(
             f"{what} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}"
         )
+
+
+def _reads_batches(dataset: object) -> bool:
+    """Whether a dataset itself reads many samples at once; torch's Subset always claims to, and asks what is inside."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from samestep.facts.machines import Machines
+from samestep.facts.world import cache_folder
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,8 @@ def calibrated(machines: Machines, calibration: Calibration | None) -> Machines:
 
 def calibration_path(device: str, environ: Mapping[str, str]) -> Path:
     """Where the calibration of a device is kept: one file for each kind, as a home folder is shared by unlike nodes."""
-    cache = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
     name = hashlib.sha256(device.encode()).hexdigest()[:16]
-    return Path(cache) / "samestep" / f"calibration-{name}.json"
+    return cache_folder(environ) / f"calibration-{name}.json"
 
 
 def read_calibration(device: str, environ: Mapping[str, str]) -> Calibration | None:
@@ -73,7 +74,7 @@ def keep_calibration(calibration: Calibration, environ: Mapping[str, str]) -> Pa
     """Write it down for later; returns where."""
     path = calibration_path(calibration.device, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
+    draft = path.with_suffix(f".{os.getpid()}")  # another may measure at the same time
     draft.write_text(json.dumps(asdict(calibration), indent=2), encoding="utf-8")
     draft.replace(path)
     return path

@@ -1,7 +1,7 @@
 """The machines a plan is made for: one kind of device, so many in a node, so many nodes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class Machines:
     def devices(self) -> int:
         """All devices, hence ranks."""
         return self.per_node * self.nodes
+
+    def of_size(self, per_node: int, nodes: int) -> "Machines":
+        """The same devices, so many in a node and so many nodes; memory and cores of a node grow with its devices."""
+        host, cores = self.host_memory // self.per_node * per_node, max(1, self.cores // self.per_node * per_node)
+        return replace(self, per_node=per_node, nodes=nodes, host_memory=host, cores=cores)
 
     @property
     def words(self) -> str:

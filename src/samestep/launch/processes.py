@@ -22,8 +22,13 @@ def adopt_orphans(wanted: bool) -> None:
 
 
 def children() -> set[int]:
-    """Process ids of all living descendants of this process."""
+    """Process ids of all descendants of this process, and of those that have ended unnoticed."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def living(pids: Collection[int]) -> set[int]:
+    """Those of these descendants that have not ended."""
+    return {each.pid for each in _living(()) if each.pid in pids}
 
 
 def end_children(spare: Collection[int], patience: float) -> None:

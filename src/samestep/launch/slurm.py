@@ -80,12 +80,12 @@ def ask(job: str) -> JobState | None:
         return None
     try:
         told = _call("scontrol", "show", "job", job)
-    except LaunchError as error:
+        if told.returncode == 0:
+            return read_scontrol(told.stdout)
+        if "Invalid job id" in told.stderr:
+            return _ask_accounting(job)
+    except LaunchError as error:  # one of them has not answered in time
         return JobState("UNREACHABLE", str(error))
-    if told.returncode == 0:
-        return read_scontrol(told.stdout)
-    if "Invalid job id" in told.stderr:
-        return _ask_accounting(job)
     return JobState("UNREACHABLE", _words(told))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from samestep.launch.processes import adopt_orphans, children, end_children, kill_children, signal_all
+from samestep.launch.processes import adopt_orphans, children, end_children, kill_children, living, signal_all
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_WARNINGS)
@@ -37,6 +37,7 @@ class Stop:
         self.received: signal.Signals | None = None
         self.warned: signal.Signals | None = None
         self.time_is_over = False
+        """Whether the time limit, and no signal before it, ends the ranks."""
         self.ranks: frozenset[int] = frozenset()
         """Processes of the ranks that live, as far as the agent knows."""
         self.ended: set[int] = set()
@@ -74,8 +75,9 @@ class Stop:
 
     def end_ranks(self) -> None:
         """Kill the ranks that still live, since another has failed."""
-        self.ended |= self.ranks
-        signal_all(self.ranks, signal.SIGKILL)
+        late = living(self.ranks)
+        self.ended |= late
+        signal_all(late, signal.SIGKILL)
 
     def end_leftovers(self) -> None:
         """End what the ranks started and did not end; a second signal makes it quicker."""
@@ -116,7 +118,7 @@ class Stop:
         self._timers.append(timer)
 
     def _end_time(self) -> None:
-        self.time_is_over = True
+        self.time_is_over = self.received is None  # else they end because of the signal, and it is only late
         if self.ranks:
             kill_children(self._spare)
         else:  # nobody is there to save anything; perhaps other nodes are waited for

@@ -177,7 +177,8 @@ def _failure(rank: int, failure: "ProcessFailure", first: float, logs: RankLogs,
         pid=failure.pid,
         code=failure.exitcode,
         when=failure.timestamp,
-        ended=failure.pid in stop.ended or is_agents_doing(failure.exitcode, failure.timestamp - first),
+        ended=(failure.pid in stop.ended and failure.exitcode < 0)  # else it went by itself meanwhile
+        or is_agents_doing(failure.exitcode, failure.timestamp - first),
         said=said,
         traceback=traceback,
     )

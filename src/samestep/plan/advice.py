@@ -1,7 +1,6 @@
 """What would fit where nothing does: more of these devices, larger ones, or a smaller sample."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from samestep.facts.devices import SHEETS
 from samestep.facts.machine_words import machines_of
@@ -25,8 +24,7 @@ def _more(task: Task, fitting: Callable[[Task, Machines], str | None]) -> Iterat
     for count in _COUNTS:
         if count > machines.devices:
             per_node = max(machines.per_node, min(count, _NODE))
-            host = machines.host_memory // machines.per_node * per_node
-            more = replace(machines, per_node=per_node, nodes=-(-count // per_node), host_memory=host)
+            more = machines.of_size(per_node, -(-count // per_node))
             if name := fitting(task, more):
                 yield f"{more.words} would do, with {name}"
                 return

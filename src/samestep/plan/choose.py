@@ -139,6 +139,8 @@ def _without_padding(task: Task, layout: Layout, slice_: int, fewest: int) -> tu
     """
     most = min(2 * fewest, fewest + _MOST_MORE, slice_)
     shapes = [(number, -(-slice_ // number)) for number in range(fewest, most + 1)]
+    # a step that is cut may need more memory than one that is not: gradients wait for the last micro-batch
+    shapes = [(number, rows) for number, rows in shapes if _fits(task, layout, rows)]
     best = min(_time(task, layout, rows, number).total for number, rows in shapes)
     return next(
         (number, rows) for number, rows in shapes if _time(task, layout, rows, number).total <= best * _WORTH_CUTTING

@@ -11,6 +11,7 @@ from samestep.units import bytes_text
 MARGIN = 0.06
 """The part of each memory that stays free."""
 _HOST_MARGIN = 0.1
+_FILLED = 0.9  # of what is free on a device, for `sequential`
 _SAME = 1.02  # two placements closer than this are equally fast: the one that takes less memory is better
 
 
@@ -178,9 +179,9 @@ def _balanced(setting: Setting, teacher: TeacherFacts) -> Cost:
 
 
 def _sequential(setting: Setting, teacher: TeacherFacts) -> Cost:
-    """The first device is filled before the next is touched, so the fullest has as much as there is room for."""
-    room = _room(setting) - _working(setting, teacher)
-    first = teacher.bytes if setting.devices_per_rank == 1 else min(teacher.bytes, max(room, 0))
+    """The first device is filled before the next is touched, whatever training will need there."""
+    filled = int(_FILLED * setting.machines.device.memory_free)
+    first = teacher.bytes if setting.devices_per_rank == 1 else min(teacher.bytes, filled)
     return first + _working(setting, teacher), 0, _every_forward(setting, teacher)
 
 
@@ -266,7 +267,7 @@ def _unfit(name: str, setting: Setting) -> str | None:
 
 
 def _too_large(per_gpu: int, per_node: int, setting: Setting) -> str | None:
-    if per_gpu > _room(setting):
+    if per_gpu > max(_room(setting), 0):
         return f"needs {bytes_text(per_gpu)} on a device and {bytes_text(max(_room(setting), 0))} are left there"
     # without a GPU a rank's own copy lies in the memory of the node as well
     host = per_node + (per_gpu * setting.ranks_per_node if setting.machines.device.kind == "cpu" else 0)
@@ -297,5 +298,5 @@ def _tell(placement: Placement, chosen: Placement | None) -> Placement:
     if placement.name == chosen.name:
         return replace(placement, why="the fastest that fits")
     times = placement.seconds / chosen.seconds if chosen.seconds else 1.0
-    slower = f"{times:.1f} times as slow" if times > _SAME else "as fast, with more memory"
+    slower = f"{times:.1f} times as slow" if times > _SAME else "as fast, with no less memory"
     return replace(placement, why=f"{slower} as {chosen.name}" if times > _SAME else f"{slower} than {chosen.name}")

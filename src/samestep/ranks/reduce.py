@@ -44,6 +44,11 @@ def means(
         for name, values in _named(batch).items():
             _add(mine.setdefault(name, _Tally()), values, keep)
     parts = link.exchange_objects("run.means", {name: (tally.total(), tally.count) for name, tally in mine.items()})
+    return _join(parts)
+
+
+def _join(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
+    """Means by name from the (sum, count) of each rank."""
     found = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
     counts = {name: sum(count for _, count in sums) for name, sums in found.items()}
     if not found or 0 in counts.values():

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
@@ -15,6 +16,7 @@ from samestep.run.account import Account
 from samestep.run.finite import all_finite
 from samestep.run.logs import Row, Writer
 from samestep.run.padding import Padding
+from samestep.run.planning import Decision
 from samestep.run.pulse import Pulse
 from samestep.run.replicas import replicated
 from samestep.run.step import Step
@@ -38,12 +40,12 @@ class RunEngine:
         self.accounts: list[Account] = []
         self.pulse = Pulse(link)
         self.current: Step | None = None
-        self.epoch = 0
         self.said: set[str] = set()
         self.at_end: list[Callable[[], None]] = []
         self.teachers: list[Teacher] = []
-        self.steps = self.stepped = self.samples = self.shards = self.rows = 0
-        self.planned_rows: int | None = None
+        self.epoch = self.steps = self.stepped = self.samples = self.shards = self.rows = 0
+        self.decisions: list[Decision] = []
+        self.moments: deque[float] = deque(maxlen=500)
         self.lockstep = self.in_step = False
         self.padding = Padding()
         self._own: dict[Row, float] = {}
@@ -100,6 +102,7 @@ class RunEngine:
     def hand_out(self, step: Step) -> Iterator[Step]:
         """Yield a step once, and know when the body of the user's loop is over, also where it is left for good."""
         self.current, self._abandoned, self.in_step = step, None, True
+        self.moments.append(time.perf_counter())
         try:
             yield step
         finally:

@@ -21,6 +21,7 @@ from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
 from samestep.run.logs import Writer
 from samestep.run.out_of_memory import TooLarge, advise, half_may_help, is_out_of_memory
+from samestep.run.planning import compare, tell
 from samestep.run.preempt import EndedEarly, Preemption
 from samestep.run.seed import seed_alike
 from samestep.sinks.console import open_console
@@ -121,6 +122,7 @@ class Life:
     def end(self, early: EndedEarly | None = None) -> None:
         """End after success, or early on all ranks alike: write what is pending, wait for all ranks, disconnect."""
         try:
+            self._compare_plans()
             self.engine.close()
             self._close_files("finished" if early is None else early.status, self.engine)
             self.link.close()
@@ -200,8 +202,22 @@ class Life:
             "seconds": round(time.monotonic() - self._began, 3),
             "metrics": self.writer.last if self.writer else {},
             "choices": engine.speed.choices() if engine else {},
+            "plan": self._plans(engine) if engine else [],
             "teacher": [teacher.summary() for teacher in engine.teachers] if engine else [],
         }
+
+    def _plans(self, engine: RunEngine) -> list[dict[str, object]]:
+        """What was planned for each wrapped model, beside what came as far as it is known."""
+        device, moments = self.choice.device, list(engine.moments)
+        return [
+            made.facts | {"compared": compare(made, device, moments) if made.counted else {}}
+            for made in engine.decisions
+        ]
+
+    def _compare_plans(self) -> None:
+        for made in self.engine.decisions:
+            if made.counted and (told := tell(compare(made, self.choice.device, list(self.engine.moments)))):
+                self.say(told)
 
     def _hear_no_more(self, ending: bool) -> None:
         if self._preemption is not None:

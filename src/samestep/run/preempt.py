@@ -112,7 +112,8 @@ class Preemption:
 
     def word(self) -> float:
         """What this rank was told, by its number."""
-        if self._limit is not None and self._limit.is_up(max(rider.saving() for rider in self._riders)):
+        # All of them save before the run ends, one after the other.
+        if self._limit is not None and self._limit.is_up(sum(rider.saving() for rider in self._riders)):
             return float(max(_TIME_IS_UP, self.signals.noted))
         return float(self.signals.noted)
 

@@ -14,20 +14,20 @@ from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.ground import Ground, Stateful
 from samestep.checkpoint.restoring import restore
 from samestep.data.loader import Collate, MapDataset
-from samestep.errors import WrapError
 from samestep.ranks.group import Group
 from samestep.run.evaluate import evaluate
 from samestep.run.life import Asked, Life
-from samestep.run.seed import seed_anew, seed_apart
+from samestep.run.seed import seed_anew
 from samestep.run.shard import Reading, Settings, Shard, open_shard
 from samestep.run.stream import Stream, StreamSource, open_stream
 from samestep.run.taught import setting_here, take_teacher
 from samestep.run.terms import Terms
+from samestep.run.wrapping import wrap_model
 from samestep.teacher import ground as teaching
 from samestep.teacher.frozen import Build
 from samestep.teacher.teacher import Teacher
 from samestep.wrap.precision import Precision
-from samestep.wrap.wrap import Strategy, Unused, Wish, wrap
+from samestep.wrap.wrap import Strategy, Unused, Wish
 
 
 class Run(Group):
@@ -109,22 +109,17 @@ class Run(Group):
         blocks: tuple[type[nn.Module], ...] = (),
         checkpoint: tuple[type[nn.Module], ...] = (),
         channels_last: bool = False,
+        example: object = None,
+        optimizer: str = "AdamW",
     ) -> nn.Module:
         """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
 
         One rank: the model itself. `strategy` is "ddp", "fsdp", "zero2" (weights stay whole from the forward to the
-        backward pass) or "hybrid" (shard in a node, replicate between nodes); None chooses.
+        backward pass) or "hybrid" (shard in a node, replicate between nodes); None chooses. With an `example` batch it
+        plans: strategy, recomputation and micro-batch by what a traced step takes, for the `optimizer` of that name.
         """
-        engine = self._life.engine
-        if any(known.owns(parameter) for known in engine.models for parameter in model.parameters()):
-            raise WrapError(f"{type(model).__name__} has parameters that are wrapped already: a model is wrapped once")
-        engine.speed.tell()
         wish = Wish(strategy, unused, sync_batchnorm, offload, blocks, checkpoint, channels_last)
-        in_step, numbers = (lambda: engine.in_step), engine.speed.numbers
-        wrapped = wrap(self._link, model, self.device, wish, numbers, in_step, self.say)
-        engine.models.append(wrapped)
-        seed_apart(self._life.asked.seed, self.rank)
-        return wrapped.model
+        return wrap_model(self._life, self.once, model, wish, example, optimizer)
 
     def shard(
         self,

@@ -13,6 +13,7 @@ from samestep.facts.hardware import read_hardware
 from samestep.facts.world import World, halvings
 from samestep.run.account import Account
 from samestep.run.engine import RunEngine
+from samestep.run.planning import planned_rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Terms:
     def rows(self, wish: int | None) -> int | None:
         """The most rows of a micro-batch: as wished or planned, halved as often as memory ran out; None: all."""
         whole, engine = -(-self.global_batch // self.world.size), self.engine
-        rows, times = wish or engine.planned_rows, halvings()
+        rows, times = wish or planned_rows(engine.decisions), halvings()
         if times:
             before, rows = rows or whole, max(1, -(-(rows or whole) // 2**times))
             self._say_once(

@@ -20,6 +20,7 @@ from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Placed, Wish
 from samestep.teacher.outputs import compressed, put_together, take_apart
 from samestep.teacher.teacher import place_function
+from samestep.teacher.together import together
 
 _FOLDER: Final = "teacher-cache"
 _ABOUT: Final = "teacher.json"
@@ -41,7 +42,7 @@ class Cached:
         self._folder = Path(str(ground.once(Path(wish.cache or ground.folder / _FOLDER).absolute)))
         ground.once(_claim, self._folder, _about(frozen, wish))
         self._writer, self._reader = RowWriter(self._folder, ground.link.world.rank), RowReader(self._folder)
-        self._reader.refresh()
+        together(ground.link, "reading the teacher's cache", self._reader.refresh)
         self._seen: set[tuple[str, int]] = set()
         self._inner: Placed | None = None
         self._read = self._computed = 0

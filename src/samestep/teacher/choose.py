@@ -84,31 +84,19 @@ def _weigh(setting: Setting, frozen: Frozen, wish: Wish, device: int, host: int)
 
 def _table(choice: Choice) -> str:
     """All placements in lines of 80 columns, and what was assumed."""
-    setting, facts, device = choice.setting, choice.facts, choice.setting.machines.device
-    named = [
-        (*row[:-1], f"chosen: {row[-1]}" if row[0] == choice.placement else row[-1])
-        for row in teacher_rows(choice.plan)
-    ]
-    rows = [TEACHER_TITLES, *named]
+    setting, device = choice.setting, choice.setting.machines.device
+    rows = [TEACHER_TITLES, *teacher_rows(choice.plan)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(TEACHER_TITLES) - 1)]
     indent = " " * (sum(widths) + 2 * len(widths))
-    lines: list[str] = []
+    lines = [
+        f"teacher: {bytes_text(choice.facts.bytes)} for {setting.ranks} rank(s); seconds of a step of "
+        f"{setting.global_batch} samples, {setting.micro_batch} at once:"
+    ]
     for name, *numbers, why in rows:
         cells = [name.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))]
-        lines += textwrap.wrap(
-            "  ".join(cells) + "  " + why,
-            _WIDTH,
-            subsequent_indent=indent,
-            break_long_words=False,
-            drop_whitespace=True,
-        )
-    return "\n".join(
-        [
-            f"teacher: {bytes_text(facts.bytes)} for {setting.ranks} rank(s); seconds of a step of "
-            f"{setting.global_batch} samples, {setting.micro_batch} at once on a rank:",
-            *lines,
-            f"teacher: work: {choice.work}",
-            f"teacher: memory: {bytes_text(device.memory_free)} free for the tightest rank, half of it left to what "
-            f"trains; rates: {device.source}",
-        ]
-    )
+        verdict = f"chosen: {why}" if name == choice.placement else why
+        lines += textwrap.wrap("  ".join([*cells, verdict]), _WIDTH, subsequent_indent=indent)
+    room = f"{bytes_text(device.memory_free)} free for the tightest rank, half of it left to what trains"
+    for told in (f"work: {choice.work}", f"memory: {room}", f"rates: {device.source}"):
+        lines += textwrap.wrap(told, _WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)

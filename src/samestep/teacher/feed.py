@@ -47,6 +47,11 @@ class Slot:
     coming: Future[None] | None = field(default=None, repr=False)
     """What fills it in the background."""
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether what was to fill it has failed: read ahead for a call that never came, it is worth another try."""
+        return self.coming is not None and self.coming.done() and self.coming.exception() is not None
+
 
 Read = Callable[[Piece, torch.Tensor], None]
 """Puts the bytes of a piece into host memory of its size."""

@@ -183,6 +183,12 @@ def _skeleton(build: Build) -> tuple[nn.Module, object]:
     finally:
         hook.remove()
     module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    _refuse_unusable(module)
+    return module.eval().requires_grad_(False), example
+
+
+def _refuse_unusable(module: nn.Module) -> None:
+    """Raise where what `build` made is no module, or has parameters with memory, or other tensors without values."""
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # it is the user's function
         raise TeacherError(
             f"build() gave a {type(module).__name__} and no torch.nn.Module: return the teacher's module"
@@ -199,7 +205,6 @@ def _skeleton(build: Build) -> tuple[nn.Module, object]:
                 f"build() made {name!r} on the meta device and no file holds it: build the module on the CPU, where "
                 "its parameters take no memory either, or register it as a buffer with persistent=True and save it"
             )
-    return module.eval().requires_grad_(False), example
 
 
 def _check(module: nn.Module, weights: Weights, ignored: Callable[[str], bool]) -> dict[str, str]:

@@ -32,7 +32,8 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
             "'samestep[teacher]', or give build= a function that makes the module"
         ) from error
     kind: Any = getattr(transformers, named, None)
-    if kind is None:
+    # The file is not to be trusted: it may name anything that transformers holds, and only a model is made of it.
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise TeacherError(
             f"config.json in {folder} names the architecture {named!r}, which transformers {transformers.__version__} "
             "does not have: give build= a function that makes the module"
@@ -41,7 +42,8 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
 
     def build() -> nn.Module:
         """The module, as transformers makes it from its configuration."""
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # without the last word it asks on the terminal whether it may run code of the folder
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.use_cache = False  # a teacher sees each sequence once
         with _default_dtype(has):
             model: Any = kind(config)
@@ -59,8 +61,13 @@ def _architecture(folder: Path) -> str:
             f"there is no build= and {folder} holds no config.json that would name the module: give build= a function "
             "that makes it, or the folder of a Hugging Face model"
         )
-    named = json.loads(path.read_text()).get("architectures") or [""]
-    if not named[0]:
+    try:
+        named = json.loads(path.read_text())["architectures"]
+    except KeyError:
+        named = None
+    except (ValueError, TypeError) as error:
+        raise TeacherError(f"{path} is no JSON object ({error}): copy or download it anew") from error
+    if not isinstance(named, list) or not named or not named[0]:
         raise TeacherError(
             f'{path} names no architecture: add "architectures": ["LlamaForCausalLM"] or the like, or give build= a '
             "function that makes the module"

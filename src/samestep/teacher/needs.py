@@ -117,9 +117,9 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
 
 
 def _without_values(frozen: Frozen, wish: Wish, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer as a shape, in the dtype that it will have."""
+    """Every parameter and buffer as a shape, in the dtype that it will have; of tied ones the first, for all."""
     saved = set(frozen.saved())
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    named = (*module.named_parameters(), *module.named_buffers())
     return {
         name: torch.empty(tensor.shape, dtype=frozen.dtype(name, wish.dtype) if name in saved else tensor.dtype)
         for name, tensor in named

@@ -51,12 +51,12 @@ class Served:
         self._wire: Wire | None = None
         link = ground.link
         try:
-            self._server = together(link, "starting the teacher's server", self._start, frozen)
+            together(link, "starting the teacher's server", self._start, frozen)
             posts = link.exchange_objects("the teacher's servers", _post(self._server, link.world.rank))
             post = posts[self._mine]
             assert post is not None
             self._where = post.told
-            self._wire = together(link, "calling the teacher's server", _call, post)
+            together(link, "calling the teacher's server", self._call_in, post)
         except BaseException:
             self.close()
             raise
@@ -84,18 +84,25 @@ class Served:
         if server is not None:
             server.close()
 
-    def _start(self, frozen: Frozen) -> Server | ServingProcess | None:
-        """The server of this rank's part of the ranks, where this rank is the one to keep it."""
+    def _start(self, frozen: Frozen) -> None:
+        """Start the server of this rank's part of the ranks, where this rank is the one to keep it.
+
+        It is kept before the others are heard of: where one of them fails, it must be closed.
+        """
         world, device, wish = self._ground.link.world, self._ground.device, self._wish
         if world.rank not in self._hosts:
-            return None
+            return
         before = [host for host in self._hosts if host < world.rank]
         callers = world.rank - (before[-1] if before else -1)
         host = _host(world)
         if self._in_process:
             spare = _spare_device(world, device, self._hosts)
-            return ServingProcess(frozen.build, Order(frozen.weights.path, spare, wish, host, callers))
-        return Server(load(frozen, device, wish), device, wish, host, callers)
+            self._server = ServingProcess(frozen.build, Order(frozen.weights.path, spare, wish, host, callers))
+        else:
+            self._server = Server(load(frozen, device, wish), device, wish, host, callers)
+
+    def _call_in(self, post: _Post) -> None:
+        self._wire = _call(post)
 
     def _ask(self, ready: Ready, args: object, kwargs: object) -> object:
         assert self._wire is not None

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from samestep.teacher.served_server import Server, load
 from samestep.teacher.weights import open_weights
 
 _LENGTH: Final = 8
+_END: Final = b"."
 _END_SECONDS: Final = 10.0
+# Schedulers send them to every process of a job, and terminals to all in front: the rank decides what follows.
+_LEFT_TO_THE_RANK: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,12 @@ class ServingProcess:
 
     def close(self) -> None:
         """End the process; one that does not end by itself is killed."""
-        with contextlib.suppress(OSError):
-            _pipe(self._process.stdin).close()
+        pipe = _pipe(self._process.stdin)
+        if not pipe.closed:  # a data worker that was forked off holds the pipe open too: closing says nothing then
+            with contextlib.suppress(OSError):
+                pipe.write(_END)
+            with contextlib.suppress(OSError):
+                pipe.close()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -90,7 +98,9 @@ class ServingProcess:
 
 
 def serve() -> None:
-    """Read the order, load the teacher, say where it listens, and stay until standard input closes."""
+    """Read the order, load the teacher, say where it listens, and stay until the rank says so or ends."""
+    for number in _LEFT_TO_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what build() prints must not be taken for the answer
     sys.path[:] = pickle.loads(_read(sys.stdin.buffer))
@@ -99,7 +109,7 @@ def serve() -> None:
     except Exception as error:  # noqa: BLE001  # the rank that started this process raises it
         told, server = {"error": f"{type(error).__name__}: {error}", "unknown": _is_unknown(error)}, None
     print(json.dumps(told), file=out, flush=True)
-    sys.stdin.buffer.read()  # until the rank closes it or ends
+    sys.stdin.buffer.read(len(_END))
     if server is not None:
         server.close()
 

@@ -14,7 +14,7 @@ from samestep.teacher.carry import carry
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Wish
 from samestep.teacher.outputs import compressed
-from samestep.teacher.served_wire import GONE, Wire, answer_call
+from samestep.teacher.served_wire import GONE, Wire, answer_call, hang_up
 
 _JOIN_SECONDS: Final = 5.0
 
@@ -23,7 +23,8 @@ class Server:
     """Holds the teacher's module and answers a known number of callers until they hang up.
 
     Each caller has a thread, so that one's inputs arrive while another's are computed; forward passes take turns.
-    Inputs of different callers are never joined: outputs have the same bits however many there are.
+    Inputs of different callers are never joined: outputs have the same bits however many there are. Whoever calls and
+    does not know the key, or says nothing, keeps nobody else waiting; when all have called, nobody is let in any more.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, wish: Wish, host: str, callers: int) -> None:
@@ -31,31 +32,46 @@ class Server:
         self.key = secrets.token_bytes(32)
         self._listening = socket.create_server((host, 0), backlog=callers)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
-        self._turn = Lock()
-        self._wires: list[Wire] = []
-        self._threads = [Thread(target=self._accept, args=(callers,), name="samestep-teacher-accept", daemon=True)]
+        self._turn, self._door = Lock(), Lock()
+        self._awaited = callers  # 0 as soon as nobody is let in any more
+        self._connections: list[socket.socket] = []
+        self._threads = [Thread(target=self._accept, name="samestep-teacher-accept", daemon=True)]
         self._threads[0].start()
 
     def close(self) -> None:
         """Hang up on everybody and let the module go."""
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
-        self._listening.close()
-        for wire in self._wires:
-            wire.close()
-        for thread in self._threads:
+        with self._door:
+            self._awaited = 0
+        hang_up(self._listening)  # wakes who waits for callers
+        self._threads[0].join(_JOIN_SECONDS)
+        for connection in self._connections:
+            hang_up(connection)
+        for thread in self._threads[1:]:
             thread.join(_JOIN_SECONDS)
 
-    def _accept(self, callers: int) -> None:
-        with contextlib.suppress(OSError):  # the server was closed before all had called
-            while len(self._wires) < callers:
-                wire = answer_call(self._listening.accept()[0], self.key)
-                if wire is not None:
-                    self._wires.append(wire)
-                    thread = Thread(target=self._serve, args=(wire,), name="samestep-teacher-serve", daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-        self._listening.close()
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # all have called, or the server was closed before
+            while True:
+                connection = self._listening.accept()[0]
+                self._connections.append(connection)
+                thread = Thread(target=self._welcome, args=(connection,), name="samestep-teacher-serve", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        wire = answer_call(connection, self.key)
+        if wire is None:
+            return
+        with self._door:
+            expected = self._awaited > 0
+            self._awaited -= expected
+            last = expected and not self._awaited
+        if last:
+            hang_up(self._listening)
+        if expected:
+            self._serve(wire)
+        else:
+            wire.close()
 
     def _serve(self, wire: Wire) -> None:
         # A stream of its own: on the default one its kernels would wait for those of training.

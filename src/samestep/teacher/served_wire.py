@@ -29,9 +29,10 @@ class Wire:
     def send(self, tree: object, what: str) -> None:
         """Send a tree of tensors; `what` names it where it cannot be sent, and then nothing is."""
         form, tensors = take_apart(tree, what)
+        data = [as_bytes(tensor) for tensor in tensors]  # before the head: behind it a failure would be read as data
         self._send_head({"form": form, "tensors": [signature(tensor) for tensor in tensors]})
-        for tensor in tensors:
-            self._socket.sendall(as_bytes(tensor))
+        for part in data:
+            self._socket.sendall(part)
 
     def refuse(self, text: str) -> None:
         """Send the reason why there is no answer."""
@@ -47,9 +48,7 @@ class Wire:
 
     def close(self) -> None:
         """Hang up, also where another thread waits on either end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        hang_up(self._socket)
 
     def _send_head(self, head: dict[str, Any]) -> None:
         data = json.dumps(head).encode()
@@ -73,12 +72,23 @@ class Wire:
             room = room[read:]
 
 
+def hang_up(connection: socket.socket) -> None:
+    """Close a socket, and wake whoever waits on it, here or at the other end."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def call_in(address: tuple[str, int], key: bytes) -> Wire:
     """Connect to a server, and show that this rank knows its key."""
     connection = socket.create_connection(address, timeout=_HANDSHAKE_SECONDS)
-    nonce = _exactly(connection, _NONCE)
-    connection.sendall(hmac.digest(key, nonce, "sha256"))
-    connection.settimeout(None)
+    try:
+        nonce = _exactly(connection, _NONCE)
+        connection.sendall(hmac.digest(key, nonce, "sha256"))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
     return Wire(connection)
 
 

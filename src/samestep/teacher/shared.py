@@ -98,7 +98,11 @@ def _make_room(total: int) -> tuple[str, Callable[[], None]]:
     """Memory under a path that the other ranks of this node can open, and what takes the path away again."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("samestep-teacher")
-        os.posix_fallocate(number, 0, total)  # all of it now: a page that is missing later would kill the process
+        try:
+            os.posix_fallocate(number, 0, total)  # all of it now: a page that is missing later would kill the process
+        except BaseException:
+            os.close(number)
+            raise
         return f"/proc/{os.getpid()}/fd/{number}", lambda: os.close(number)
     number, path = tempfile.mkstemp(prefix="samestep-teacher-")
     os.truncate(number, total)

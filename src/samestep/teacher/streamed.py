@@ -112,7 +112,7 @@ class Streamed:
                 f"{block.name!r} is called inside {self._blocks[block.slot.holder or 0].name!r}, and both would stream "
                 "through the same memory: use placement='gpu', 'cpu' or 'sharded'"
             )
-        if block.slot.holder != number:
+        if block.slot.holder != number or block.slot.spoilt:
             self._send(number)
         block.slot.users += 1
         block.wake()
@@ -142,8 +142,9 @@ class Streamed:
 
     def _send(self, number: int) -> None:
         block = self._blocks[number]
-        block.slot.holder = number
+        block.slot.holder = None  # where sending fails, nobody's weights are there
         self._feed.send(block.slot, block.pieces)
+        block.slot.holder = number
 
 
 def place_offloaded(ground: Ground, frozen: Frozen, wish: Wish) -> Placed:

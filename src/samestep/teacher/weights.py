@@ -128,9 +128,9 @@ def _in_folder(folder: Path) -> Path:
 def _listed_shards(index: Path) -> dict[str, Path]:
     try:
         listed: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        shards = {name: index.parent / file for name, file in listed.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise TeacherError(f"{index} is no index of shards ({error!r}): save or copy the weights anew") from error
-    shards = {name: index.parent / file for name, file in listed.items()}
     if gone := sorted({path.name for path in shards.values() if not path.is_file()}):
         listed_files = len(set(shards.values()))
         raise TeacherError(

@@ -27,7 +27,6 @@ from samestep.wrap.wrapped import Wrapped, guard_against_bypass
 Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 Unused = Literal["error", "allow"]
 _SHARDED = ("fsdp", "hybrid", "zero2")
-_STATE_FACTOR = 4  # weights, gradients and two moments of Adam, all of the weights' size
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Wish:
     """The classes whose activations are computed twice instead of kept."""
     channels_last: bool = False
     """Store images and the weights of convolutions with their channels last."""
+    why: str = "as asked"
+    """Why this strategy."""
 
 
 def wrap(
@@ -60,9 +61,8 @@ def wrap(
     say: Callable[[str], None],
 ) -> Wrapped:
     """Move `model` to the device, give every rank the first rank's weights and buffers, and join their gradients."""
-    _check_wish(wish, model)
     check_weights(model, numbers)
-    strategy, reason = choose_strategy(link, model, device, wish.strategy)
+    strategy, reason = choose_strategy(link, wish)
     sharded = strategy in _SHARDED
     model = _with_common_norms(link, model, device, wish)
     parts = frozen_parts(model)
@@ -95,26 +95,18 @@ def _tell_lone_wish(model: nn.Module, wish: Wish, say: Callable[[str], None]) ->
     say(f"strategy: single (on one rank {wish.strategy!r} has nothing to share)")
 
 
-def choose_strategy(link: Link, model: nn.Module, device: torch.device, wish: Strategy | None) -> tuple[Strategy, str]:
-    """The strategy and why: shard only what does not fit whole."""
+def choose_strategy(link: Link, wish: Wish) -> tuple[Strategy, str]:
+    """The strategy and why; what a plan decided comes as a wish."""
     if link.alone:
         return "single", "one rank"
-    if wish == "single":
+    if wish.strategy == "single":
         raise WrapError(
             f"strategy='single' is for one rank and there are {link.world.size}: use 'ddp', 'fsdp' or 'hybrid', or "
             "leave it out"
         )
-    if wish is not None:
-        return wish, "as asked"
-    if device.type != "cuda":
-        return "ddp", "each rank holds the whole model"
-    state = _STATE_FACTOR * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    mine = float(torch.cuda.get_device_properties(device).total_memory)
-    memory = min(float(part[0]) for part in link.exchange("choosing a strategy", [mine]))  # one choice for all ranks
-    facts = f"weights, gradients and optimizer take {state / 2**30:.1f} GiB of {memory / 2**30:.1f} on a GPU"
-    return (
-        ("ddp", f"{facts}: each rank holds the whole model") if state < 0.5 * memory else ("fsdp", f"{facts}: sharded")
-    )
+    if wish.strategy is not None:
+        return wish.strategy, wish.why
+    return "ddp", "each rank holds the whole model"
 
 
 def _with_common_norms(link: Link, model: nn.Module, device: torch.device, wish: Wish) -> nn.Module:
@@ -190,7 +182,8 @@ def _begin_alike(link: Link, model: nn.Module, frozen: list[str]) -> None:
     check_alike(link, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
 
 
-def _check_wish(wish: Wish, model: nn.Module) -> None:
+def check_wrap(wish: Wish, model: nn.Module) -> None:
+    """Raise where run.wrap was asked for what is not there, or for two things that exclude each other."""
     for name, value, known in (
         ("strategy", wish.strategy, (None, *get_args(Strategy))),
         ("unused", wish.unused, get_args(Unused)),

@@ -1,0 +1,185 @@
+"""Latent adapters: frozen language models read a text through a few soft tokens, which an encoder learns to write."""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.utils.data import TensorDataset
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
+
+from samestep import Run
+from samestep.assets import sentences, smollm2
+from samestep.errors import DataError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def deep_shape(config: Any) -> tuple[int, int, int, int]:
+    """Layers, keys and values, heads of them and a head's width: what a token leaves in a language model."""
+    heads, each = config.num_attention_heads, getattr(config, "head_dim", None)
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers, 2, kept, each or config.hidden_size // heads
+
+
+def read(texts: Path | None, folders: list[Path], count: int, length: int) -> TensorDataset:
+    """Tokens of each text for every model (n, length), -1 behind its end; then those of another text for the first."""
+    if texts is not None and not texts.is_file():
+        raise DataError(f"{texts} does not exist: --texts expects a text file with one sentence a line")
+    lines = sentences(longest=length // 2) if texts is None else texts.read_text().splitlines()
+    lines = [line for line in lines if line.strip()]
+    lines = lines[:: max(1, len(lines) // count)][:count]  # from all over, not the first play alone
+    columns: list[Tensor] = []
+    for folder in folders:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        rows = [[start, *tokenizer(line).input_ids][:length] for line in lines]
+        columns.append(torch.tensor([row + [-1] * (length - len(row)) for row in rows]))
+    return TensorDataset(*columns, columns[0].roll(1, 0))
+
+
+def blocks(width: int, layers: int) -> nn.TransformerEncoder:
+    """Pre-norm blocks without dropout, whose draws would depend on the number of ranks."""
+    block = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
+class Writer(nn.Module):
+    """All that trains: encoder, refiner and gist head, and for every model an adapter and a generator of deep prefixes.
+
+    A latent begins as the mean of its stretch of the text, which a language model half understands before any training.
+    """
+
+    def __init__(self, configs: list[Any], latents: int, width: int, longest: int) -> None:
+        super().__init__()
+        self.latents, wide, self.shapes = latents, configs[0].hidden_size, [deep_shape(config) for config in configs]
+        self.narrow, self.places = nn.Linear(wide, width), nn.Parameter(0.02 * torch.randn(longest, width))
+        self.encoder, self.refiner, self.choose = blocks(width, 2), blocks(width, 1), nn.Linear(width, latents)
+        self.adapters = nn.ModuleList(nn.Linear(wide + width, config.hidden_size) for config in configs)
+        self.prefixes = nn.ModuleList(nn.Linear(width, math.prod(shape)) for shape in self.shapes)
+        self.gist = nn.Linear(width, wide)
+        for adapter, prefix in zip(self.adapters, self.prefixes, strict=True):
+            nn.init.eye_(adapter.weight)
+            nn.init.zeros_(prefix.weight)
+            nn.init.zeros_(prefix.bias)
+
+    def forward(self, text: Tensor, there: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """From embedded tokens: for every model soft tokens, keys and values in each layer; and the text's gist."""
+        read = self.encoder(self.narrow(text) + self.places, src_key_padding_mask=~there)
+        at = self.latents * (there.cumsum(1) - 0.5) / there.sum(1, keepdim=True)
+        near = -12 * (at[:, None] - torch.arange(self.latents, device=at.device)[:, None] - 0.5) ** 2
+        weights = (near + self.choose(read).mT).masked_fill(~there[:, None], -math.inf).softmax(-1)
+        refined = self.refiner(weights @ read)
+        latents = torch.cat([weights @ text, refined], dim=-1)
+        made = []
+        for shape, adapter, prefix in zip(self.shapes, self.adapters, self.prefixes, strict=True):
+            deep = prefix(refined).unflatten(2, shape)
+            made.append((adapter(latents), deep.permute(2, 3, 0, 4, 1, 5)))  # layer, key or value, row, head, latent
+        return made, self.gist(refined.mean(1))
+
+
+def embedded(lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What a language model sees of tokens, and which of them are there."""
+    return lm.get_input_embeddings()(tokens.clamp(min=0)).float(), tokens >= 0
+
+
+def losses_of(lm: Any, tokens: Tensor, before: Tensor, seen: Tensor, deep: Iterable[Tensor] = ()) -> Tensor:
+    """The loss of every next token (rows, length - 1), after a deep prefix and what `before` holds where `seen`."""
+    text, there = embedded(lm, tokens)
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(deep):
+        cache.update(keys.to(lm.dtype), values.to(lm.dtype), layer)
+    mask = torch.cat([there.new_ones(len(there), cache.get_seq_length()), seen, there], dim=1)
+    places = (mask.cumsum(1) - 1).clamp(min=0)[:, cache.get_seq_length() :]
+    given = {"inputs_embeds": torch.cat([before, text], dim=1).to(lm.dtype), "past_key_values": cache}
+    said = lm(**given, attention_mask=mask.long(), position_ids=places, logits_to_keep=tokens.shape[1])
+    logits = said.logits[:, :-1].flatten(0, 1).float()
+    return cross_entropy(logits, tokens[:, 1:].clamp(min=0).flatten(), reduction="none").view(len(tokens), -1)
+
+
+def judge(net: nn.Module, lms: list[Any], test: Any) -> Iterator[dict[str, Tensor]]:
+    """Losses of every token by what the model was given: the text itself, its latents, those of another, nothing."""
+    for *texts, other in test:
+        (mine, _), (wrong, _) = (net(*embedded(lms[0], tokens)) for tokens in (texts[0], other))
+        for at, (lm, tokens) in enumerate(zip(lms, texts, strict=True)):
+            text, there = embedded(lm, tokens)
+            every = there.new_ones(len(there), mine[at][0].shape[1])
+            found = {
+                "full_text": losses_of(lm, tokens, text, there),
+                "latents": losses_of(lm, tokens, mine[at][0], every, mine[at][1]),
+                "latents_of_another": losses_of(lm, tokens, wrong[at][0], every, wrong[at][1]),
+                "nothing": losses_of(lm, tokens, text[:, :0], there[:, :0]),
+            }
+            yield {f"model{at}/{name}": losses[there[:, 1:]] for name, losses in found.items()}
+
+
+@app.command()
+def main(
+    out: Annotated[Path | None, typer.Option(help="where logs, checkpoints and weights go; again: go on")] = None,
+    models: Annotated[list[Path] | None, typer.Option(help="Hugging Face folder; again for a second one")] = None,
+    model_layers: Annotated[int, typer.Option(help="of the default model: fewer are quicker, and worse")] = 30,
+    placement: Annotated[str, typer.Option(help="of the frozen models: gpu, cpu, ...; auto chooses")] = "auto",
+    texts: Annotated[Path | None, typer.Option(help="one sentence a line; default: Shakespeare's")] = None,
+    count: Annotated[int, typer.Option(help="sentences to learn from")] = 720,
+    held_out: Annotated[int, typer.Option(help="sentences to be judged by")] = 48,
+    length: Annotated[int, typer.Option(help="tokens of a sentence, at most")] = 14,
+    latents: Annotated[int, typer.Option(help="soft tokens that stand for a sentence")] = 4,
+    epochs: int = 1,
+    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 16,
+    seed: int = 0,
+    width: int = 128,
+    learning_rate: float = 1e-3,
+    gist_weight: float = 0.1,
+) -> None:
+    """Train what stands around frozen language models, then compare perplexities: with text, latents, nothing."""
+    with Run(global_batch=global_batch, seed=seed, folder=out) as run:
+        folders = models or [run.once(smollm2, model_layers, per="node")]
+        data = read(texts, folders, held_out + count, length)
+        dtype = torch.float32 if run.device.type == "cpu" else None
+        place = None if placement == "auto" else placement
+        frozen = [run.teacher(folder, placement=place, dtype=dtype).module for folder in folders]
+        configs = [AutoConfig.from_pretrained(folder, local_files_only=True) for folder in folders]
+        model = run.wrap(Writer(configs, latents, width, length))
+        # Adapters begin as what is right for the text itself: faster, they would forget it before they learn more.
+        slow = [part for name, part in model.named_parameters() if "adapters" in name]
+        fast = [part for name, part in model.named_parameters() if "adapters" not in name]
+        optimizer = torch.optim.AdamW([{"params": fast}, {"params": slow}], lr=learning_rate, eps=1e-5)
+        train = run.shard(TensorDataset(*data[held_out:]), shuffle=True)
+        test = run.shard(TensorDataset(*data[:held_out]))
+        rates = [learning_rate, learning_rate / 10]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, epochs * train.steps_per_epoch)
+        checkpoint = run.restore(run.folder, model=model, optimizer=optimizer, schedule=schedule, train=train)
+
+        for epoch in train.epochs(epochs):
+            for step in epoch:
+                for *tokens, _ in step:
+                    text, there = embedded(frozen[0], tokens[0])
+                    written, gist = model(text, there)
+                    loss = gist_weight * step.mean(1 - cosine_similarity(gist, (text * there[..., None]).sum(1)))
+                    for lm, words, (soft, deep) in zip(frozen, tokens, written, strict=True):
+                        every = there.new_ones(soft.shape[:2])
+                        loss = loss + step.mean(losses_of(lm, words, soft, every, deep), mask=words[:, 1:] >= 0)
+                    loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            checkpoint.save()
+
+        with run.evaluate(model) as net:
+            told = {name: math.exp(value) for name, value in run.means(judge(net, frozen, test)).items()}
+            weights = {name: value.cpu() for name, value in net.state_dict().items()}
+        run.once(torch.save, weights, run.folder / "weights.pt")
+        run.log({f"perplexity/{name}": value for name, value in told.items()}, now=True)
+        each = run.mean((tokens >= 0).sum(1) - 1 for tokens, *_ in test)
+        run.say(f"{each:.1f} tokens of a sentence became {latents} latents: {each / latents:.1f} to 1")
+        for name, value in told.items():
+            run.say(f"perplexity {name:<26} {value:10.1f}")
+
+
+if __name__ == "__main__":
+    app()

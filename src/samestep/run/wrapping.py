@@ -1,0 +1,32 @@
+"""What run.wrap does: plan where that was left open, wrap, and let the run know its model."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from samestep.errors import WrapError
+from samestep.run.life import Life
+from samestep.run.planning import Site, decide
+from samestep.run.seed import seed_apart
+from samestep.wrap.wrap import Wish, check_wrap, wrap
+
+
+def wrap_model(
+    life: Life, once: Callable[..., object], model: nn.Module, wish: Wish, example: object, optimizer: str
+) -> nn.Module:
+    """The model that trains on all ranks."""
+    engine, link, device = life.engine, life.link, life.choice.device
+    if any(known.owns(parameter) for known in engine.models for parameter in model.parameters()):
+        raise WrapError(f"{type(model).__name__} has parameters that are wrapped already: a model is wrapped once")
+    engine.speed.tell()
+    check_wrap(wish, model)
+    numbers = engine.speed.numbers
+    decision = decide(Site(link, device, numbers, life.asked.global_batch, once), model, wish, example, optimizer)
+    if decision is not None:
+        engine.decisions.append(decision)
+        life.say(decision.told)
+        wish = decision.apply(wish, model)
+    wrapped = wrap(link, model, device, wish, numbers, lambda: engine.in_step, life.say)
+    engine.models.append(wrapped)
+    seed_apart(life.asked.seed, link.world.rank)
+    return wrapped.model
