@@ -21,7 +21,7 @@ from samestep.errors import DataError
 from samestep.nn import Projection, distill_loss, match_features
 
 # By mode: the default teacher, layers of the student, sentences to learn from and to be judged by. Two minutes each.
-USUAL = {"features": (minilm, 2, 12_000, 400), "logits": (smollm2, 4, 1200, 100)}
+USUAL = {"features": (minilm, 2, 16_000, 400), "logits": (smollm2, 4, 1200, 100)}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

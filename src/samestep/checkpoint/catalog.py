@@ -11,6 +11,8 @@ from samestep.checkpoint.manifest import NAME, Damaged, Manifest, check_files, r
 from samestep.errors import CheckpointError
 
 LATEST: Final = "latest"
+EARLY: Final = "numbered_by_early_end"
+"""Marks, among what the run knew of itself, a number that was chosen without knowing how the script counts."""
 _PUBLISHED: Final = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _LEFTOVER: Final = re.compile(r"\.(writing|deleting)-step-.*")
 
@@ -94,14 +96,27 @@ def is_lower_better(metric: str) -> bool:
 
 
 def best(known: dict[Found, Manifest], metric: str) -> Found | None:
-    """The checkpoint with the best value; of equals the newest."""
-    sign = -1.0 if is_lower_better(metric) else 1.0
+    """The checkpoint with the best value; of equals the oldest, which was there first."""
+    sign = 1.0 if is_lower_better(metric) else -1.0
     rated = [
         (sign * manifest.metric[1], found)
         for found, manifest in known.items()
         if manifest.metric is not None and manifest.metric[0] == metric
     ]
-    return max(rated)[1] if rated else None
+    return min(rated)[1] if rated else None
+
+
+def check_order(folder: Path, step: int, bad: Collection[str]) -> None:
+    """Refuse a number below that of a checkpoint which is there: run.restore would take that one for the newer."""
+    there = _readable(find(folder), bad)
+    newest = next((found for found, manifest in there.items() if EARLY not in manifest.run), None)
+    if newest is not None and step < newest.step:
+        raise CheckpointError(
+            f"this checkpoint would be of step {step}, and {newest.path} is there: run.restore takes the highest number, "
+            f"so what was trained since would be lost; number checkpoints upwards, as in "
+            f"checkpoint.save(step={newest.step + 1}), or always by the steps done with checkpoint.save(), or give "
+            "run.restore another folder"
+        )
 
 
 def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Collection[str]) -> Path | None:
@@ -110,16 +125,22 @@ def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Co
     The one just published, whose every byte was read again, always stays. `bad` names those that proved damaged: they
     do not count, and go when they are older than all that stay.
     """
-    now = next(found for found in find(folder) if found.path == published)
-    for found in find(folder):
-        if found.step == now.step and found < now:  # the same step, saved anew
-            remove_folder(found.path)
     there = find(folder)
+    now = next(found for found in there if found.path == published)
     known = _readable(there, bad)
+    # An early end took the steps done for its number, and the script counts otherwise: training is beyond it.
+    passed = [found for found, manifest in known.items() if found > now and EARLY in manifest.run]
+    for found in passed:
+        del known[found]
+        remove_folder(found.path)
     top = best(known, metric) if metric is not None else None
-    oldest = min([*sorted(known, reverse=True)[:keep], now])
+    last: dict[int, Found] = {}  # of each step, the one that was saved last
+    for found in known:
+        last.setdefault(found.step, found)
+    oldest = min([*list(last.values())[:keep], now])
     for found in there:
-        if found < oldest and found != top:
+        saved_anew = found < last.get(found.step, found)
+        if found not in (now, top, *passed) and (found < oldest or saved_anew):
             remove_folder(found.path)
     return None if top is None else top.path
 

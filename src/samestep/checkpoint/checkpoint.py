@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -18,9 +18,10 @@ from samestep.checkpoint.ground import Ground
 from samestep.checkpoint.manifest import Manifest, Stage
 from samestep.checkpoint.parts import Parts, Taken
 from samestep.checkpoint.writing import Task, Writing
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, LogError
 from samestep.log import Voice
 from samestep.ranks.link import Link
+from samestep.sinks.values import checked_step
 from samestep.wrap.batchnorm import average_statistics
 from samestep.wrap.wrapped import local
 
@@ -47,6 +48,28 @@ class Rules:
     """Names of checkpoints that proved damaged."""
 
 
+class Judge:
+    """The value by which keep_best judges a checkpoint: one that was logged since the checkpoint before it."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name, self._times, self._voice = name, 0, Voice()
+
+    def rate(self, last: object, times_logged: Callable[[str], int]) -> tuple[str, float] | None:
+        """The name and its value; None where there is none to judge these weights by."""
+        name = self._name
+        if name is None:
+            return None
+        assert isinstance(last, dict)
+        before, self._times = self._times, times_logged(name)
+        if name in last and not math.isnan(last[name]):
+            return (name, last[name]) if self._times > before else None  # else it is of older weights
+        self._voice.warn_once(
+            f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
+            f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
+        )
+        return None
+
+
 class Checkpoint:
     """Saves the parts that run.restore was given; made by run.restore."""
 
@@ -60,7 +83,7 @@ class Checkpoint:
         self._saves, self._asked, self._step = 0, False, None
         self._steps = self._minutes = 0.0
         self._due = self._trouble = False
-        self._since, self._voice = time.monotonic(), Voice()
+        self._since, self._judge, self._early = time.monotonic(), Judge(rules.keep_best), False
         self._saving, self._name = 0.0, ""
         self.last_number: int | None = None
         """The number of the last checkpoint, where the script does not number them by the steps done."""
@@ -80,8 +103,9 @@ class Checkpoint:
         """Save now: training waits while tensors are copied, the disk is left to a thread; every rank must call it.
 
         Inside the body of a step it is done when the step ends, so that data, weights and ledger agree. `step` is the
-        number in the name; by default the steps done.
+        number in the name, never below that of a checkpoint which is there; by default the steps done.
         """
+        step = None if step is None else _whole(step)
         if self._ground.engine.in_step:
             self._asked, self._step = True, step
         else:
@@ -128,6 +152,7 @@ class Checkpoint:
         """Called before the run ends early: the state of this step is on the disk and published when it returns."""
         if self._asked or not self._saves or self._saved_at != self._ground.engine.steps:
             # numbered so that it is newer than the last one and older than the next
+            self._early = not self._asked and self.last_number is None
             self._save(self._step if self._asked else self.last_number)
         self.wait()
         return self._name
@@ -212,6 +237,7 @@ class Checkpoint:
             folder.mkdir(parents=True, exist_ok=True)
             if not self._saves:
                 catalog.clean(folder, self._rules.token)
+            catalog.check_order(folder, number, self._rules.bad)
             check_room(folder, needed)
             writing = self._writing_folder(number)
             if writing.exists():  # an attempt that failed and could not be cleared away
@@ -229,6 +255,8 @@ class Checkpoint:
         facts = ground.facts()
         versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
         now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
+        if self._early:
+            facts[catalog.EARLY] = True
         told = encode(json.loads(json.dumps(facts, default=str)), "run", {})
         assert isinstance(told, dict)
         return Manifest(
@@ -238,7 +266,7 @@ class Checkpoint:
             history=[*self._history, now],
             parts=self._parts.kinds,
             run=told,
-            metric=_rate(self._rules.keep_best, facts["metrics"], self._voice) if ground.link.world.first else None,
+            metric=self._judge.rate(facts["metrics"], ground.times_logged) if ground.link.world.first else None,
         )
 
 
@@ -263,15 +291,8 @@ def _retire(rules: Rules, published: Path) -> str | None:
     return f"best checkpoint so far: {published.name} by {rules.keep_best} ({order} is better)"
 
 
-def _rate(name: str | None, last: object, voice: Voice) -> tuple[str, float] | None:
-    """The value by which keep_best judges, where it was logged."""
-    if name is None:
-        return None
-    assert isinstance(last, dict)
-    if name in last and not math.isnan(last[name]):
-        return name, last[name]
-    voice.warn_once(
-        f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
-        f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
-    )
-    return None
+def _whole(step: object) -> int:
+    try:
+        return checked_step(step)
+    except LogError as error:
+        raise CheckpointError(f"checkpoint.save: {error}; without step= it is the steps done") from error

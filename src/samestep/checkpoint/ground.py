@@ -36,6 +36,7 @@ class Engine(Protocol):
     steps: int
     samples: int
     in_step: bool
+    at_end: list[Callable[[], None]]
 
     @property
     def models(self) -> Sequence[Wrapped]:
@@ -72,5 +73,7 @@ class Ground:
     """Runs a function on the first rank and gives its value to all."""
     facts: Callable[[], dict[str, object]]
     """What the run knows of itself."""
+    times_logged: Callable[[str], int]
+    """How often a name was logged up to now, as the first rank knows."""
     extra: Mapping[str, Stateful]
     """State of the run itself that is saved with what the user gave."""

@@ -14,6 +14,7 @@ from samestep.checkpoint.checkpoint import Checkpoint, Rules
 from samestep.checkpoint.dcp import Files
 from samestep.checkpoint.ground import Ground, Stateful
 from samestep.checkpoint.index import Index
+from samestep.checkpoint.lock import hold
 from samestep.checkpoint.manifest import Damaged, Manifest, check_files, read_manifest
 from samestep.checkpoint.parts import Parts
 from samestep.checkpoint.writing import STATE
@@ -34,6 +35,7 @@ def restore(
     if taken:
         raise CheckpointError(f"run.restore keeps the name {taken[0]!r} for itself: give this part another name")
     parts = Parts({**given, **ground.extra}, lambda module: _inner(ground, module))
+    _hold(ground, folder)
     found, bad = _newest_sound(ground, folder)
     token = ground.link.exchange_objects(_ACT, f"{time.time_ns():x}")[0]
     rules = Rules(folder, keep, keep_best, token, tuple(bad))
@@ -49,6 +51,21 @@ def restore(
         checkpoint.last_number = manifest.step
     ground.say(_tell(path, manifest, bad, ground.link.world.size))
     return checkpoint
+
+
+def _hold(ground: Ground, folder: Path) -> None:
+    """Keep other runs out of the folder until this one ends; the first rank does so for all."""
+    told: str | None = None
+    if ground.link.world.first:
+        try:
+            held = hold(folder)
+        except CheckpointError as error:
+            told = str(error)
+        else:
+            if held is not None:
+                ground.engine.at_end.append(held.release)
+    if (told := ground.link.exchange_objects(_ACT, told)[0]) is not None:
+        raise CheckpointError(told)
 
 
 def _inner(ground: Ground, module: nn.Module) -> nn.Module:

@@ -145,6 +145,7 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
         rendezvous=rendezvous,
         max_restarts=typed["max_restarts"],
         folder=make_folder(typed["folder"], folder_name(target, datetime.now().astimezone())).absolute(),
+        folder_typed=typed["folder"] is not None,
         show=typed["show"],
         verbose=typed["verbose"],
         time_limit=typed["time_limit"] or "",

@@ -85,6 +85,17 @@ def run_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(folder) if folder else None
 
 
+def folder_was_typed(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody named SAMESTEP_FOLDER, by --folder or by hand; else the launcher made up a name."""
+    return (environment() if environ is None else environ).get("SAMESTEP_FOLDER_TYPED", "1") != "0"
+
+
+def launch_name(environ: Mapping[str, str] | None = None) -> str:
+    """What torch's agent calls this launch, the same after a restart of its ranks; empty where it has no name."""
+    name = (environment() if environ is None else environ).get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name  # which is torchrun's own default, for every launch
+
+
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where this user keeps what can be made again: XDG_CACHE_HOME, or ~/.cache."""
     values = environment() if environ is None else environ

@@ -29,6 +29,8 @@ class Job:
     """How often all ranks are started anew after a failure."""
     folder: Path
     """Absolute path of the run's folder; logs lie beneath it."""
+    folder_typed: bool = True
+    """Whether the user named it; else run.restore may name another for what the run writes."""
     show: Show = "first"
     """Whose output reaches the console: the first rank's of this node, or everybody's."""
     verbose: bool = False

@@ -59,7 +59,7 @@ class LauncherWatch:
 
 def name_launcher() -> dict[str, str]:
     """The variable by which the ranks of this process will know it."""
-    return {LAUNCHER: f"{os.getpid()} {_namespace()}"}
+    return {LAUNCHER: f"{os.getpid()} {process_namespace()}"}
 
 
 def find_launcher(environ: Mapping[str, str]) -> "psutil.Process | int | None":
@@ -70,7 +70,7 @@ def find_launcher(environ: Mapping[str, str]) -> "psutil.Process | int | None":
     """
     above = psutil.Process().parents()
     pid, _, namespace = environ.get(LAUNCHER, "").partition(" ")
-    if pid.isdecimal() and namespace == _namespace():  # in another container the number means another process
+    if pid.isdecimal() and namespace == process_namespace():  # in another container the number means another process
         return next((each for each in above if each.pid == int(pid)), int(pid))
     marks = [(mark, environ[mark]) for mark in _MARKS if mark in environ]
     return next((each for each in above if not _carries(each, *marks[0])), None) if marks else None
@@ -93,7 +93,7 @@ def _carries(process: psutil.Process, mark: str, value: str) -> bool:
         return False
 
 
-def _namespace() -> str:
+def process_namespace() -> str:
     """In which numbering of processes this one lives; empty where there is one for all."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())

@@ -31,7 +31,8 @@ def choose_variables(job: Job, environ: Mapping[str, str], cores: int, gpus: int
         f"{name}={value} ({reason})" if name in values else f"{name}={environ[name]} (as you set it)"
         for name, (value, reason) in wanted.items()
     ]
-    return RankVariables({**values, "SAMESTEP_FOLDER": str(job.folder)}, "; ".join(told))
+    folder = {"SAMESTEP_FOLDER": str(job.folder), "SAMESTEP_FOLDER_TYPED": str(int(job.folder_typed))}
+    return RankVariables({**values, **folder}, "; ".join(told))
 
 
 def _count(number: int, thing: str) -> str:

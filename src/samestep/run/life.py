@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep import __version__
 from samestep.data.ledger import next_generation
 from samestep.errors import GroupError
-from samestep.facts.world import deadline, environment, read_world, run_folder
+from samestep.facts.world import deadline, environment, folder_was_typed, read_world, run_folder
 from samestep.launch.orphan import LauncherWatch
 from samestep.log import Voice
 from samestep.ranks.link import Link
@@ -39,7 +39,7 @@ class Asked:
     seed: int
     """Where weights, order and luck come from."""
     folder: str | Path | None
-    """Where logs go; None: the launcher's folder, or one named after the script and the time."""
+    """Where logs go; None: a folder typed for the launcher, or that of run.restore, or the launcher's own, or a new one."""
     backend: str | None
     """What connects the ranks; None: chosen."""
     start_timeout: float
@@ -72,6 +72,7 @@ class Life:
         self.writer: Writer | None = None
         self._engine: RunEngine | None = None
         self._wished_folder = Path(asked.folder) if asked.folder is not None else run_folder()
+        self._settled = asked.folder is not None or (self._wished_folder is not None and folder_was_typed())
         self._folder: Path | None = None
         self._voice = Voice()
         self._preemption: Preemption | None = None
@@ -177,12 +178,16 @@ class Life:
 
     def move_to(self, folder: Path, once: Callable[..., object]) -> None:
         """Let logs and ledgers lie in `folder`, unless the user chose a place or something is written."""
-        settled = self._wished_folder is not None or (self.writer is not None and self.writer.opened)
+        settled = self._settled or (self.writer is not None and self.writer.opened)
         if once(lambda: settled):
             return
-        self._folder = self._wished_folder = folder
+        self._folder, self._settled = folder, True
         for account in self.engine.accounts:
             account.folder, account.generation = folder, int(str(once(next_generation, folder, account.name)))
+
+    def times_logged(self, name: str) -> int:
+        """How often a name was logged up to now, as far as this rank writes it."""
+        return self.writer.times[name] if self.writer is not None else 0
 
     def summary(self, status: str, engine: RunEngine | None = None) -> dict[str, object]:
         """What is worth keeping of this run."""

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -76,6 +77,7 @@ class Writer:
         self._sinks: Sinks | None = None
         self._said: list[str] = []
         self.last: dict[str, float] = {}
+        self.times: Counter[str] = Counter()
 
     @property
     def opened(self) -> bool:
@@ -110,6 +112,7 @@ class Writer:
             shown = left % stride == 0 or not all(name.startswith("train/") for name in values)
             sinks.write(step, values, shown)
             self.last.update(values)
+            self.times.update(values.keys())
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Close all files; a summary is written where there are any."""

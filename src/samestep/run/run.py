@@ -167,9 +167,9 @@ class Run(Group):
         engine, place = self._life.engine, self.once(Path(folder).absolute)
         self._life.move_to(place, self.once)
         own = {} if engine.speed.scale is None else {"loss_scale": engine.speed.scale}
-        facts = partial(self._life.summary, "saved")
+        facts, times = partial(self._life.summary, "saved"), self._life.times_logged
         follow, reseed = engine.pulse.riders.append, partial(seed_anew, self._life.asked.seed, self.rank)
-        ground = Ground(self._link, engine, self.device, follow, reseed, self.say, self.once, facts, own)
+        ground = Ground(self._link, engine, self.device, follow, reseed, self.say, self.once, facts, times, own)
         return restore(ground, place, keep, keep_best, parts)
 
     def teacher(
