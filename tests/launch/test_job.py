@@ -75,7 +75,7 @@ def test_folders_are_named_after_script_and_time(target: str, name: str):
 
 def test_ranks_get_threads_and_the_folder():
     chosen = choose_variables(job(processes=2), {}, cores=8, gpus=2, bf16=WORKS)
-    assert chosen.values == {"OMP_NUM_THREADS": "4", "SAMESTEP_FOLDER": "/runs/one"}
+    assert chosen.values == {"OMP_NUM_THREADS": "4", "SAMESTEP_FOLDER": "/runs/one", "SAMESTEP_FOLDER_TYPED": "1"}
     assert chosen.reason == "OMP_NUM_THREADS=4 (8 cores for 2 ranks, 2 GPUs)"
 
 

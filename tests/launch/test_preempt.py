@@ -91,7 +91,7 @@ def test_ranks_that_do_not_end_in_time_are_killed_and_it_is_said(tmp_path: Path)
     assert (ended.code, ended.left) == (124, [])
     assert ended.err.endswith(
         "samestep: the time limit of 20s is over, and 2 rank(s) had not ended by themselves: they were killed; what "
-        "the last checkpoint holds is safe, so start again to go on\n"
+        "the last checkpoint holds, if there is one, is safe: start again to go on\n"
     )
     assert not (tmp_path / "kept" / "logs" / "attempt-1").exists()
 

@@ -121,6 +121,15 @@ def test_a_checkpoint_of_an_early_end_is_numbered_as_the_script_does(ranks, tmp_
     assert names[-2:] == ["step-00000002", "step-00000003"]
 
 
+def test_an_early_end_before_the_first_number_of_the_script_keeps_nobody_from_going_on(ranks, tmp_path):
+    (names,) = ranks(1, number_by_epoch, tmp_path, 0)
+    assert len(names) == 1  # by the steps done, for the script has not shown yet how it counts
+    assert int(names[0].removeprefix("step-")) >= 1
+    (names,) = ranks(1, number_by_epoch, tmp_path, None)
+    assert names == ["step-00000000", "step-00000001", "step-00000002", "step-00000003"]
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+
+
 def hear(numbers):
     """Which handlers stand inside a run and after it, where the script has one of its own for SIGUSR2."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}

@@ -2,8 +2,10 @@
 
 import errno
 import json
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -27,13 +29,14 @@ def names(folder):
 
 
 def save(folder, steps, keep=3, keep_best=None, values=None, model=None):
+    """Save under these numbers; before each, log its value where that is not None."""
     with Run(global_batch=2, folder=folder / "logs") as run:
         torch.manual_seed(3)
         model = model or nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.Adam(model.parameters())
         checkpoint = run.restore(folder, keep=keep, keep_best=keep_best, model=model, optimizer=optimizer)
         for at, step in enumerate(steps):
-            if values is not None:
+            if values is not None and values[at] is not None:
                 run.log({keep_best: values[at]})
             checkpoint.save(step=step)
     return model
@@ -67,6 +70,77 @@ def test_a_best_value_that_was_never_logged_is_warned_of_once(tmp_path):
     ) as w:
         save(tmp_path, [1, 2], keep_best="val/accuracy")
     assert len(w) == 1
+
+
+def test_a_value_judges_the_checkpoint_after_it_and_no_later_one(tmp_path):
+    save(tmp_path, [5, 10, 15, 20, 25], 1, "val/accuracy", [0.5, 0.9, None, 0.7, None])
+    assert names(tmp_path) == ["step-00000010", "step-00000025"]
+    assert json.loads((tmp_path / "step-00000025" / "manifest.json").read_bytes())["metric"] is None
+
+
+def test_a_value_that_the_pulse_has_written_judges_the_next_checkpoint_too(tmp_path):
+    with Run(global_batch=2, folder=tmp_path / "logs") as run:
+        checkpoint = run.restore(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
+        run.log({"val/loss": 0.5}, now=True)
+        checkpoint.save(step=1)
+        run.log({"val/loss": 0.5}, now=True)  # the same number, of other weights
+        checkpoint.save(step=2)
+        checkpoint.wait()
+    assert json.loads((tmp_path / "step-00000002" / "manifest.json").read_bytes())["metric"] == ["val/loss", 0.5]
+
+
+@pytest.mark.parametrize("metric", ["val/accuracy", "val/loss"])
+def test_of_two_equally_good_ones_the_older_is_the_best(tmp_path, metric):
+    save(tmp_path, [5, 10, 15], 1, metric, [0.5, 0.5, 0.5])
+    assert names(tmp_path) == ["step-00000005", "step-00000015"]
+
+
+@pytest.mark.parametrize("again", [None, 0.9, 0.8])
+def test_the_best_stays_where_its_step_is_saved_again(tmp_path, again):
+    save(tmp_path, [5, 10, 10, 15], 1, "val/accuracy", [0.5, 0.9, again, 0.7])
+    assert names(tmp_path) == ["step-00000010", "step-00000015"]
+
+
+def test_a_step_saved_again_is_the_best_where_it_has_a_better_value(tmp_path):
+    save(tmp_path, [5, 5, 10], 1, "val/accuracy", [0.5, 0.9, 0.7])
+    assert names(tmp_path) == ["step-00000005-2", "step-00000010"]
+
+
+def test_the_best_and_its_second_save_count_as_one_of_those_that_stay(tmp_path):
+    save(tmp_path, [5, 10, 10, 15], 3, "val/accuracy", [0.5, 0.9, None, None])
+    assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010-2", "step-00000015"]
+
+
+def test_a_number_below_that_of_another_checkpoint_is_refused_and_nothing_written(tmp_path):
+    told = (
+        f"this checkpoint would be of step 50, and {tmp_path / 'step-00000100'} is there: run.restore takes the highest "
+        "number, so what was trained since would be lost; number checkpoints upwards, as in "
+        "checkpoint.save(step=101), or always by the steps done with checkpoint.save(), or give run.restore another folder"
+    )
+    with pytest.raises(CheckpointError) as refused:
+        save(tmp_path, [100, 50])
+    assert str(refused.value) == told
+    assert names(tmp_path) == ["step-00000100"]
+    with pytest.raises(CheckpointError, match="would be of step 0, and"):  # the steps done, in a run after it
+        save(tmp_path, [None])
+    save(tmp_path, [100, 101])
+    assert names(tmp_path) == ["step-00000100-2", "step-00000101"]
+    assert (tmp_path / "latest").read_text() == "step-00000101\n"
+
+
+@pytest.mark.parametrize("step", [-5, 2.5, "x", True])
+def test_what_is_no_number_of_a_step_is_refused_before_anything_is_written(tmp_path, step):
+    told = (
+        f"checkpoint.save: step={step!r} is not a step: give a whole number from 0 on, e.g. step=epoch.number; without"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        save(tmp_path, [step])
+    assert not names(tmp_path)
+
+
+def test_a_number_of_numpy_or_torch_is_as_good(tmp_path):
+    save(tmp_path, [np.int64(3), torch.tensor(4)])
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_a_second_checkpoint_of_a_step_is_the_newer_one(tmp_path):
@@ -338,6 +412,36 @@ def test_logs_and_ledger_lie_beside_the_checkpoints_where_no_folder_was_named(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert (tmp_path / "out" / "summary.json").exists()
     assert main(["audit", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_one_does_not(
+    tmp_path, monkeypatch, typed
+):
+    monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
+    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", str(int(typed)))
+    with Run(global_batch=2, ledger=True) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        data = run.shard(TensorDataset(torch.zeros(4, 1)), workers=0)
+        run.restore(tmp_path / "out", model=model, train=data)
+        run.restore(tmp_path / "second", model=model)  # the first one counts
+        assert run.folder == tmp_path / ("launched" if typed else "out")
+        for epoch in data.epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x).sum(1)).backward()
+    there = {path.name for path in run.folder.iterdir()}
+    assert there >= {"ledger", "log.txt", "metrics.jsonl", "summary.json"}
+    assert main(["audit", str(run.folder)]) == 0
+    assert typed or not (tmp_path / "launched").exists()
+
+
+def test_without_restore_a_run_writes_to_the_launchers_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
+    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", "0")
+    with Run(global_batch=2) as run:
+        run.log({"val/accuracy": 1.0})
+    assert (tmp_path / "launched" / "summary.json").exists()
 
 
 def test_a_save_inside_a_step_waits_for_its_end(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from samestep.errors import WorldError
 from samestep.facts.slurm import expand_nodes, expand_tasks, in_step, port_of
-from samestep.facts.world import World, environment, export, read_world, run_folder
+from samestep.facts.world import World, environment, export, folder_was_typed, launch_name, read_world, run_folder
 
 TORCHRUN = {
     "RANK": "5",
@@ -324,6 +324,17 @@ def test_export_reaches_the_environment(monkeypatch: pytest.MonkeyPatch):
 def test_changing_the_copy_does_not_change_the_environment():
     environment()["SAMESTEP_TEST"] = "1"
     assert "SAMESTEP_TEST" not in environment()
+
+
+def test_a_folder_that_the_launcher_made_up_is_no_wish():
+    assert not folder_was_typed({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "0"})
+    assert folder_was_typed({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "1"})
+    assert folder_was_typed({"SAMESTEP_FOLDER": "/a"})  # set by hand
+
+
+def test_a_launch_has_the_name_that_its_agent_gave_it():
+    assert launch_name({"TORCHELASTIC_RUN_ID": "3f1c"}) == "3f1c"
+    assert launch_name({"TORCHELASTIC_RUN_ID": "none"}) == launch_name({}) == ""
 
 
 def test_there_is_no_run_folder_without_a_launcher():

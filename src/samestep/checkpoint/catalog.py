@@ -112,8 +112,8 @@ def check_order(folder: Path, step: int, bad: Collection[str]) -> None:
     newest = next((found for found, manifest in there.items() if EARLY not in manifest.run), None)
     if newest is not None and step < newest.step:
         raise CheckpointError(
-            f"this checkpoint would be of step {step}, and {newest.path} is there: run.restore takes the highest number, "
-            f"so what was trained since would be lost; number checkpoints upwards, as in "
+            f"this checkpoint would be of step {step}, and {newest.path} is there: run.restore takes the highest "
+            "number, so what was trained since would be lost; number checkpoints upwards, as in "
             f"checkpoint.save(step={newest.step + 1}), or always by the steps done with checkpoint.save(), or give "
             "run.restore another folder"
         )

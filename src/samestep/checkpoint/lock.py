@@ -114,22 +114,24 @@ def _read(path: Path) -> tuple[Holder | None, int]:
 
 def _wait_for_end(path: Path, mine: Holder) -> Holder | None:
     """The holder, once he is known to be gone; raise where he lives on."""
-    until = time.monotonic() + _PATIENCE_SECONDS
+    began = changed = time.monotonic()
     first, beat = _read(path)
-    while not _is_over(first, mine):
-        late = time.monotonic() > until
-        holder, now = _read(path)
+    while not _is_over(first, mine) and time.monotonic() < began + _PATIENCE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+        holder, last = _read(path)
         if holder != first:
             return _wait_for_end(path, mine)
-        if first is not None and (late if _is_here(first, mine) else now != beat):
-            raise CheckpointError(
-                f"{path.parent} is in use by another run, process {first.pid} on {first.host} since {first.since}: two "
-                f"runs in one folder lose each other's checkpoints; wait until it has ended, or end it (on {first.host}: "
-                f"kill {first.pid}), or give run.restore another folder"
-            )
-        if late:
-            break  # on another machine, and silent: a live one would have told
-        time.sleep(_LOOK_SECONDS)
+        if last != beat:
+            beat, changed = last, time.monotonic()
+    if first is None or _is_over(first, mine):
+        return first
+    # On another machine one who was killed is silent for all of the time, or for its second half.
+    if _is_here(first, mine) or time.monotonic() - changed < _PATIENCE_SECONDS / 2:
+        raise CheckpointError(
+            f"{path.parent} is in use by another run, process {first.pid} on {first.host} since {first.since}: two runs "
+            "in one folder lose each other's checkpoints; wait until it has ended, or end it (on "
+            f"{first.host}: kill {first.pid}), or give run.restore another folder"
+        )
     return first
 
 
@@ -138,7 +140,7 @@ def _is_here(holder: Holder, mine: Holder) -> bool:
 
 
 def _is_over(holder: Holder | None, mine: Holder) -> bool:
-    """Whether he is known to write no more: an earlier start of this job or of this process, or a process that ended."""
+    """Whether he is known to write no more: an earlier start of this job or process, or a process that has ended."""
     if holder is None:
         return False
     if holder.launch and holder.launch == mine.launch:

@@ -49,7 +49,8 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
     if stop.time_is_over:
         say(
             f"samestep: the time limit of {job.time_limit} is over, and {len(failures)} rank(s) had not ended by "
-            "themselves: they were killed; what the last checkpoint holds, if there is one, is safe, so start again to go on"
+            "themselves: they were killed; what the last checkpoint holds, if there is one, is safe: start again to go "
+            "on"
         )
         return TIME_IS_OVER
     say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))

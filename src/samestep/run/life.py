@@ -39,7 +39,7 @@ class Asked:
     seed: int
     """Where weights, order and luck come from."""
     folder: str | Path | None
-    """Where logs go; None: a folder typed for the launcher, or that of run.restore, or the launcher's own, or a new one."""
+    """Where logs go; None: a folder that was typed, or that of run.restore, or the launcher's own, or a new one."""
     backend: str | None
     """What connects the ranks; None: chosen."""
     start_timeout: float
