@@ -149,11 +149,12 @@ def main(
     learning_rate: float = 1e-3,
 ) -> None:
     """Train the student, then say how much of the teacher it kept, how much faster it is, and what the teacher took."""
-    causal, (usual, few, learnt, judged) = mode == "logits", USUAL[mode]
+    causal, (usual, few, most, tested) = mode == "logits", USUAL[mode]
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         folder = teacher or run.once(usual, per="node")
-        held_out = held_out or judged
-        data = read(texts, folder, held_out + (count or learnt), length)
+        held_out = held_out or tested
+        data = read(texts, folder, held_out + (count or most), length)
+        learnt, judged = TensorDataset(*data[held_out:]), TensorDataset(*data[:held_out])
         dtype = teacher_dtype or ("float32" if run.device.type == "cpu" else None)  # a GPU takes what the file holds
         tutor = run.teacher(
             folder,
@@ -171,8 +172,7 @@ def main(
         stacks = [part for part in student.modules() if isinstance(part, nn.ModuleList)]
         model = run.wrap(student, checkpoint=(type(stacks[0][0]),) if gradient_checkpointing else ())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate, eps=1e-5)
-        train = run.shard(TensorDataset(*data[held_out:]), shuffle=True)
-        test = run.shard(TensorDataset(*data[:held_out]))
+        train, test = run.shard(learnt, shuffle=True), run.shard(judged)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, epochs * train.steps_per_epoch)
 
         def judge() -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -181,7 +181,7 @@ def main(
                 if causal:
                     found = judge_words(run, both, test, temperature)
                 else:
-                    found = judge_vectors(run, both, test, held_out, student.teacher_width)
+                    found = judge_vectors(run, both, test, len(judged), student.teacher_width)
                 times = run.all_reduce(torch.tensor([each.seconds for each in both], device=run.device), "sum")
             return found | {"speedup": float(times[1] / times[0])}, net.state_dict()
 

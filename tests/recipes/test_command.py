@@ -61,7 +61,9 @@ def test_a_package_without_recipes_says_so(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: install samestep anew\n"
 
 
-@pytest.mark.parametrize("name", ["cfg_diffusion", "digits", "distill", "latent_adapter", "progressive_images", "saliency"])
+@pytest.mark.parametrize(
+    "name", ["cfg_diffusion", "digits", "distill", "latent_adapter", "progressive_images", "saliency"]
+)
 def test_a_recipe_says_what_its_options_mean(name):
     script = REPOSITORY / "recipes" / f"{name}.py"
     told = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)

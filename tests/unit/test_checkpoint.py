@@ -113,9 +113,10 @@ def test_the_best_and_its_second_save_count_as_one_of_those_that_stay(tmp_path):
 
 def test_a_number_below_that_of_another_checkpoint_is_refused_and_nothing_written(tmp_path):
     told = (
-        f"this checkpoint would be of step 50, and {tmp_path / 'step-00000100'} is there: run.restore takes the highest "
-        "number, so what was trained since would be lost; number checkpoints upwards, as in "
-        "checkpoint.save(step=101), or always by the steps done with checkpoint.save(), or give run.restore another folder"
+        f"this checkpoint would be of step 50, and {tmp_path / 'step-00000100'} is there: run.restore takes the "
+        "highest number, so what was trained since would be lost; number checkpoints upwards, as in "
+        "checkpoint.save(step=101), or always by the steps done with checkpoint.save(), or give run.restore another "
+        "folder"
     )
     with pytest.raises(CheckpointError) as refused:
         save(tmp_path, [100, 50])

@@ -130,19 +130,21 @@ def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Co
     known = _readable(there, bad)
     # An early end took the steps done for its number, and the script counts otherwise: training is beyond it.
     passed = [found for found, manifest in known.items() if found > now and EARLY in manifest.run]
-    for found in passed:
-        del known[found]
-        remove_folder(found.path)
+    known = {found: manifest for found, manifest in known.items() if found not in passed}
     top = best(known, metric) if metric is not None else None
-    last: dict[int, Found] = {}  # of each step, the one that was saved last
-    for found in known:
-        last.setdefault(found.step, found)
-    oldest = min([*list(last.values())[:keep], now])
-    for found in there:
-        saved_anew = found < last.get(found.step, found)
-        if found not in (now, top, *passed) and (found < oldest or saved_anew):
+    for found in [*passed, *_too_old(there, known, now, keep)]:
+        if found != top:
             remove_folder(found.path)
     return None if top is None else top.path
+
+
+def _too_old(there: list[Found], known: Collection[Found], now: Found, keep: int) -> list[Found]:
+    """Those before the `keep` newest, of which each step counts once, and those whose step was saved anew."""
+    last: dict[int, Found] = {}
+    for found in sorted(known, reverse=True):
+        last.setdefault(found.step, found)
+    oldest = min([*list(last.values())[:keep], now])
+    return [found for found in there if found != now and (found < oldest or found < last.get(found.step, found))]
 
 
 def _readable(there: list[Found], bad: Collection[str]) -> dict[Found, Manifest]:

@@ -128,8 +128,8 @@ def _wait_for_end(path: Path, mine: Holder) -> Holder | None:
     # On another machine one who was killed is silent for all of the time, or for its second half.
     if _is_here(first, mine) or time.monotonic() - changed < _PATIENCE_SECONDS / 2:
         raise CheckpointError(
-            f"{path.parent} is in use by another run, process {first.pid} on {first.host} since {first.since}: two runs "
-            "in one folder lose each other's checkpoints; wait until it has ended, or end it (on "
+            f"{path.parent} is in use by another run, process {first.pid} on {first.host} since {first.since}: two "
+            "runs in one folder lose each other's checkpoints; wait until it has ended, or end it (on "
             f"{first.host}: kill {first.pid}), or give run.restore another folder"
         )
     return first
