@@ -21,7 +21,6 @@ def test_a_student_of_vectors_comes_near_its_teacher(ranks, tmp_path):
     assert_alike(alone, together)
     assert together["student/correlation"] > together["untrained/correlation"] + 0.1
     assert together["student/cosine"] > 0.7 > together["untrained/cosine"]
-    assert together["student/speedup"] > 1
 
 
 @pytest.mark.slow

@@ -161,8 +161,8 @@ class Run(Group):
     ) -> Checkpoint:
         """Bring `parts` (model=, optimizer=, train=, ...) to the newest sound checkpoint in `folder`, if there is one.
 
-        What it gives saves them there from now on. Of the checkpoints the `keep` newest stay, and with
-        `keep_best="val/accuracy"` the one that had the best value when it was saved.
+        What it gives saves them there from now on, and no other run may until this one ends. Of the checkpoints the
+        `keep` newest stay, and with `keep_best="val/accuracy"` the one with the best value logged before its save.
         """
         engine, place = self._life.engine, self.once(Path(folder).absolute)
         self._life.move_to(place, self.once)
