@@ -209,12 +209,14 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path):
         while len([name for name in os.listdir() if name.startswith("up-")]) < 2:
             time.sleep(0.05)
         print(os.environ["MASTER_PORT"], os.environ["WORLD_SIZE"], os.environ["SAMESTEP_FOLDER"])
+        print(os.environ["SAMESTEP_FOLDER_TYPED"])
     """
     runs = [start(tmp_path, script, "--nproc-per-node", "1", "train.py") for _ in range(2)]
     told = [run.finish().out.split() for run in runs]
     assert told[0][0] != told[1][0]
     assert told[0][1] == told[1][1]
     assert told[0][2] != told[1][2]
+    assert told[0][3] == told[1][3] == "0"  # the launcher's own choice
 
 
 def test_a_failed_attempt_is_followed_by_another_and_its_logs_are_kept(tmp_path: Path):

@@ -6,6 +6,7 @@ import time
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,38 @@ def test_ranks_that_save_different_steps_are_told_so(ranks, tmp_path):
     first, second = ranks.errors(2, save_unlike_steps, tmp_path)
     assert "rank 0 saves step 0 and rank 1 saves step 1: a checkpoint is of one step on all ranks" in first
     assert "rank 1 saves step 1 and rank 0 saves step 0" in second
+
+
+def save_backwards(folder):
+    with Run(global_batch=2, seed=0, folder=folder) as run:
+        checkpoint = run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+        for step in (100, 50):
+            checkpoint.save(step=step)
+
+
+def test_a_number_that_goes_backwards_is_refused_on_all_ranks(ranks, tmp_path):
+    for text in ranks.errors(2, save_backwards, tmp_path):
+        assert "CheckpointError: rank 0: this checkpoint would be of step 50, and " in text
+    assert names(tmp_path) == ["step-00000100"]
+
+
+def restore_in_use(folder):
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        if run.first:
+            from dataclasses import asdict, replace
+
+            from samestep.checkpoint import lock
+
+            folder.mkdir(exist_ok=True)
+            parent = psutil.Process().parent()
+            theirs = replace(lock._describe(), pid=parent.pid, began=parent.create_time(), launch="")
+            (folder / lock.NAME).write_text(json.dumps(asdict(theirs)))
+        run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+
+
+def test_a_folder_in_use_is_refused_on_all_ranks(ranks, tmp_path):
+    for text in ranks.errors(2, restore_in_use, tmp_path / "out"):
+        assert f"CheckpointError: {tmp_path / 'out'} is in use by another run, process " in text
 
 
 class Odd:
