@@ -237,7 +237,7 @@ def test_a_node_holds_one_copy_however_many_ranks_it_has(ranks, tmp_path):
         ranks.stop()  # memory that a process got and did not give back would count for the next
         for added, with_gradients, size_of_teacher in ranks(size, weigh, weights, Large, "cpu", dtype):
             assert size_of_teacher == (201326592 if dtype is None else 100663296)
-            # each process has buffers of its own, which weigh nothing beside a real teacher and a little beside this one
+            # each process has buffers of its own, which weigh nothing beside a real teacher and a little beside this
             own = size * 2 * 2**20
             assert 0.9 * size_of_teacher < added < 1.05 * size_of_teacher + own, (size, dtype)
             assert with_gradients < 1.25 * size_of_teacher, (size, dtype)  # a matrix at work on each rank
