@@ -22,3 +22,14 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A short time with three digits.
+
+    >>> seconds_text(0.01234), seconds_text(2.5), seconds_text(1234.5)
+    ('12.3 ms', '2.50 s', '1,234 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -112,6 +112,31 @@ def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks)
     assert torch.equal(first[2][1], second[2][1])
 
 
+def save_what_ranks_learnt(folder):
+    """The running mean of this rank before a checkpoint, and that of the checkpoint, read by all ranks."""
+    with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
+        inner = Normed(images())
+        model = run.wrap(inner)
+        checkpoint = run.restore(folder, model=model)
+        for epoch in run.shard(IMAGES[:12]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+        before = inner.norm.running_mean.clone()
+        checkpoint.save()
+    with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
+        inner = Normed(images())
+        run.restore(folder, model=run.wrap(inner))
+        return before, inner.norm.running_mean.clone()
+
+
+def test_a_checkpoint_holds_the_average_and_not_the_statistics_of_one_rank(ranks, tmp_path):
+    (first, kept), (second, again) = ranks(2, save_what_ranks_learnt, tmp_path / "out")
+    assert not torch.allclose(first, second)
+    assert torch.allclose(kept, (first + second) / 2)
+    assert torch.equal(kept, again)
+
+
 def wrap_twice():
     with Run(global_batch=4) as run, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")

@@ -13,11 +13,12 @@ from samestep.facts.machine_words import machines_of
 from samestep.facts.model import Op
 from samestep.plan.batch import Cut
 from samestep.plan.choose import plan, precision_on
-from samestep.plan.explain import bar, gpu_hours, line, rows, seconds_text, what_if_rows
+from samestep.plan.explain import bar, gpu_hours, line, rows, what_if_rows
 from samestep.plan.memory import memory
 from samestep.plan.speed import collective_seconds, compute_seconds, product_rate, ring_rate
 from samestep.plan.step_time import step_time
 from samestep.plan.strategy import Layout, gradient_passes, layouts
+from samestep.units import seconds_text
 from tests.unit.plan_facts import DEVICE, GIB, MIB, machines, model, peak, with_teacher
 
 CONTEXT, CHANNELS = 600 * MIB, 400 * MIB

@@ -178,7 +178,7 @@ def test_a_teacher_that_fits_nowhere_is_refused_with_its_table(tmp_path, monkeyp
 
 
 def test_ranks_on_one_processor_share_its_rates():
-    alone, four = (setting_here(World(size=n, local_size=n), CPU, 64) for n in (1, 4))
+    alone, four = (setting_here(World(size=n, local_size=n), 64) for n in (1, 4))
     assert alone.micro_batch == 4 * four.micro_batch == 64
     assert four.machines.per_node == four.ranks_per_node == 4
     together = 4 * four.machines.device.rates["float32"]

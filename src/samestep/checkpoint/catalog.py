@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from samestep.checkpoint.files import explain, remove_folder, replace_text
+from samestep.checkpoint.files import explain, remove_folder
 from samestep.checkpoint.manifest import NAME, Damaged, Manifest, check_files, read_manifest
+from samestep.disk import replace_text
 from samestep.errors import CheckpointError
 
 LATEST: Final = "latest"

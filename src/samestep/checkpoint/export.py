@@ -7,9 +7,10 @@ from pathlib import Path
 from samestep.checkpoint import index as index_file
 from samestep.checkpoint.catalog import newest_sound
 from samestep.checkpoint.encode import tensor_names
-from samestep.checkpoint.files import explain, flush_folder, write_checked
+from samestep.checkpoint.files import explain, write_checked
 from samestep.checkpoint.tensor_file import Entry, tensor_blocks
 from samestep.checkpoint.writing import STATE
+from samestep.disk import flush_folder
 from samestep.errors import CheckpointError
 
 

@@ -73,26 +73,6 @@ def write_checked(path: Path, blocks: Iterable[bytes | memoryview]) -> Written:
     return made
 
 
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder last through a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Put a small file in place of another in one step."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    flush_folder(path.parent)
-
-
 def remove_folder(folder: Path) -> None:
     """Remove a folder so that no half of it can be taken for a checkpoint."""
     if not folder.name.startswith("."):  # else its name is none of a checkpoint, and is found again if we are killed

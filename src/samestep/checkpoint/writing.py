@@ -14,9 +14,10 @@ import torch.distributed as dist
 from samestep.checkpoint import catalog
 from samestep.checkpoint import index as index_file
 from samestep.checkpoint.dcp import Staged
-from samestep.checkpoint.files import Written, explain, flush_folder, remove_folder, write_checked
+from samestep.checkpoint.files import Written, explain, remove_folder, write_checked
 from samestep.checkpoint.manifest import Manifest, write_manifest
 from samestep.checkpoint.tensor_file import tensor_blocks
+from samestep.disk import flush_folder
 from samestep.errors import CheckpointError
 
 STATE: Final = "state.json"

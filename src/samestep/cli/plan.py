@@ -14,9 +14,8 @@ from rich.text import Text
 
 from samestep.cli.building import find_function
 from samestep.errors import PlanError
-from samestep.facts.calibration import calibrated, keep_calibration, read_calibration
-from samestep.facts.hardware import read_hardware
-from samestep.facts.machine_live import machines_here, machines_of_slurm, slurm_nodes
+from samestep.facts.calibration import keep_calibration
+from samestep.facts.machine_live import machines_of_slurm, slurm_nodes
 from samestep.facts.machine_words import machines_of
 from samestep.facts.machines import Machines
 from samestep.facts.model import CUDA_MARGIN, ModelFacts
@@ -164,16 +163,11 @@ def _machines(words: str, nodes: int | None) -> Machines:
         return machines_of(words, 1 if nodes is None else nodes)
     count = slurm_nodes(environ) if nodes is None else nodes
     with _patience("looking at this machine"):
-        import torch
+        from samestep.run.machines import machines_seen
 
-        from samestep.run.detect import detect_gpus, detect_links
-
-        found = machines_here(
-            read_hardware(detect_gpus(), detect_links()), max(1, count), torch.backends.mps.is_available()
-        )
-        name = torch.cuda.get_device_name() if found.device.kind == "cuda" else found.device.kind
+        found = machines_seen(max(1, count))
     asked = machines_of_slurm(environ) if found.device.kind != "cuda" else None
-    return asked or calibrated(found, read_calibration(name, environ))
+    return asked or found
 
 
 def _what_if_machines(words: str, nodes: int | None) -> Iterator[Machines]:

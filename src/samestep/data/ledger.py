@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from samestep.disk import replace_text
 from samestep.errors import LedgerError
 
 CAPACITY: Final = 4096
@@ -267,9 +268,7 @@ def _describe(shard: Path, description: Description) -> None:
         if changed:
             raise LedgerError(f"{path} is of other data: {', '.join(changed)}; use a new folder for the changed run")
         return
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
-    part.replace(path)
+    replace_text(path, json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
 
 
 def _cut_torn_end(path: Path) -> None:

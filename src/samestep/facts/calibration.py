@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from samestep.disk import replace_text
 from samestep.facts.machines import Machines
 from samestep.facts.world import cache_folder
 
@@ -74,7 +74,5 @@ def keep_calibration(calibration: Calibration, environ: Mapping[str, str]) -> Pa
     """Write it down for later; returns where."""
     path = calibration_path(calibration.device, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")  # another may measure at the same time
-    draft.write_text(json.dumps(asdict(calibration), indent=2), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(asdict(calibration), indent=2))
     return path

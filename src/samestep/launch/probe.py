@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from samestep.disk import replace_text
 from samestep.facts.world import environment
 
 Verdict = Literal["works", "cured", "dies", "unknown"]
@@ -111,10 +112,8 @@ def _read(path: Path) -> Bf16 | None:
 
 
 def _keep(path: Path, answer: Bf16) -> None:
-    draft = path.with_suffix(f".{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"verdict": answer.verdict, "detail": answer.detail}))
-        draft.replace(path)
+        replace_text(path, json.dumps({"verdict": answer.verdict, "detail": answer.detail}))
     except OSError:  # a home that cannot be written costs the next launch two seconds, no more
         return

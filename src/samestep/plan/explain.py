@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from samestep.plan.candidate import Candidate
 from samestep.plan.choose import Plan
 from samestep.plan.teacher import TeacherPlan
-from samestep.units import bytes_text
+from samestep.units import bytes_text, seconds_text
 
 TITLES = ("strategy", "ranks", "micro-batch", "memory", "seconds", "verdict")
 """Titles of `rows`."""
@@ -72,17 +72,6 @@ def gpu_hours(plan: Plan, samples: int) -> float | None:
         return None
     steps = -(-samples // plan.task.global_batch)
     return steps * plan.chosen.time.total * plan.task.machines.devices / 3600
-
-
-def seconds_text(seconds: float) -> str:
-    """A short time with three digits.
-
-    >>> seconds_text(0.01234), seconds_text(2.5), seconds_text(1234.5)
-    ('12.3 ms', '2.50 s', '1,234 s')
-    """
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:

@@ -10,19 +10,17 @@ from typing import cast
 import torch
 from torch import nn
 
-from samestep.facts.calibration import calibrated, read_calibration
 from samestep.facts.hardware import read_hardware
-from samestep.facts.machine_live import machines_here
 from samestep.facts.machines import Machines
 from samestep.facts.model import CUDA_CONTEXT, CUDA_MARGIN, ModelFacts
-from samestep.facts.world import World, environment
+from samestep.facts.world import World
 from samestep.measure.parts import recomputable
 from samestep.measure.trace import trace_model
 from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.candidate import Candidate
 from samestep.plan.choose import Plan, plan
 from samestep.ranks.link import Link
-from samestep.run.detect import detect_gpus, detect_links
+from samestep.run.machines import machines_of_ranks
 from samestep.units import bytes_text
 from samestep.wrap.precision import Numbers
 from samestep.wrap.wrap import Wish
@@ -126,7 +124,7 @@ def _decide(site: Site, model: nn.Module, wish: Wish, example: object | None, op
     world, numbers = site.link.world, site.numbers
     facts = facts_of_weights(model) if example is None else _trace(site, model, wish, example, optimizer)
     margin = _HALF if example is None else CUDA_MARGIN
-    made = plan(live_machines(world, site.device, free), facts, site.global_batch, numbers.name, margin)
+    made = plan(_machines(world, free), facts, site.global_batch, numbers.name, margin)
     ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
     allowed = [each for each in ours if _may(each, world.size, wish)] or ours
     fitting = [each for each in allowed if each.fits]
@@ -135,17 +133,10 @@ def _decide(site: Site, model: nn.Module, wish: Wish, example: object | None, op
     return Decision(chosen, told, _plain(made, chosen), example is not None)
 
 
-def live_machines(world: World, device: torch.device, free: int) -> Machines:
+def _machines(world: World, free: int) -> Machines:
     """This run's own devices: as many a node as it has ranks there, with what the tightest rank has free."""
-    hardware = read_hardware(detect_gpus(), detect_links()) if device.type == "cuda" else read_hardware()
-    found = machines_here(hardware, world.nodes, device.type == "mps")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else found.device.kind
-    found = calibrated(found, read_calibration(name, environment()))
-    mine, ranks = found.device, world.local_size
-    if device.type == "cpu":  # ranks share the cores and the memory
-        rates = {dtype: rate / ranks for dtype, rate in mine.rates.items()}
-        mine = replace(mine, memory=mine.memory // ranks, rates=rates, bandwidth=mine.bandwidth / ranks)
-    return replace(found, device=replace(mine, memory_free=free), per_node=ranks)
+    found = machines_of_ranks(world)
+    return replace(found, device=replace(found.device, memory_free=free), per_node=world.local_size)
 
 
 def _free(device: torch.device) -> float:

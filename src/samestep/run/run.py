@@ -192,7 +192,7 @@ class Run(Group):
         "cpu", "offload", ...); None chooses and says why, by the work of an example where `build` returns one as well.
         """
         wish = teaching.Wish(dtype, device_map, top_k, servers, inner, cache, temperature)
-        around = partial(setting_here, self._link.world, self.device, self._life.asked.global_batch)
+        around = partial(setting_here, self._link.world, self._life.asked.global_batch)
         ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once, around)
         return take_teacher(self._life.engine, ground, build, weights, placement, wish)
 

@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from samestep.disk import replace_text
 from samestep.errors import LogError
 
 
@@ -16,26 +16,7 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
     """
     text = json.dumps(_plain("summary", dict(summary)), indent=2, sort_keys=True, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, since only there a rename is one act; the process id, since two runs may share the folder.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    _bring_to_disk(path.parent)
-
-
-def _bring_to_disk(folder: Path) -> None:
-    """The rename itself is a change of the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_text(path, text)
 
 
 def _plain(place: str, value: object) -> object:

@@ -6,9 +6,9 @@ from typing import Final
 
 import torch
 
-from samestep.plan.explain import seconds_text
 from samestep.teacher.ground import Placed
 from samestep.teacher.needs import rows_of
+from samestep.units import seconds_text
 
 _WARM_UP: Final = 1  # the first call loads kernels and touches memory
 _TIMED: Final = 3
