@@ -3,18 +3,26 @@
     python benchmarks/teacher.py [--megabytes 1000] [--ranks 1 2 4] [--ways "samestep cpu"] [--dtype another]
     python benchmarks/teacher.py --device cuda
 
-For each number of ranks, in processes of their own: the proportional set size of all ranks together (Pss in
-/proc/*/smaps_rollup, which counts a page that several share once), less what the same processes had before, after
-several forward passes; and the time from the call to the first output on the slowest rank. The claims: with placement
-"cpu" a node holds at most 1.05 x the teacher's bytes, for any number of ranks, also where the file's dtype is another;
-and N ranks have their first output in at most 1.3 x the time of one, as long as there are N cores. Files are in the
-page cache.
+For each number of ranks, in processes of their own that take the ways in turn, with the files in the page cache:
+
+- memory: the proportional set size of all ranks together (Pss in /proc/*/smaps_rollup, which counts a page that several
+  share once), less what the same processes had before, after several forward passes;
+- time: from the call to the first output on the slowest rank. Starting Python and importing libraries is no part of it:
+  a tiny teacher has been through the same way before. The first forward pass is, as it is what brings pages in; a later
+  one is told beside it, as what computing alone takes. Ranks compute at once with one thread each, so that the clock
+  can show what N ranks cost where there are N cores; where there are fewer they wait for each other's turn, and what
+  is held against the claim is the processor time of the busiest rank instead.
+
+The claims: with placement "cpu" a node holds at most 1.05 x the teacher's bytes, for any number of ranks, also where
+the file's dtype is another; and N ranks have their first output in at most 1.3 x the time of one. Exit code 1 where one
+does not hold. The quickest of two rounds counts, on either side.
 
 With --device cuda: blocks that stream from host memory ("offload"), against the longer of computing and of copying over
 PCIe at the bandwidth that is measured. The claim: within 25 % of it.
 """
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -36,7 +44,7 @@ MOST_MEMORY, MOST_TIME, MOST_STREAM = 1.05, 1.3, 1.25
 WAYS = ("samestep cpu", "torch.load", "torch.load mmap", "from_pretrained")
 DTYPES = {"as the file": None, "another": torch.bfloat16}
 WORDS = torch.arange(16).view(1, 16)
-FORWARDS = 3
+FORWARDS, ROUNDS = 3, 2
 
 
 def config(megabytes: int) -> Any:
@@ -98,35 +106,57 @@ def node_memory(run: Run) -> int:
     return found
 
 
-def rank(way: str, folder: Path, dtype: torch.dtype | None) -> None:
-    """One rank of one measurement; the first prints what was found."""
+def rank(folder: Path, ways: list[str], dtypes: list[str]) -> None:
+    """One rank of all measurements on so many ranks; the first writes down what was found."""
     torch.set_num_threads(1)
+    found: dict[str, dict[str, float]] = {}
     with Run(global_batch=4, folder=folder / "logs") as run, torch.no_grad():
-        load(way, run, folder / "tiny", dtype)(input_ids=WORDS)  # what libraries load late is no part of a teacher
-        before = node_memory(run)
-        run.barrier()
-        began = time.perf_counter()
-        teacher = load(way, run, folder / "teacher", dtype)
-        loaded = time.perf_counter() - began
-        teacher(input_ids=WORDS)
-        first = run.max(time.perf_counter() - began)
-        memory = 0
-        for _ in range(FORWARDS):
-            teacher(input_ids=WORDS)
-            memory = max(memory, node_memory(run) - before)
-        found = {"memory": memory, "load": run.max(loaded), "first": first}
+        cases = [(way, dtype) for dtype in dtypes for way in ways]
+        for way, dtype in cases:  # what libraries load late is no part of a teacher
+            load(way, run, folder / "tiny", DTYPES[dtype])(input_ids=WORDS)
+        for _ in range(ROUNDS):
+            for way, dtype in cases:
+                now = once(way, run, folder / "teacher", DTYPES[dtype])
+                best = found.setdefault(f"{way}/{dtype}", now)
+                best.update({name: (max if name == "memory" else min)(best[name], now[name]) for name in now})
     if run.first:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-def measure(way: str, folder: Path, dtype: str, ranks: int) -> dict[str, float]:
-    """Start the ranks of one measurement and wait for them."""
+def once(way: str, run: Run, path: Path, dtype: torch.dtype | None) -> dict[str, float]:
+    """One teacher, from the call to several forward passes; all of it is given back afterwards."""
+    gc.collect()
+    before = node_memory(run)
+    run.barrier()
+    began, worked = time.perf_counter(), time.process_time()
+    teacher = load(way, run, path, dtype)
+    loaded = time.perf_counter() - began
+    teacher(input_ids=WORDS)
+    first, work = time.perf_counter() - began, time.process_time() - worked
+    memory, forwards = 0, []
+    for _ in range(FORWARDS):
+        memory = max(memory, node_memory(run) - before)
+        began = time.perf_counter()
+        teacher(input_ids=WORDS)
+        forwards.append(time.perf_counter() - began)
+    memory = max(memory, node_memory(run) - before)
+    if hasattr(teacher, "close"):
+        teacher.close()
+    del teacher
+    times = {"load": loaded, "first": first, "work": work, "forward": min(forwards)}
+    return {"memory": memory, **{name: run.max(value) for name, value in times.items()}}
+
+
+def measure(folder: Path, ranks: int, ways: list[str], dtypes: list[str]) -> dict[str, dict[str, float]]:
+    """Start so many ranks and wait for what they find."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    # Large tensors that are freed go back to the system, and do not serve the next way unseen.
+    quiet |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, __file__, "--rank-of", way, "--folder", str(folder), "--dtype", dtype]
+    command = [sys.executable, __file__, "--rank-of", str(folder), "--ways", *ways, "--dtype", *dtypes]
     started = []
     for number in range(ranks):
         place = {"RANK": str(number), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -134,35 +164,37 @@ def measure(way: str, folder: Path, dtype: str, ranks: int) -> dict[str, float]:
         started.append(subprocess.Popen(command, env=around, stdout=subprocess.DEVNULL))
     codes = [process.wait() for process in started]
     if any(codes):
-        raise SystemExit(f"{way} failed on {ranks} rank(s)")
+        raise SystemExit(f"{ranks} rank(s) failed")
     return json.loads((folder / "found.json").read_text())
 
 
 def compare(megabytes: int, rank_counts: list[int], ways: list[str], dtypes: list[str]) -> int:
     """Measure all ways on all numbers of ranks, and hold the claims against what was found."""
-    good = True
+    good, cores = True, len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write(folder, megabytes)
         size = (folder / "teacher" / "model.safetensors").stat().st_size
-        print(f"a teacher of {size / 1e9:.2f} GB in float32, {os.cpu_count()} cores, one thread a rank")
-        for dtype in dtypes:
-            bytes_there = size * (DTYPES[dtype] or torch.float32).itemsize / 4
-            print(f"dtype {dtype}: {bytes_there / 1e9:.2f} GB")
-            for way in ways:
-                alone = None
-                for ranks in rank_counts:
-                    found = measure(way, folder, dtype, ranks)
-                    alone = alone or found["first"]
-                    share, slower = found["memory"] / bytes_there, found["first"] / alone
-                    times = (
-                        f"{found['load']:6.2f} s, first output after {found['first']:6.2f} s ({slower:4.2f} x one rank)"
-                    )
-                    told = f"  {way:<16} {ranks} rank(s): {share:5.2f} x the teacher on the node, loaded in {times}"
-                    print(told, flush=True)
-                    if way == WAYS[0]:
-                        good &= share <= MOST_MEMORY
-                        good &= slower <= MOST_TIME or ranks > (os.cpu_count() or 1)
+        print(f"a teacher of {size / 1e9:.2f} GB in float32, {cores} cores, one thread a rank", flush=True)
+        by_count = {ranks: measure(folder, ranks, ways, dtypes) for ranks in rank_counts}
+    for dtype in dtypes:
+        bytes_there = size * (DTYPES[dtype] or torch.float32).itemsize / 4
+        print(f"dtype {dtype}: {bytes_there / 1e9:.2f} GB")
+        for way in ways:
+            alone = by_count[rank_counts[0]][f"{way}/{dtype}"]
+            for ranks in rank_counts:
+                found = by_count[ranks][f"{way}/{dtype}"]
+                share = found["memory"] / bytes_there
+                slower, harder = found["first"] / alone["first"], found["work"] / alone["work"]
+                print(
+                    f"  {way:<16} {ranks} rank(s): {share:5.2f} x the teacher on the node; loaded in "
+                    f"{found['load']:5.2f} s, first output after {found['first']:5.2f} s ({slower:4.2f} x "
+                    f"{rank_counts[0]} rank), of which a later forward takes {found['forward']:5.2f} s; processor time "
+                    f"{found['work']:5.2f} s ({harder:4.2f} x)"
+                )
+                if way == WAYS[0]:
+                    good &= share <= MOST_MEMORY
+                    good &= (slower if ranks <= cores else harder) <= MOST_TIME
     return 0 if good else 1
 
 
@@ -259,13 +291,12 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rank-of", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     options = parser.parse_args()
     if options.rank_of:
-        rank(options.rank_of, options.folder, DTYPES[options.dtype[0]])
+        rank(options.rank_of, options.ways, options.dtype)
         return 0
     return (
         stream() if options.device == "cuda" else compare(options.megabytes, options.ranks, options.ways, options.dtype)

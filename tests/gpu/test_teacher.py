@@ -3,11 +3,13 @@
 import gc
 import statistics
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.errors import TeacherError
@@ -51,6 +53,41 @@ def test_every_placement_gives_the_bits_of_the_plain_module(run, placement, form
         with torch.no_grad():
             expected = plain(inputs.to(plain.places.device))
         assert torch.equal(found.cpu(), expected.cpu())
+
+
+@dataclass
+class Said:
+    """Outputs of a class of one's own."""
+
+    logits: object
+    note: str
+
+
+class Sayer(Speaker):
+    """Gives its logits inside an object."""
+
+    def forward(self, words):
+        return Said(super().forward(words), "a")
+
+
+@pytest.mark.parametrize("few", [None, 3])
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "sharded", "served", "cached"])
+def test_outputs_come_home_to_the_gpu_in_their_own_class(run, placement, few):
+    weights = save(speaker(), "one.safetensors")
+    plain = Frozen(Speaker, open_weights(weights)).load(torch.device("cpu") if placement == "cpu" else DEVICE)
+    options = {"device_map": {"": "cuda:0"}} if placement == "custom" else {}
+    teacher = run.teacher(Sayer, weights=weights, placement=placement, top_k=few, **options)
+    for epoch in run.shard(TensorDataset(words(8)), micro_batch=4, workers=0).epochs(2):
+        for step in epoch:
+            for (inputs,) in step:
+                for found in (teacher(inputs), teacher.ahead(inputs).result()):
+                    with torch.no_grad():
+                        expected = plain(inputs.to(plain.places.device)).to(DEVICE)
+                    assert type(found) is Said
+                    assert found.note == "a"
+                    given = found.logits if few is None else found.logits.values
+                    assert given.device == DEVICE
+                    assert torch.equal(given, expected if few is None else expected.topk(few).values)
 
 
 def test_layers_on_the_cpu_and_on_the_gpu_work_together(tmp_path, monkeypatch):

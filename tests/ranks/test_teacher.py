@@ -119,6 +119,22 @@ def test_a_file_that_one_rank_cannot_read_fails_on_all(ranks, tmp_path):
     assert time.monotonic() - began < 25  # long before the timeout
 
 
+def open_with_little_room(weights, placement, dtype):
+    """One rank has no memory left."""
+    with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+        if run.rank == 1 or dtype is not None:  # one rank of a node converts for all of it: the first
+            patch.setattr("samestep.teacher.whole.host_room", lambda: 1000)
+            patch.setattr("samestep.teacher.shared.host_room", lambda: 1000)
+        run.teacher(Speaker, weights=weights, placement=placement, dtype=dtype)
+
+
+@pytest.mark.parametrize(("placement", "dtype"), [("gpu", None), ("offload", None), ("cpu", torch.bfloat16)])
+def test_too_little_memory_on_one_rank_is_told_on_all(ranks, tmp_path, placement, dtype):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    for text in ranks.errors(2, open_with_little_room, weights, placement, dtype):
+        assert "1000 B are free: use placement=" in text
+
+
 def test_different_teachers_are_noticed(ranks, tmp_path):
     save(speaker(seed=1), tmp_path / "0.safetensors")
     save(speaker(seed=2), tmp_path / "1.safetensors")

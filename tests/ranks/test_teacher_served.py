@@ -1,6 +1,7 @@
 """A teacher that is served: each rank its own outputs, whoever asks how often, and a word where the server dies."""
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -85,6 +86,30 @@ def served_by_process(path):
         alike = torch.equal(teacher(tokens()), plain(path)(tokens()))
         serving = [t.name for t in threading.enumerate() if "serve" in t.name]
         return alike, teacher.describe(), serving, getattr(teacher._placed._server, "pid", None)
+
+
+def served_folder(folder):
+    with Run(global_batch=4, start_timeout=80, step_timeout=80) as run:
+        teacher = run.teacher(folder, placement="served", inner="process")
+        out = teacher(input_ids=tokens(2))
+        return type(out).__name__, out.loss, torch.equal(out[0], out.logits), out.logits
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_serves_a_hugging_face_folder_in_its_own_classes(ranks, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="pip install 'samestep[teacher]'")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers makes torch set it, for good
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=CLASSES, n_positions=8)
+    with torch.random.fork_rng():
+        made = transformers.GPT2LMHeadModel(config).eval()
+    made.save_pretrained(tmp_path / "folder")
+    with torch.no_grad():
+        wanted = made(input_ids=tokens(2)).logits
+    for kind, loss, first, logits in ranks(2, served_folder, tmp_path / "folder", timeout=90):
+        assert kind == "CausalLMOutputWithCrossAttentions"
+        assert loss is None
+        assert first
+        assert torch.equal(logits, wanted)
 
 
 def compress(path):
@@ -244,16 +269,53 @@ class Slow(Teacher):
 
 def too_slow(path):
     WAKE.clear()
-    with open_served(path, Slow, timeout=4) as (_, teacher):
+    with open_served(path, Slow, timeout=4) as (run, teacher):
         try:
             teacher(tokens(2))
         finally:
+            time.sleep(4 * run.rank)  # the rank that serves must not leave before the other has lost its patience too
             WAKE.set()
 
 
 def test_a_server_that_does_not_answer_in_time_is_named(ranks, weights):
     for rank, text in enumerate(ranks.errors(2, too_slow, weights)):
         assert f"TeacherError: rank {rank} waits for the teacher of rank 1 since 4 s: if a forward pass takes" in text
+
+
+def ask_ahead(path):
+    """Whether asking came back before anything was computed, and whether the answer was right in the end."""
+    WAKE.clear()
+    with open_served(path, Slow) as (_, teacher):
+        try:
+            pending = teacher.ahead(tokens(2))
+            before = pending._answer.done()
+        finally:
+            WAKE.set()
+        return before, torch.equal(pending.result(), plain(path)(tokens(2)))
+
+
+def test_asking_ahead_does_not_wait_for_the_answer(ranks, weights):
+    for size in (1, 2):
+        assert ranks(size, ask_ahead, weights) == [(False, True)] * size
+
+
+def parameters_alive():
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter) and not each.is_meta]
+    return sum(each.nbytes for each in alive)
+
+
+def held(path):
+    """Bytes of parameters that a served teacher brings to this rank, and its bytes as a whole."""
+    before = parameters_alive()
+    with open_served(path) as (_, teacher):
+        teacher(tokens(2))
+        return parameters_alive() - before, sum(each.nbytes for each in plain(path).parameters())
+
+
+def test_ranks_that_do_not_serve_hold_nothing_of_the_teacher(ranks, weights):
+    (first, _), (second, whole) = ranks(2, held, weights)
+    assert (first, second) == (0, whole)
 
 
 def of_the_script():
@@ -300,8 +362,8 @@ def open_with(path, options):
 def test_servers_that_cannot_be_are_refused(ranks, weights):
     for text in ranks.errors(2, open_with, weights, {"servers": 3}):
         assert "TeacherError: servers=3 cannot stand on 2 rank(s): give 1 to 2" in text
-    for text in ranks.errors(2, open_with, weights, {"inner": "gpu"}):
-        assert "TeacherError: placement='served' does not know inner='gpu': use 'rank' or 'process'" in text
+    for text in ranks.errors(2, open_with, weights, {"servers": 0}):
+        assert "TeacherError: servers=0 is no count: give a whole number from 1 on" in text
 
 
 def stranger(path):

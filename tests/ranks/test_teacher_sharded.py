@@ -8,7 +8,7 @@ from samestep import Run
 from samestep.nn import distill_loss
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.weights import open_weights
-from tests.ranks.teachers import Student, Teacher, tokens, train_with, write_teacher
+from tests.ranks.teachers import CLASSES, Student, Teacher, tokens, train_with, write_teacher
 
 
 @pytest.fixture
@@ -73,6 +73,34 @@ def test_a_rank_that_calls_more_often_is_named_and_does_not_hang(ranks, weights,
     assert there in first
     assert "every rank must make the same calls in the same order" in first
     assert "teacher(...)" in second
+
+
+class Gathered(Student):
+    """A student that FSDP gathers; it warns of outputs that are views."""
+
+    def forward(self, tokens):
+        return super().forward(tokens).clone()
+
+
+def call_on_one_rank_only(path, strategy):
+    with Run(global_batch=4, start_timeout=5, step_timeout=5) as run:
+        teacher = run.teacher(Teacher, weights=path, placement="sharded")
+        model = run.wrap(Gathered(), strategy=strategy)
+        for epoch in run.shard(TensorDataset(tokens())).epochs(1):
+            for step in epoch:
+                for (batch,) in step:
+                    target = teacher(batch) if run.first else torch.zeros(len(batch), 6, CLASSES)
+                    step.mean(distill_loss(model(batch), target)).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_call_on_one_rank_only_is_told_on_all_and_ends_no_process(ranks, weights, strategy):
+    first, second = ranks.errors(2, call_on_one_rank_only, weights, strategy)
+    assert "RankMissing: rank 0 waits in teacher(...) at test_teacher_sharded.py" in first
+    assert "rank 1 was last in run.shard at" in first or "rank 1 failed: " in first
+    assert "seen from rank 1: rank 0 " in second
+    assert "waits in teacher(...) at test_teacher_sharded.py" in second
 
 
 def evaluate(path, placement):

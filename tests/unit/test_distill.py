@@ -210,14 +210,27 @@ def test_a_temperature_other_than_that_of_the_top_k_is_refused():
     assert "has temperature=2.0 and its top-k logits were made at 1.0, where alone their log-sum-exp holds" in text
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan, "2", None])
 def test_a_temperature_must_be_a_number_above_zero(temperature):
     text = refused(SamestepError, distill_loss, logits(2, 3), logits(2, 3), temperature)
-    assert text == f"distill_loss got temperature={temperature}: give a number above 0, such as 2.0"
+    assert text == f"distill_loss got temperature={temperature!r}: give a number above 0, such as 2.0"
 
 
 def test_top_k_keeps_some_classes_and_not_more_than_there_are():
-    assert refused(SamestepError, top_k, logits(2, 3), 4) == "top_k was to keep 4 of 3 classes: give k from 1 to 3"
+    for k in (4, 0, 1.5, "2", None):
+        told = f"top_k was to keep {k!r} of 3 classes: give k from 1 to 3"
+        assert refused(SamestepError, top_k, logits(2, 3), k) == told
+
+
+def test_what_a_model_gives_as_a_whole_is_told_what_to_pass():
+    whole = {"logits": logits(2, 3)}
+    text = refused(StepError, distill_loss, whole, logits(2, 3))
+    assert text == "distill_loss got a dict for the student's logits: pass .logits of it"
+    text = refused(StepError, distill_loss, logits(2, 3), (logits(2, 3),))
+    assert text == "distill_loss got a tuple for the teacher's logits: pass the tensor of logits alone"
+    assert refused(StepError, top_k, None, 2) == "top_k got a NoneType for logits: pass the tensor of logits alone"
+    text = refused(StepError, match_features, [logits(2, 3)], logits(2, 3))
+    assert text == "match_features got a list for the student's features: pass the tensor of features alone"
 
 
 def test_a_mask_has_one_value_a_place():

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.errors import TeacherError
+from samestep.errors import StepError, TeacherError
+from samestep.nn import TopK, distill_loss, match_features, top_k
 from tests.teachers import save, speaker
 
 transformers = pytest.importorskip(
@@ -51,6 +53,71 @@ def test_a_folder_gives_what_from_pretrained_gives(run, tmp_path, kind, dtype):
             assert type(found) is type(there)
             assert torch.equal(found[0], there[0])
             assert found[0].dtype == dtype
+
+
+EVERY = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk", "sharded", "served", "cached", None)
+
+
+def loop(run, teacher, **more):
+    """What a script does with outputs, once for each epoch and micro-batch: two of each."""
+    for epoch in run.shard(TensorDataset(torch.arange(24).view(4, 6)), workers=0, micro_batch=2).epochs(2):
+        for step in epoch:
+            for (ids,) in step:
+                yield ids, teacher(input_ids=ids, **more)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+@pytest.mark.parametrize("placement", EVERY)
+def test_every_placement_gives_the_models_own_class_of_outputs(run, tmp_path, kind, placement):
+    with torch.random.fork_rng():
+        made = model(kind)
+    made.save_pretrained(tmp_path / "teacher")
+    options = {"device_map": {"": "cpu"}} if placement == "custom" else {}
+    teacher = run.teacher(tmp_path / "teacher", placement=placement, **options)
+    with torch.no_grad():
+        for ids, found in loop(run, teacher, output_hidden_states=True):
+            there = made.eval()(input_ids=ids, output_hidden_states=True, use_cache=False)
+            assert type(found) is type(there)
+            assert list(found) == list(there)
+            assert torch.equal(found[0], there[0])
+            assert torch.equal(found.to_tuple()[0], there[0])
+            assert found[0] is (found.logits if kind == "Llama" else found.last_hidden_state)
+            assert (found.loss if kind == "Llama" else found.cross_attentions) is None
+            assert type(found.hidden_states) is tuple
+            for ours, theirs in zip(found.hidden_states, there.hidden_states, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("placement", EVERY)
+def test_the_largest_logits_come_in_the_models_own_class(run, tmp_path, placement):
+    with torch.random.fork_rng():
+        made = model("Llama")
+    made.save_pretrained(tmp_path / "teacher")
+    options = {"device_map": {"": "cpu"}} if placement == "custom" else {}
+    teacher = run.teacher(tmp_path / "teacher", placement=placement, top_k=3, **options)
+    with torch.no_grad():
+        for ids, found in loop(run, teacher):
+            there = made.eval()(input_ids=ids, use_cache=False)
+            assert type(found) is type(there)
+            assert isinstance(found.logits, TopK)
+            assert torch.equal(found.logits.values, there.logits.topk(3).values)
+            assert found.loss is None
+
+
+def test_logits_are_asked_for_where_outputs_as_a_whole_are_given():
+    with torch.random.fork_rng():
+        given = model("Llama")(input_ids=WORDS)
+    for student, teacher, whose in ((given, given.logits, "student"), (given.logits, given, "teacher")):
+        told = f"distill_loss got a CausalLMOutputWithPast for the {whose}'s logits: pass .logits of it"
+        with pytest.raises(StepError, match=told):
+            distill_loss(student, teacher)
+    with pytest.raises(StepError, match=r"top_k got a CausalLMOutputWithPast for logits: pass .logits of it"):
+        top_k(given, 2)
+    with torch.random.fork_rng():
+        given = model("Bert")(input_ids=WORDS)
+    told = "match_features got a BaseModelOutput.* for the teacher's features: pass .last_hidden_state of it"
+    with pytest.raises(StepError, match=told):
+        match_features(given.last_hidden_state, given)
 
 
 def test_a_folder_without_config_or_architecture_is_told(run, tmp_path):

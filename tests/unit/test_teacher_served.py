@@ -1,4 +1,4 @@
-"""A server that cannot be reached or never comes to serve, and outputs that cannot be compressed or joined."""
+"""A server: where it is reached, by whom, and what is said where it is not; rows that cannot be joined."""
 
 import os
 import signal
@@ -12,34 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from samestep.errors import TeacherError
-from samestep.nn import TopK
+from samestep.facts.world import World
 from samestep.teacher.cached import _joined
 from samestep.teacher.ground import Wish
-from samestep.teacher.outputs import Outputs, compressed
 from samestep.teacher.served import _call, _Post
+from samestep.teacher.served_address import Address, address_of, address_towards, open_door
 from samestep.teacher.served_process import Order, ServingProcess
 from samestep.teacher.served_server import Server
 from samestep.teacher.served_wire import GONE, call_in
 from tests.warm import free_port
 
-
-def test_top_k_needs_logits():
-    with pytest.raises(TeacherError, match="top_k=2 needs logits, and the teacher gives a tuple: let its module give"):
-        compressed((torch.zeros(2, 5),), 2, 1.0)
-
-
-def test_logits_by_name_are_compressed_and_the_rest_stays():
-    for kind in (dict, Outputs):
-        found = compressed(kind(logits=torch.arange(10.0).reshape(2, 5), hidden=torch.ones(2)), 2, 1.0)
-        assert type(found) is kind
-        assert isinstance(found["logits"], TopK)
-        assert compressed(found, 2, 1.0)["logits"] is found["logits"], "what a server did is not done again"
-        assert torch.equal(found["hidden"], torch.ones(2))
-
-
-def test_outputs_tell_what_they_have():
-    with pytest.raises(AttributeError, match=r"the teacher's outputs have no 'scores', only \['logits'\]"):
-        Outputs(logits=1).scores  # noqa: B018
+HERE = Address("127.0.0.1", "127.0.0.1")
 
 
 def test_a_server_that_cannot_be_reached_is_told_with_its_address():
@@ -50,10 +33,61 @@ def test_a_server_that_cannot_be_reached_is_told_with_its_address():
     assert "GLOO_SOCKET_IFNAME names the network interface that nodes reach each other by" in str(caught.value)
 
 
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_on_one_node_a_server_is_reached_by_the_loopback_address():
+    assert address_of(World(size=4, local_size=4, address="somewhere", port=1)) == HERE
+
+
+def test_on_several_nodes_a_server_is_reached_on_the_way_to_where_the_ranks_met(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    away = World(size=2, nodes=2, address="192.0.2.1", port=29500)  # an address for documentation: nobody is there
+    outward = address_towards(away.address, away.port)
+    if outward is None:  # no way leads anywhere from this machine
+        assert address_of(away) == Address("", away.address)
+    else:
+        assert outward not in ("0.0.0.0", "127.0.0.1")
+        assert address_of(away) == Address(outward, outward)
+        open_door(address_of(away), 1).close()  # it is this machine's own
+
+
+def test_where_the_ranks_met_a_server_is_reached_by_the_name_that_all_know(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    # a name may lead to a loopback address on its own machine, at which no other would find it
+    found = address_of(World(size=2, nodes=2, address="localhost", port=29500))
+    assert found == Address("", "localhost")
+    with open_door(found, 1) as door, socket.create_connection(("localhost", door.getsockname()[1])):
+        pass
+
+
+def test_the_interface_that_gloo_is_told_is_the_servers_too(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = address_of(World(size=2, nodes=2, address="192.0.2.1", port=29500))
+    assert found.listen == found.call
+    assert found.call in ("127.0.0.1", "::1")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6, not even for itself")
+def test_a_server_may_listen_at_an_address_of_ipv6():
+    assert address_towards("::1", 1) == "::1"
+    made = Server(torch.nn.Linear(2, 2), torch.device("cpu"), Wish(), Address("::1", "::1"), callers=1)
+    wire = call_in(made.address, made.key)
+    wire.send(((torch.zeros(1, 2),), {}), "the teacher's input")
+    assert wire.receive().shape == (1, 2)
+    wire.close()
+    made.close()
+
+
 def test_rows_of_different_shapes_cannot_be_one_batch():
     rows = [(["tensor", None], [torch.zeros(size)]) for size in (2, 3)]
     with pytest.raises(TeacherError, match="keeps outputs of different shapes for the samples of one micro-batch"):
-        _joined(rows, Path("cache"))
+        _joined(rows, Path("cache"), torch.device("cpu"))
 
 
 def dies():
@@ -64,13 +98,13 @@ def dies():
 @pytest.mark.slow
 def test_a_process_that_ends_before_it_serves_is_told_with_its_exit_code(tmp_path):
     save_file({"weight": torch.zeros(1)}, tmp_path / "teacher.safetensors")
-    order = Order(tmp_path / "teacher.safetensors", torch.device("cpu"), Wish(), "127.0.0.1", 1)
+    order = Order(tmp_path / "teacher.safetensors", torch.device("cpu"), Wish(), HERE, 1)
     with pytest.raises(TeacherError, match=r"the process of the teacher \(pid \d+\) ended with exit code 3 before it"):
         ServingProcess(dies, order)
 
 
 def test_a_build_that_cannot_travel_is_refused_before_a_process_is_started(tmp_path):
-    order = Order(tmp_path, torch.device("cpu"), Wish(), "127.0.0.1", 1)
+    order = Order(tmp_path, torch.device("cpu"), Wish(), HERE, 1)
     with pytest.raises(TeacherError, match=r"a process of its own cannot import build=.*<lambda> \("):
         ServingProcess(lambda: torch.nn.Linear(1, 1), order)
 
@@ -78,7 +112,7 @@ def test_a_build_that_cannot_travel_is_refused_before_a_process_is_started(tmp_p
 @pytest.fixture
 def server():
     module = torch.nn.Linear(2, 2)
-    made = Server(module, torch.device("cpu"), Wish(), "127.0.0.1", callers=1)
+    made = Server(module, torch.device("cpu"), Wish(), HERE, callers=1)
     yield made
     made.close()
 
@@ -131,7 +165,7 @@ def weights(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_leaves_signals_of_the_job_to_its_rank_and_ends_when_it_is_told(weights):
-    order = Order(weights, torch.device("cpu"), Wish(), "127.0.0.1", 1)
+    order = Order(weights, torch.device("cpu"), Wish(), HERE, 1)
     serving = ServingProcess(partial(torch.nn.Linear, 1, 1), order)
     held = os.dup(serving._process.stdin.fileno())  # as a data worker does that was forked off
     try:

@@ -1,11 +1,13 @@
 """Losses of distillation, one value a sample or token: temperature KL, top-k logits, features of other widths."""
 
 import math
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
 from samestep.errors import SamestepError, StepError
 
@@ -36,8 +38,9 @@ def top_k(logits: Tensor, k: int, temperature: float = 1.0) -> TopK:
     """
     _check_logits("top_k", "logits", logits)
     _check_temperature("top_k", temperature)
-    if not 1 <= k <= logits.shape[-1]:
-        raise SamestepError(f"top_k was to keep {k} of {logits.shape[-1]} classes: give k from 1 to {logits.shape[-1]}")
+    most = logits.shape[-1]
+    if not isinstance(k, Integral) or not 1 <= k <= most:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers are not all typed
+        raise SamestepError(f"top_k was to keep {k!r} of {most} classes: give k from 1 to {most}")
     values, indices = logits.topk(k, dim=-1)
     return TopK(values, indices, (_exact(logits) / temperature).logsumexp(dim=-1), float(temperature))
 
@@ -127,6 +130,8 @@ def match_features(
     if by not in get_args(By):
         choices = ", ".join(map(repr, get_args(By)))
         raise SamestepError(f"match_features does not know by={by!r}: use one of {choices}")
+    _check_tensor("match_features", "the student's features", student)
+    _check_tensor("match_features", "the teacher's features", teacher)
     if mask is not None:
         _check_mask(mask, student)
         student = _still(student, mask)
@@ -140,6 +145,27 @@ def match_features(
     ours, theirs = _exact(projected), _exact(teacher.detach() if mask is None else _still(teacher.detach(), mask))
     losses = (ours - theirs).square().mean(dim=-1) if by == "mse" else 1 - cosine_similarity(ours, theirs, dim=-1)
     return losses if mask is None else torch.where(mask.bool(), losses, losses.new_zeros(()))
+
+
+def similarity_correlation(student: Tensor, teacher: Tensor) -> float:
+    """Pearson's r of all similarities between rows: does the student find the same rows alike as the teacher?
+
+    Of vectors (rows, width) of all ranks, which may be of different widths; a similarity is a cosine, every pair of
+    rows counts once. It is no mean of ranks: bring the rows together first, with `run.all_reduce(made, "sum")`.
+
+    >>> vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> round(similarity_correlation(vectors, 2 * vectors), 6)
+    1.0
+    """
+    if student.dim() != 2 or teacher.dim() != 2 or len(student) != len(teacher) or len(student) < 3:
+        raise SamestepError(
+            f"similarity_correlation got vectors of shape {tuple(student.shape)} from the student and "
+            f"{tuple(teacher.shape)} from the teacher: both must be (rows, width), with at least 3 of the same rows"
+        )
+    pairs = torch.triu_indices(len(student), len(student), 1)
+    unit = [normalize(vectors.double(), dim=-1) for vectors in (student, teacher)]
+    alike = torch.stack([(vectors @ vectors.mT)[*pairs] for vectors in unit])
+    return torch.corrcoef(alike)[0, 1].item()
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
@@ -189,7 +215,18 @@ def _check_mask(mask: Tensor, values: Tensor) -> None:
         )
 
 
+def _check_tensor(function: str, what: str, given: object) -> None:
+    """Refuse what a model gave as a whole, where one tensor of it is meant."""
+    if isinstance(given, Tensor):
+        return
+    kind, name = type(given).__name__, "logits" if "logits" in what else "last_hidden_state"
+    inside = hasattr(given, name) or (isinstance(given, Mapping) and name in given)
+    remedy = f"pass .{name} of it" if inside else f"pass the tensor of {what.rpartition(' ')[2]} alone"
+    raise StepError(f"{function} got a {kind} for {what}: {remedy}")
+
+
 def _check_logits(function: str, what: str, logits: Tensor) -> None:
+    _check_tensor(function, what, logits)
     if logits.dim() < 2 or not logits.is_floating_point():
         found = "a scalar" if logits.dim() == 0 else f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise StepError(
@@ -199,8 +236,8 @@ def _check_logits(function: str, what: str, logits: Tensor) -> None:
 
 
 def _check_temperature(function: str, temperature: float) -> None:
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise SamestepError(f"{function} got temperature={temperature}: give a number above 0, such as 2.0")
+    if not isinstance(temperature, Real) or not (temperature > 0 and math.isfinite(temperature)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SamestepError(f"{function} got temperature={temperature!r}: give a number above 0, such as 2.0")
 
 
 def _check_top_k(student: Tensor, few: TopK, temperature: float) -> None:

@@ -1,5 +1,6 @@
 """Opening the connection between ranks: the store they share and the process group over it."""
 
+import socket
 import time
 from datetime import timedelta
 from functools import lru_cache
@@ -36,9 +37,31 @@ def connect_store(world: World, timeout: float) -> dist.Store:
 @lru_cache(maxsize=1)
 def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.Store:
     """A store that outlives a run: others may still read there, and the next run of these processes meets there."""
-    return dist.TCPStore(
-        address, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+    left = timeout if hosts else max(1.0, timeout - _wait_for_listener(address, port, timeout))
+    store = dist.TCPStore(
+        address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
     )
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _wait_for_listener(address: str, port: int, timeout: float) -> float:
+    """The seconds until somebody listened there. Torch, once refused, would sleep a whole second before it asks again.
+
+    Whatever else keeps a connection from being made is left to torch, which tells it.
+    """
+    since, pause = time.monotonic(), _FIRST_PAUSE
+    while (waited := time.monotonic() - since) < timeout:
+        try:
+            socket.create_connection((address, port), timeout=timeout - waited).close()
+        except ConnectionRefusedError:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        except OSError:
+            break
+        else:
+            break
+    return waited
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
@@ -111,3 +134,16 @@ def open_group(store: dist.Store, world: World, backend: str, device: torch.devi
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
+
+
+def open_talk(backend: str, timeout: float) -> dist.ProcessGroup | None:
+    """A group for small things alone, where training uses gloo too; a common act of all ranks. None: none is needed.
+
+    In one group with training a small thing could meet weights that FSDP gathers there, and gloo ends a process that is
+    sent more than it has room for.
+    """
+    if backend != "gloo":
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+    return group

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from samestep.errors import GroupError, RankMissing
 from samestep.facts.world import World
 from samestep.ranks import frames
-from samestep.ranks.connect import connect_store, meet, open_group, store_beside_group
+from samestep.ranks.connect import connect_store, meet, open_group, open_talk, store_beside_group
 from samestep.ranks.missing import ORDER_RULE, come_late, gone_astray, store_gone, tell
 from samestep.ranks.places import Place, Places, call_site
 from samestep.torch_private import set_group_timeout, wait_until_released
@@ -36,6 +36,7 @@ class Link:
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._places: Places | None = None
+        self._talk: dist.ProcessGroup | None = None
         self._adopted = False
         self._doing_for_all: str | None = None
         self._opened = self._stepping = False
@@ -65,6 +66,7 @@ class Link:
         if not self._adopted:
             group_store = dist.PrefixStore(f"{generation}/group", base)
             open_group(group_store, self.world, self.backend, device, self.start_timeout)
+        self._talk = open_talk(self.backend, self.start_timeout)
 
     def close(self) -> None:
         """Disconnect after success: wait for all, then drop the group that `open` made."""
@@ -74,12 +76,15 @@ class Link:
         self.exchange("Run.close", [])
         self._opened = False
         self._places.end(None)
-        farewell = torch.zeros(1)  # the first rank may serve the store: it goes when all have said their last word
-        dist.all_reduce(farewell)
-        wait_until_released(farewell)
+        for group in dict.fromkeys((None, self._talk)):
+            farewell = torch.zeros(1)  # the first rank may serve the store: it goes when all have said their last word
+            dist.all_reduce(farewell, group=group)
+            wait_until_released(farewell)
         if not self._adopted:
             dist.destroy_process_group()
-        self._places = self._store = None
+        elif self._talk is not None:
+            dist.destroy_process_group(self._talk)
+        self._places = self._store = self._talk = None
 
     def abandon(self, failure: str) -> None:
         """Leave after a failure: tell the others why, and destroy nothing, since that can deadlock them."""
@@ -95,7 +100,8 @@ class Link:
             return
         self._stepping, self.timeout = True, self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            set_group_timeout(self._step_timeout, dist.group.WORLD)
+            for group in dict.fromkeys((dist.group.WORLD, self._talk or dist.group.WORLD)):
+                set_group_timeout(self._step_timeout, group)
 
     def exchange(self, act: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
         """Give every rank the float64 vectors of all ranks, in one collective up to 247 values each."""
@@ -173,7 +179,7 @@ class Link:
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
-        work = dist.all_gather(gathered, mine, async_op=True)
+        work = dist.all_gather(gathered, mine, group=self._talk, async_op=True)
         assert work is not None
         since, seen = time.monotonic(), dict[int, Place]()
         pause = timedelta(seconds=min(_LOOK_AROUND, self.timeout / 4))

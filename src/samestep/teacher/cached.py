@@ -1,8 +1,8 @@
 """A teacher that is asked once for each sample: its outputs are kept on disk and read from there in later epochs."""
 
 import json
-import os
-from collections.abc import Iterator
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from samestep.data.sample_rng import Samples, current_samples
+from samestep.disk import in_words, replace_text
 from samestep.errors import TeacherError
 from samestep.teacher.cached_digest import row_digests
 from samestep.teacher.cached_files import Entry, RowReader, RowWriter, pack_row, unpack_row
@@ -24,7 +25,9 @@ from samestep.teacher.together import together
 
 _FOLDER: Final = "teacher-cache"
 _ABOUT: Final = "teacher.json"
-_FORMAT: Final = 1
+_DRAFTS: Final = f".{_ABOUT}.*"
+_FORMAT: Final = 2
+_STALE_SECONDS: Final = 60.0  # a draft that is older than this belongs to nobody any more
 
 
 class Cached:
@@ -36,13 +39,12 @@ class Cached:
     """
 
     def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
-        if wish.inner in ("cached", "custom"):
-            raise TeacherError(f"inner={wish.inner!r} cannot compute for a cache: give another placement, or none")
         self._ground, self._frozen, self._wish = ground, frozen, wish
         self._folder = Path(str(ground.once(Path(wish.cache or ground.folder / _FOLDER).absolute)))
         ground.once(_claim, self._folder, _about(frozen, wish))
         self._writer, self._reader = RowWriter(self._folder, ground.link.world.rank), RowReader(self._folder)
         together(ground.link, "reading the teacher's cache", self._reader.refresh)
+        self._earlier = self._reader.files()
         self._seen: set[tuple[str, int]] = set()
         self._inner: Placed | None = None
         self._read = self._computed = 0
@@ -64,7 +66,7 @@ class Cached:
                 self._inner = self._open()
         if kept is not None and not (missing and self.lockstep):
             self._read += samples.real
-            return carry(kept, self._ground.device)
+            return kept
         assert self._inner is not None
         return self._keep(self._inner(*args, **kwargs), samples, digests)
 
@@ -90,29 +92,40 @@ class Cached:
 
     def _look_up(self, samples: Samples, digests: list[tuple[int, int]]) -> object | None:
         """The outputs of all rows, or None where one is not kept; raises where inputs are not those of its outputs."""
-        entries = self._entries(samples, digests)
-        if None in entries and (samples.shard, samples.epoch) not in self._seen:
+        rows = self._rows(samples, digests)
+        if None in rows and (samples.shard, samples.epoch) not in self._seen:
             # What other ranks computed in earlier epochs is all there: every step has waited for them.
             self._seen.add((samples.shard, samples.epoch))
             self._reader.refresh()
-            entries = self._entries(samples, digests)
-        rows = [None if entry is None else self._reader.read(entry) for entry in entries]
-        if any(row is None for row in rows):
+            rows = self._rows(samples, digests)
+        if None in rows:
             return None
-        return _joined([unpack_row(row) for row in rows if row is not None], self._folder)
+        return _joined([unpack_row(row) for row in rows if row is not None], self._folder, self._ground.device)
 
-    def _entries(self, samples: Samples, digests: list[tuple[int, int]]) -> list[Entry | None]:
-        found = [self._reader.find(samples.shard, index) for index in samples.indices]
-        for entry, digest, index in zip(found, digests, samples.indices, strict=True):
+    def _rows(self, samples: Samples, digests: list[tuple[int, int]]) -> list[bytes | None]:
+        for digest, index in zip(digests, samples.indices, strict=True):
+            entry = self._reader.find(samples.shard, index)
             if entry is not None and entry.digest != digest:
-                raise TeacherError(
-                    f"sample {index} of {samples.shard} has other inputs in epoch {samples.epoch} than in epoch "
-                    f"{entry.epoch}, from which {self._folder} keeps the teacher's outputs: a cache is for inputs that "
-                    "stay the same. Where they are augmented at random, or padded to the longest of their micro-batch, "
-                    "use another placement, or give the teacher the inputs before that; where the data has changed, "
-                    "remove the folder, or give another one with cache="
-                )
-        return found
+                raise TeacherError(self._changed(samples, index, entry))
+        return [self._reader.sound(samples.shard, index) for index in samples.indices]
+
+    def _changed(self, samples: Samples, index: int, entry: Entry) -> str:
+        """What is to be said of a sample whose inputs are not those of its outputs."""
+        now, then = f"epoch {samples.epoch}", f"epoch {entry.epoch}"
+        here = f"sample {index} of {samples.shard} has other inputs in {now} than in {then}"
+        if entry.path in self._earlier:
+            return (
+                f"{here} of the earlier run from which {self._folder} keeps the teacher's outputs: a cache is for "
+                "inputs that stay the same. Where the data, its order, its tokenizer or the names of the shards have "
+                "changed since, give another folder with cache=, or remove this one; where inputs are augmented at "
+                "random, or padded to the longest of their micro-batch, use another placement"
+            )
+        return (
+            f"{here}, from which {self._folder} keeps the teacher's outputs: a cache is for inputs that stay the same. "
+            "Where they are augmented at random, or padded to the longest of their micro-batch, use another placement, "
+            "or give the teacher the inputs before that; where the data has changed, remove the folder, or give "
+            "another one with cache="
+        )
 
     def _keep(self, outputs: object, samples: Samples, digests: list[tuple[int, int]]) -> object:
         outputs = compressed(outputs, self._wish.top_k, self._wish.temperature)
@@ -144,7 +157,7 @@ def _current() -> Samples:
     return samples
 
 
-def _joined(rows: list[tuple[list[object], list[torch.Tensor]]], folder: Path) -> object:
+def _joined(rows: list[tuple[list[object], list[torch.Tensor]]], folder: Path, device: torch.device) -> object:
     form, first = rows[0]
     shapes = [[tensor.shape for tensor in tensors] for _, tensors in rows]
     if any(other != form for other, _ in rows) or any(shape != shapes[0] for shape in shapes):
@@ -152,8 +165,8 @@ def _joined(rows: list[tuple[list[object], list[torch.Tensor]]], folder: Path) -
             f"{folder} keeps outputs of different shapes for the samples of one micro-batch, {shapes[0]} and others: "
             "the teacher's outputs depend on what shares a batch; use another placement"
         )
-    columns: Iterator[torch.Tensor] = (torch.stack([row[1][at] for row in rows]) for at in range(len(first)))
-    return put_together(form, columns)
+    columns = [torch.stack([row[1][at] for row in rows]) for at in range(len(first))]
+    return put_together(form, iter(carry(columns, device)))
 
 
 def _check_rows(tensors: list[torch.Tensor], rows: int) -> None:
@@ -183,13 +196,12 @@ def _claim(folder: Path, about: dict[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not place.exists():
             _refuse_strange(folder)
-            draft = place.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(about, indent=1))
-            draft.replace(place)
+            replace_text(place, json.dumps(about, indent=1))
+        _clear_drafts(folder)
         held = json.loads(place.read_text())
     except OSError as error:
         raise TeacherError(
-            f"the cache {folder} cannot be opened: {error.strerror}; give a folder that can be written with cache="
+            f"the cache {folder} cannot be opened: {in_words(error)}; give a folder that can be written with cache="
         ) from error
     except ValueError as error:
         raise TeacherError(f"{place} is not one of samestep ({error}): remove {folder}, or give another one") from error
@@ -202,10 +214,18 @@ def _claim(folder: Path, about: dict[str, object]) -> None:
 
 
 def _refuse_strange(folder: Path) -> None:
-    if any(folder.iterdir()):
+    if any(not path.match(_DRAFTS) for path in folder.iterdir()):
         raise TeacherError(
             f"{folder} holds files and no {_ABOUT}, so it is no cache of a teacher: give an empty folder with cache="
         )
+
+
+def _clear_drafts(folder: Path) -> None:
+    """Remove what a run left that was killed while it claimed the folder; never what another is writing just now."""
+    for path in folder.glob(_DRAFTS):
+        with suppress(OSError):  # its own process was quicker
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
 
 
 def _short(value: object) -> str:

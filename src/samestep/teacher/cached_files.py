@@ -7,6 +7,7 @@ killed therefore leaves at most bytes that no record names, and the next one beg
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -14,6 +15,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from samestep.disk import in_words
 from samestep.errors import TeacherError
 from samestep.teacher.outputs import Form, as_bytes, from_bytes, signature
 
@@ -71,8 +73,8 @@ class RowWriter:
             _write(records, record.tobytes())
         except OSError as error:
             raise TeacherError(
-                f"the cache {self._stem.parent} cannot be written: {error.strerror}; make room or give another folder "
-                "with cache=; the rows already there stay good"
+                f"the cache {self._stem.parent} cannot be written: {in_words(error)}, or give another folder with "
+                "cache=; the rows already there stay good"
             ) from error
         self._end += len(row)
         return entry
@@ -101,21 +103,32 @@ class RowReader:
         self._records: dict[int, np.ndarray] = {}
         self._files: dict[Path, int] = {}
         self._paths: list[Path] = []
+        self._spoilt: set[tuple[Path, int]] = set()
         self.own: dict[tuple[str, int], Entry] = {}
         """What this process has added itself, and need not look for."""
 
     def find(self, shard: str, index: int) -> Entry | None:
-        """The row of a sample, if there is one."""
-        if (entry := self.own.get((shard, index))) is not None:
-            return entry
-        records = self._records.get(crc32(shard.encode()))
-        at = 0 if records is None else int(np.searchsorted(records["index"], index))
-        if records is None or at >= len(records) or records["index"][at] != index:
-            return None
-        record = records[at]
-        digest = (int(record["digest"][0]), int(record["digest"][1]))
-        place = int(record["start"]), int(record["length"]), int(record["sum"])
-        return Entry(self._paths[int(record["seal"])], int(record["epoch"]), digest, *place)
+        """The row of a sample, if there is one that was not found to be damaged."""
+        own = self.own.get((shard, index))
+        for entry in (*([] if own is None else [own]), *self._listed(shard, index)):
+            if (entry.path, entry.start) not in self._spoilt:
+                return entry
+        return None
+
+    def sound(self, shard: str, index: int) -> bytes | None:
+        """The bytes of a sample's row; None where there is none, or none that is what was written.
+
+        A damaged one is passed over from then on, so that a row which is written in its place is found.
+        """
+        while (entry := self.find(shard, index)) is not None:
+            if (row := self._bytes_of(entry)) is not None:
+                return row
+            self._spoilt.add((entry.path, entry.start))
+        return None
+
+    def files(self) -> frozenset[Path]:
+        """The files in which rows were found so far."""
+        return frozenset(self._paths)
 
     def refresh(self) -> None:
         """See what all writers have added since the last look."""
@@ -125,8 +138,23 @@ class RowReader:
             if len(new):
                 self._take(new, path.with_suffix(".rows"))
 
-    def read(self, entry: Entry) -> bytes | None:
-        """The bytes of a row; None where they are not what was written: it is as if it were not there."""
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _listed(self, shard: str, index: int) -> Iterator[Entry]:
+        """All rows of a sample that the files list: two ranks may have computed it, or one anew what was damaged."""
+        records = self._records.get(crc32(shard.encode()))
+        if records is None:
+            return
+        for record in records[slice(*np.searchsorted(records["index"], [index, index + 1]))]:
+            digest = (int(record["digest"][0]), int(record["digest"][1]))
+            place = int(record["start"]), int(record["length"]), int(record["sum"])
+            yield Entry(self._paths[int(record["seal"])], int(record["epoch"]), digest, *place)
+
+    def _bytes_of(self, entry: Entry) -> bytes | None:
         try:
             if entry.path not in self._files:
                 self._files[entry.path] = os.open(entry.path, os.O_RDONLY)
@@ -134,12 +162,6 @@ class RowReader:
         except OSError:
             return None
         return row if len(row) == entry.length and crc32(row) == entry.sum else None
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def _take(self, records: np.ndarray, rows: Path) -> None:
         if rows not in self._paths:

@@ -38,7 +38,7 @@ class Wish:
     device_map: Mapping[str, str] | None = None
     """Modules and their devices, for `custom`."""
     top_k: int | None = None
-    """How many of the largest logits are sent or kept; None: all. For `served` and `cached`."""
+    """How many of the largest logits are given, and sent or kept; None: all."""
     servers: int | None = None
     """How many ranks or processes hold the teacher, for `served`; None: one."""
     inner: str | None = None

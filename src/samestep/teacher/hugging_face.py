@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,29 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
             f"config.json in {folder} names the architecture {named!r}, which transformers {transformers.__version__} "
             "does not have: give build= a function that makes the module"
         )
-    has = dtype or _prevailing(weights)
+    left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    build = _FromFolder(folder, kind, dtype or _prevailing(weights))
+    return build, lambda name: any(pattern.search(name) for pattern in left_out)
 
-    def build() -> nn.Module:
+
+@dataclass(frozen=True)
+class _FromFolder:
+    """Makes the module of a folder; it can be told to another process, which imports transformers by itself."""
+
+    folder: Path
+    kind: Any
+    dtype: torch.dtype
+
+    def __call__(self) -> nn.Module:
         """The module, as transformers makes it from its configuration."""
+        transformers: Any = importlib.import_module("transformers")
         # without the last word it asks on the terminal whether it may run code of the folder
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         config.use_cache = False  # a teacher sees each sequence once
-        with _default_dtype(has):
-            model: Any = kind(config)
+        with _default_dtype(self.dtype):
+            model: Any = self.kind(config)
         model.tie_weights()
         return model
-
-    left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    return build, lambda name: any(pattern.search(name) for pattern in left_out)
 
 
 def _architecture(folder: Path) -> str:

@@ -12,14 +12,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from samestep.errors import TeacherError
+from samestep.errors import SamestepError, TeacherError
 from samestep.plan.teacher import TeacherFacts
 from samestep.teacher.blocks import blocks
 from samestep.teacher.frozen import Frozen, inside
 from samestep.teacher.ground import Wish
+from samestep.teacher.outputs import compressed
 from samestep.torch_private import without_memory
 
 _POSITIONS: Final = 512  # of a sample that is a text, where nobody shows one
+_INDEX, _SUM = torch.int64.itemsize, torch.float32.itemsize  # beside each of the largest logits, and once a position
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class _Sample:
 
     flops: float
     output: int
+    working: int  # beside what is given
     rows: int | None
     told: str
 
@@ -52,7 +55,7 @@ def needs_of(frozen: Frozen, wish: Wish) -> Needs:
     for name in frozen.names():
         dtypes[frozen.dtype(name, wish.dtype)] += frozen.bytes_of(name, wish.dtype)
     dtype = dtypes.most_common(1)[0][0] if dtypes else torch.float32
-    sample = _assume(frozen, module, dtype) if frozen.example is None else _count(frozen, wish, module)
+    sample = _assume(frozen, wish, module, dtype) if frozen.example is None else _count(frozen, wish, module)
     frozen.take_back(module)
     size = frozen.bytes_in(wish.dtype)
     facts = TeacherFacts(
@@ -60,6 +63,7 @@ def needs_of(frozen: Frozen, wish: Wish) -> Needs:
         largest_layer=max(layers.values(), default=0),
         flops_per_sample=sample.flops,
         output_per_sample=sample.output,
+        working_per_sample=sample.working,
         dtype=str(dtype).removeprefix("torch."),
         resident=max(0, size - sum(layers.values())),
     )
@@ -75,15 +79,19 @@ def _sizes(frozen: Frozen, wish: Wish, part: str) -> list[int]:
     return [frozen.bytes_of(name, wish.dtype) for name in frozen.names() if inside(name, part)]
 
 
-def _assume(frozen: Frozen, module: nn.Module, dtype: torch.dtype) -> _Sample:
+def _assume(frozen: Frozen, wish: Wish, module: nn.Module, dtype: torch.dtype) -> _Sample:
     """Two operations a parameter: at every position of a text, and once where there is no embedding to read one."""
     parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.names())
     words = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     show = "let build() return (module, example batch) to count it"
     if words:
         told = f"2 operations a parameter at each of {_POSITIONS} positions of a sample: {show}"
-        return _Sample(2.0 * parameters * _POSITIONS, _POSITIONS * max(words) * dtype.itemsize, None, told)
-    return _Sample(2.0 * parameters, 0, None, f"2 operations a parameter and sample, too few for convolutions: {show}")
+        whole = max(words) * dtype.itemsize
+        given = whole if wish.top_k is None else min(whole, wish.top_k * (dtype.itemsize + _INDEX) + _SUM)
+        sizes = _POSITIONS * given, _POSITIONS * (whole - given)
+        return _Sample(2.0 * parameters * _POSITIONS, *sizes, None, told)
+    told = f"2 operations a parameter and sample, too few for convolutions: {show}"
+    return _Sample(2.0 * parameters, 0, 0, None, told)
 
 
 def _count(frozen: Frozen, wish: Wish, module: nn.Module) -> _Sample:
@@ -97,14 +105,18 @@ def _count(frozen: Frozen, wish: Wish, module: nn.Module) -> _Sample:
             state = _without_values(frozen, wish, module)
             given = tree_map_only(torch.Tensor, _shape, (args, kwargs))
             outputs = functional_call(module, state, *given)
+            few = compressed(outputs, wish.top_k, wish.temperature)
+    except SamestepError:  # of top_k, which says what it wants
+        raise
     except Exception as error:
         raise TeacherError(
             f"the example batch that build() returned does not pass through {type(module).__name__} by its shapes "
             f"alone ({str(error).splitlines()[0] if str(error) else type(error).__name__}): return one that the "
             "teacher can be called with, or the module alone, and the work of a sample is assumed"
         ) from error
-    held = sum(leaf.nbytes for leaf in _leaves(outputs))
-    return _Sample(counter.get_total_flops() / rows, held // rows, rows, f"counted with an example of {rows} sample(s)")
+    whole, given = (sum(leaf.nbytes for leaf in _leaves(tree)) // rows for tree in (outputs, few))
+    told = f"counted with an example of {rows} sample(s)"
+    return _Sample(counter.get_total_flops() / rows, given, max(0, whole - given), rows, told)
 
 
 def _listed(example: object) -> tuple[object, ...]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from samestep.errors import TeacherError
-from samestep.facts.network import read_network
-from samestep.facts.world import World, environment
+from samestep.facts.world import World
 from samestep.teacher.carry import carry
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Wish
+from samestep.teacher.outputs import Form, put_together
+from samestep.teacher.served_address import address_of
 from samestep.teacher.served_process import Order, ServingProcess
 from samestep.teacher.served_server import Server, load
 from samestep.teacher.served_wire import GONE, Wire, call_in
@@ -40,11 +41,9 @@ class Served:
     """
 
     def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
-        if wish.inner not in (None, "rank", "process"):
-            raise TeacherError(f"placement='served' does not know inner={wish.inner!r}: use 'rank' or 'process'")
         self._ground, self._wish, self._bytes = ground, wish, frozen.bytes_in(wish.dtype)
         self._in_process = wish.inner == "process"
-        self._hosts = serving_ranks(ground.link.world.size, wish.servers or 1)
+        self._hosts = serving_ranks(ground.link.world.size, 1 if wish.servers is None else wish.servers)
         self._mine = next(host for host in self._hosts if host >= ground.link.world.rank)
         self._server: Server | ServingProcess | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samestep-teacher-ask")
@@ -94,7 +93,7 @@ class Served:
             return
         before = [host for host in self._hosts if host < world.rank]
         callers = world.rank - (before[-1] if before else -1)
-        host = _host(world)
+        host = address_of(world)
         if self._in_process:
             spare = _spare_device(world, device, self._hosts)
             self._server = ServingProcess(frozen.build, Order(frozen.weights.path, spare, wish, host, callers))
@@ -104,11 +103,11 @@ class Served:
     def _call_in(self, post: _Post) -> None:
         self._wire = _call(post)
 
-    def _ask(self, ready: Ready, args: object, kwargs: object) -> object:
+    def _ask(self, ready: Ready, args: object, kwargs: object) -> tuple[Form, list[torch.Tensor]]:
         assert self._wire is not None
         with ready():
             self._wire.send((args, kwargs), "the teacher's input")
-        return self._wire.receive()
+        return self._wire.receive_parts()
 
     def _gone(self) -> str:
         """What is known of why the server no longer answers."""
@@ -120,14 +119,20 @@ class Served:
 class Asked:
     """Outputs that a server was asked for."""
 
-    def __init__(self, answer: "Future[object]", ground: Ground, why_gone: Callable[[], str], where: str) -> None:
+    def __init__(
+        self,
+        answer: "Future[tuple[Form, list[torch.Tensor]]]",
+        ground: Ground,
+        why_gone: Callable[[], str],
+        where: str,
+    ) -> None:
         self._answer, self._ground, self._why_gone, self._where = answer, ground, why_gone, where
 
     def result(self) -> object:
         """The outputs, on this rank's device."""
         rank, patience = self._ground.link.world.rank, self._ground.link.timeout
         try:
-            outputs = self._answer.result(timeout=patience)
+            form, tensors = self._answer.result(timeout=patience)
         except TimeoutError as error:
             raise TeacherError(
                 f"rank {rank} waits for the teacher of {self._where} since {patience:.0f} s: if a forward pass takes "
@@ -138,7 +143,7 @@ class Asked:
                 f"rank {rank} asked the teacher of {self._where}, which is gone ({error}): it died or was killed, "
                 f"often for want of memory; look for its last lines. {self._why_gone()}"
             ) from error
-        return carry(outputs, self._ground.device)
+        return put_together(form, iter(carry(tensors, self._ground.device)))
 
 
 def place(ground: Ground, frozen: Frozen, wish: Wish) -> Served:
@@ -172,13 +177,6 @@ def _call(post: _Post) -> Wire:
             f"the teacher's server of {post.told} cannot be reached at {post.address[0]}:{post.address[1]} ({error}): "
             "GLOO_SOCKET_IFNAME names the network interface that nodes reach each other by"
         ) from error
-
-
-def _host(world: World) -> str:
-    """The address at which other ranks reach this one: where gloo listens too."""
-    if world.nodes == 1:
-        return "127.0.0.1"
-    return read_network(environment()).gloo.address or world.address
 
 
 def _spare_device(world: World, device: torch.device, hosts: list[int]) -> torch.device:

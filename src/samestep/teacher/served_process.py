@@ -16,6 +16,7 @@ import torch
 from samestep.errors import TeacherError
 from samestep.teacher.frozen import Build, Frozen
 from samestep.teacher.ground import Wish
+from samestep.teacher.served_address import Address
 from samestep.teacher.served_server import Server, load
 from samestep.teacher.weights import open_weights
 
@@ -36,8 +37,8 @@ class Order:
     """Where the teacher computes."""
     wish: Wish
     """Its dtype, and how its outputs are compressed."""
-    host: str
-    """The address to listen at."""
+    host: Address
+    """Where it listens, and is called."""
     callers: int
     """How many ranks will call."""
 

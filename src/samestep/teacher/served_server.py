@@ -14,6 +14,7 @@ from samestep.teacher.carry import carry
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Wish
 from samestep.teacher.outputs import compressed
+from samestep.teacher.served_address import Address, open_door
 from samestep.teacher.served_wire import GONE, Wire, answer_call, hang_up
 
 _JOIN_SECONDS: Final = 5.0
@@ -27,11 +28,11 @@ class Server:
     does not know the key, or says nothing, keeps nobody else waiting; when all have called, nobody is let in any more.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, wish: Wish, host: str, callers: int) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, wish: Wish, host: Address, callers: int) -> None:
         self._module, self._device, self._wish = module, device, wish
         self.key = secrets.token_bytes(32)
-        self._listening = socket.create_server((host, 0), backlog=callers)
-        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._listening = open_door(host, callers)
+        self.address: tuple[str, int] = (host.call, self._listening.getsockname()[1])
         self._turn, self._door = Lock(), Lock()
         self._awaited = callers  # 0 as soon as nobody is let in any more
         self._connections: list[socket.socket] = []

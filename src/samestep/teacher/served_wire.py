@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import TeacherError
-from samestep.teacher.outputs import as_bytes, from_bytes, put_together, signature, take_apart
+from samestep.teacher.outputs import Form, as_bytes, from_bytes, put_together, signature, take_apart
 
 _LENGTH: Final = 8  # bytes that say how long the head of a message is
 _NONCE: Final = 32
@@ -40,11 +40,15 @@ class Wire:
 
     def receive(self) -> object:
         """The next tree, its tensors on the CPU; TeacherError where the other end refused."""
+        form, tensors = self.receive_parts()
+        return put_together(form, iter(tensors))
+
+    def receive_parts(self) -> tuple[Form, list[torch.Tensor]]:
+        """The form of the next tree and its tensors, for who brings them elsewhere first."""
         head: dict[str, Any] = json.loads(bytes(self._read(int.from_bytes(bytes(self._read(_LENGTH)), "little"))))
         if "error" in head:
             raise TeacherError(head["error"])
-        tensors = [self._receive_tensor(dtype, shape) for dtype, shape in head["tensors"]]
-        return put_together(head["form"], iter(tensors))
+        return head["form"], [self._receive_tensor(dtype, shape) for dtype, shape in head["tensors"]]
 
     def close(self) -> None:
         """Hang up, also where another thread waits on either end."""

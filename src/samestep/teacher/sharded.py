@@ -13,7 +13,7 @@ from samestep.teacher.frozen import Frozen, put, target_dtype
 from samestep.teacher.ground import Ground, Wish
 from samestep.teacher.together import together
 from samestep.units import bytes_text
-from samestep.wrap.fsdp import find_blocks
+from samestep.wrap.blocks import repeated
 from samestep.wrap.wrapped import local
 
 
@@ -101,7 +101,7 @@ def _own_blocks(module: nn.Module) -> list[nn.Module]:
     owners = Counter(
         id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
     )  # a tied weight is met under each of its owners
-    blocks = dict.fromkeys(find_blocks(module, ()))
+    blocks = repeated(module).values()
     return [block for block in blocks if all(owners[id(parameter)] == 1 for parameter in block.parameters())]
 
 

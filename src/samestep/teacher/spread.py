@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from samestep.errors import TeacherError
-from samestep.teacher.blocks import blocks, callable_by_itself
+from samestep.teacher.blocks import blocks
 from samestep.teacher.carry import carry
 from samestep.teacher.frozen import Frozen, inside, settle
 from samestep.teacher.ground import Ground, Placed, Wish
 from samestep.teacher.together import together
 from samestep.teacher.whole import Whole, device_room
 from samestep.units import bytes_text
+from samestep.wrap.blocks import callable_by_itself
 
 _SHARE = 0.9  # of what is free on a device: activations need the rest
 _SHOWN = 8  # names in a message

@@ -14,52 +14,15 @@ from samestep.teacher.fingerprint import check_alike
 from samestep.teacher.frozen import Build, Frozen
 from samestep.teacher.ground import Ground, Pending, Placed, Wish
 from samestep.teacher.hugging_face import build_from_folder
+from samestep.teacher.outputs import compressed
 from samestep.teacher.stopwatch import Stopwatch
 from samestep.teacher.together import together
 from samestep.teacher.weights import open_weights
+from samestep.teacher.words import PLACEMENTS, check_weights, check_wish
 
 Place = Callable[[Ground, Frozen, Wish], Placed]
 
-_HERE: Final = "samestep.teacher"
-# Each in a module of its own, which is loaded when it is asked for.
-PLACEMENTS: Final[dict[str, str]] = {
-    "gpu": f"{_HERE}.whole:place_on_device",
-    "cpu": f"{_HERE}.whole:place_in_host_memory",
-    "balanced": f"{_HERE}.spread:place_balanced",
-    "sequential": f"{_HERE}.spread:place_sequential",
-    "custom": f"{_HERE}.spread:place_custom",
-    "offload": f"{_HERE}.streamed:place_offloaded",
-    "disk": f"{_HERE}.streamed:place_on_disk",
-    "sharded": f"{_HERE}.sharded:place",
-    "served": f"{_HERE}.served:place",
-    "cached": f"{_HERE}.cached:place",
-}
-"""Where the function of each placement is found."""
-
 _WITH_MODULE: Final = "'gpu', 'cpu', 'balanced', 'sequential' or 'custom'"
-
-# What other libraries call these, or what people type for them.
-_RIGHT_WORDS: Final[dict[str, str]] = {
-    "cuda": "gpu",
-    "device": "gpu",
-    "auto": "None, which chooses",
-    "none": "None, which chooses",
-    "ram": "cpu",
-    "host": "cpu",
-    "shared": "cpu",
-    "balanced_low_0": "balanced",
-    "manual": "custom",
-    "device_map": "custom",
-    "cpu_offload": "offload",
-    "stream": "offload",
-    "nvme": "disk",
-    "ssd": "disk",
-    "disk_offload": "disk",
-    "fsdp": "sharded",
-    "server": "served",
-    "remote": "served",
-    "cache": "cached",
-}
 
 
 class Teacher:
@@ -70,10 +33,10 @@ class Teacher:
     """
 
     def __init__(
-        self, placed: Placed, placement: str, size: int, device: torch.device, stopwatch: Stopwatch | None = None
+        self, placed: Placed, placement: str, size: int, ground: Ground, wish: Wish, stopwatch: Stopwatch | None
     ) -> None:
         self._placed: Placed | None = placed
-        self._kind, self._stopwatch = device.type, stopwatch
+        self._kind, self._wish, self._stopwatch = ground.device.type, wish, stopwatch
         self.placement = placement
         """Where it is, by the word that run.teacher takes."""
         self.bytes = size
@@ -84,9 +47,9 @@ class Teacher:
         placed = self._opened()
         # The student's precision is not the teacher's: it would reach one that is here, and not one that is served.
         with torch.no_grad(), torch.autocast(self._kind, enabled=False), torch.autocast("cpu", enabled=False):
-            if self._stopwatch is not None:
-                return self._stopwatch.call(placed, args, kwargs)
-            return placed(*args, **kwargs)
+            watched = self._stopwatch
+            outputs = placed(*args, **kwargs) if watched is None else watched.call(placed, args, kwargs)
+            return compressed(outputs, self._wish.top_k, self._wish.temperature)
 
     @property
     def module(self) -> nn.Module:
@@ -161,7 +124,8 @@ def open_teacher(
     ground: Ground, build: Build | str | Path, weights: str | Path | None, placement: str | None, wish: Wish
 ) -> Teacher:
     """Build, check and place a teacher; a common act of all ranks, which succeeds or fails on all."""
-    check_placement(placement, wish)
+    check_wish(placement, wish)
+    check_weights(weights)
     if wish.device_map is not None:
         placement = "custom"
     frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
@@ -172,22 +136,7 @@ def open_teacher(
         placement, stopwatch = choice.placement, Stopwatch(ground.device, choice.seconds, ground.say)
     placed = place_function(placement)(ground, frozen, wish)
     ground.say(f"teacher: {placed.describe()}")
-    return Teacher(placed, placement, frozen.bytes_in(wish.dtype), ground.device, stopwatch)
-
-
-def check_placement(placement: str | None, wish: Wish) -> None:
-    """Refuse a word that is none, telling the right one, and a device map that would go unused."""
-    if isinstance(wish.device_map, str):
-        raise TeacherError(
-            f"device_map={wish.device_map!r} is one word: say placement={_right_word(wish.device_map)}; device_map= is "
-            "a dict of modules and devices, for placement='custom'"
-        )
-    if placement is not None and placement not in PLACEMENTS:
-        right = _right_word(placement)
-        meant = f"say placement={right}; " if right != repr(placement) else ""
-        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {', '.join(PLACEMENTS)}")
-    if wish.device_map is not None and placement not in (None, "custom"):
-        raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
+    return Teacher(placed, placement, frozen.bytes_in(wish.dtype), ground, wish, stopwatch)
 
 
 def place_function(placement: str) -> Place:
@@ -202,8 +151,6 @@ def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -
             f"build={type(build).__name__}(...) is a module and already takes memory on every rank: pass the function "
             f"that makes it, e.g. build=lambda: {type(build).__name__}(...)"
         )
-    if wish.dtype is not None and not wish.dtype.is_floating_point:
-        raise TeacherError(f"dtype={wish.dtype} holds no fractions: use torch.bfloat16, torch.float16 or torch.float32")
     if isinstance(build, str | Path):
         folder = Path(build).absolute()
         found = open_weights(folder if weights is None else weights)
@@ -216,8 +163,3 @@ def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -
     if not callable(build):
         raise TeacherError(f"build={build!r} is no function: pass one that makes the teacher's module")
     return Frozen(build, open_weights(weights))
-
-
-def _right_word(typed: str) -> str:
-    right = _RIGHT_WORDS.get(str(typed).lower().partition(":")[0], typed)
-    return right if " " in str(right) else repr(right)

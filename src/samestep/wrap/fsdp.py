@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimizer state sharded over the ranks, block by block."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from samestep.errors import WrapError
 from samestep.facts.world import World
 from samestep.torch_private import send_unused_as_zeros
+from samestep.wrap.blocks import repeated
 from samestep.wrap.frozen import frozen_parts
 
 
@@ -75,17 +76,7 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn
                 f"{type(model).__name__} has no submodule of class {names}: give blocks= the classes that repeat in it"
             )
         return found[::-1]
-    return [block for block in _outermost(model) if any(True for _ in block.parameters())]
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of containers, not what is inside them; a ModuleList is never called, so its members stand for it."""
-    repeats = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    for child in module.children():
-        if repeats and not isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _outermost(child)
+    return list(repeated(model).values())
 
 
 def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:

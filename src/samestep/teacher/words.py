@@ -1,0 +1,153 @@
+"""What run.teacher may be told: the words for placements, and which option means something to which of them."""
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from samestep.errors import TeacherError
+from samestep.teacher.ground import Wish
+
+_HERE: Final = "samestep.teacher"
+# Each in a module of its own, which is loaded when it is asked for.
+PLACEMENTS: Final[dict[str, str]] = {
+    "gpu": f"{_HERE}.whole:place_on_device",
+    "cpu": f"{_HERE}.whole:place_in_host_memory",
+    "balanced": f"{_HERE}.spread:place_balanced",
+    "sequential": f"{_HERE}.spread:place_sequential",
+    "custom": f"{_HERE}.spread:place_custom",
+    "offload": f"{_HERE}.streamed:place_offloaded",
+    "disk": f"{_HERE}.streamed:place_on_disk",
+    "sharded": f"{_HERE}.sharded:place",
+    "served": f"{_HERE}.served:place",
+    "cached": f"{_HERE}.cached:place",
+}
+"""Where the function of each placement is found."""
+
+# What other libraries call these, or what people type for them.
+_RIGHT_WORDS: Final[dict[str, str]] = {
+    "cuda": "gpu",
+    "device": "gpu",
+    "auto": "None, which chooses",
+    "none": "None, which chooses",
+    "ram": "cpu",
+    "host": "cpu",
+    "shared": "cpu",
+    "balanced_low_0": "balanced",
+    "manual": "custom",
+    "device_map": "custom",
+    "cpu_offload": "offload",
+    "stream": "offload",
+    "nvme": "disk",
+    "ssd": "disk",
+    "disk_offload": "disk",
+    "fsdp": "sharded",
+    "server": "served",
+    "remote": "served",
+    "cache": "cached",
+}
+_DTYPES: Final[dict[str, str]] = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_INSIDE: Final[dict[str, tuple[str, ...]]] = {
+    "served": ("rank", "process"),
+    "cached": tuple(name for name in PLACEMENTS if name not in ("cached", "custom")),
+}
+"""What `inner=` may be."""
+
+
+def check_wish(placement: str | None, wish: Wish) -> None:
+    """Refuse a word that is none, telling the right one, and every option that would go unused or has no meaning."""
+    _check_placement(placement, wish)
+    _check_inner(placement, wish)
+    servers_of = "served" if placement == "cached" and wish.inner == "served" else placement
+    if wish.servers is not None and servers_of != "served":
+        raise _unused("servers", wish.servers, placement, "placement='served'")
+    if wish.cache is not None and placement != "cached":
+        raise _unused("cache", wish.cache, placement, "placement='cached'")
+    if wish.cache is not None:
+        _check_path("cache", wish.cache, "a folder, such as cache='outputs'")
+    for name, count in (("servers", wish.servers), ("top_k", wish.top_k)):
+        _check_count(name, count)
+    _check_temperature(wish.temperature)
+    _check_dtype(wish.dtype)
+
+
+def check_weights(weights: object) -> None:
+    """Refuse what is no path."""
+    if weights is not None:
+        _check_path("weights", weights, "the path of a .safetensors file, a folder of shards, or a Hugging Face folder")
+
+
+def _check_placement(placement: str | None, wish: Wish) -> None:
+    if isinstance(wish.device_map, str):
+        raise TeacherError(
+            f"device_map={wish.device_map!r} is one word: say placement={_right_word(wish.device_map)}; device_map= is "
+            "a dict of modules and devices, for placement='custom'"
+        )
+    _check_kind("placement", placement, str)
+    _check_kind("device_map", wish.device_map, Mapping)
+    if placement is not None and placement not in PLACEMENTS:
+        right = _right_word(placement)
+        meant = f"say placement={right}; " if right != repr(placement) else ""
+        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {', '.join(PLACEMENTS)}")
+    if wish.device_map is not None and placement not in (None, "custom"):
+        raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TeacherError(
+            f"{name}= got a {type(given).__name__}: placement= is a word, one of {', '.join(PLACEMENTS)}; "
+            "device_map= is a dict of modules and devices, for placement='custom'"
+        )
+
+
+def _check_inner(placement: str | None, wish: Wish) -> None:
+    if wish.inner is None:
+        return
+    if placement not in _INSIDE:
+        raise _unused("inner", wish.inner, placement, "placement='served' ('rank' or 'process') and 'cached'")
+    if wish.inner not in _INSIDE[placement]:
+        choices = ", ".join(map(repr, _INSIDE[placement]))
+        raise TeacherError(f"placement={placement!r} does not know inner={wish.inner!r}: use one of {choices}")
+
+
+def _unused(option: str, value: object, placement: str | None, right: str) -> TeacherError:
+    here = "without placement=" if placement is None else f"with placement={placement!r}"
+    shown = str(value) if isinstance(value, Path) else value
+    return TeacherError(f"{option}={shown!r} means nothing {here}: it is for {right}; say that, or leave {option}= out")
+
+
+def _check_count(name: str, count: object) -> None:
+    if count is not None and (not isinstance(count, int) or count is True or count < 1):
+        other = "; a process of its own serves with inner='process'" if name == "servers" else ""
+        raise TeacherError(f"{name}={count!r} is no count: give a whole number from 1 on, or leave it out{other}")
+
+
+def _check_temperature(temperature: object) -> None:
+    if not isinstance(temperature, Real) or not 0 < float(temperature) < math.inf:
+        raise TeacherError(f"run.teacher got temperature={temperature!r}: give a number above 0, such as 2.0")
+
+
+def _check_path(name: str, path: object, wanted: str) -> None:
+    if not isinstance(path, str | Path):
+        raise TeacherError(f"{name}={path!r} is a {type(path).__name__}: give {wanted}")
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        word = str(dtype).removeprefix("torch.")
+        right = _DTYPES.get(word, word)
+        known = isinstance(getattr(torch, right, None), torch.dtype)
+        raise TeacherError(f"dtype={dtype!r} is no dtype of torch: say dtype=torch.{right if known else 'bfloat16'}")
+    if not dtype.is_floating_point:
+        raise TeacherError(f"dtype={dtype} holds no fractions: use torch.bfloat16, torch.float16 or torch.float32")
+
+
+def _right_word(typed: str) -> str:
+    right = _RIGHT_WORDS.get(str(typed).lower().partition(":")[0], typed)
+    return right if " " in str(right) else repr(right)
