@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.distributed import distributed_c10d
@@ -103,9 +104,15 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 def cannot_be_traced(error: BaseException) -> bool:
     """Whether an error says that values were asked of tensors that are shapes alone."""
-    return isinstance(
-        error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedFakeTensorException
+    known = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,  # one without a rule for shapes, as of an extension
     )
+    # torch has no class of its own for these two: the tensor was handed to numpy, or to a library by its address
+    told = (".numpy() is not supported for tensor subclasses", "Cannot access data pointer of Tensor")
+    return isinstance(error, known) or (isinstance(error, RuntimeError) and any(text in str(error) for text in told))
 
 
 class OtherKernels:

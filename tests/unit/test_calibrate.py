@@ -8,6 +8,11 @@ from samestep.facts.calibration import read_calibration
 from samestep.measure.calibrate import all_reduce_rate, calibrate
 
 
+@pytest.fixture(autouse=True)
+def _torch_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+
+
 def test_the_cpu_is_measured():
     said = []
     found = calibrate(torch.device("cpu"), said.append)

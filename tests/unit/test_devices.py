@@ -1,8 +1,12 @@
 """The table of known devices."""
 
+import re
+
 import pytest
 
 from samestep.facts.devices import ALIASES, PRESETS, SHEETS, find_sheet, sheet_like, slice_of
+from samestep.facts.machine_words import machines_of
+from tests.conftest import REPOSITORY
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -25,7 +29,7 @@ def test_memory_is_what_a_process_finds_not_what_is_printed_on_the_box():
 
 
 def test_rates_are_dense():
-    half = {"h100": 989e12, "a100": 312e12, "l4": 121e12, "t4": 65e12, "v100": 125e12}
+    half = {"h100": 989e12, "a100": 312e12, "a10g": 70e12, "l4": 121e12, "t4": 65e12, "v100": 125e12}
     assert {name: SHEETS[name].device.rates["float16"] for name in half} == half
 
 
@@ -60,6 +64,7 @@ def test_other_names_and_presets_lead_to_known_devices():
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
@@ -80,7 +85,7 @@ def test_a_gpu_is_known_by_the_name_that_cuda_gives_it(cuda, name):
 
 def test_an_unknown_gpu_is_reckoned_as_a_slow_one_of_its_generation():
     assert [sheet_like("NVIDIA X1", at)[0].device.name for at in ((8, 6), (8, 7), (12, 0), (5, 0))] == [
-        *("a10g", "a10g", "h100-pcie", "v100")
+        *("a10g", "a10g", "rtx4090", "v100")
     ]
     assert not sheet_like("NVIDIA X1", (8, 6))[1]
 
@@ -88,3 +93,25 @@ def test_an_unknown_gpu_is_reckoned_as_a_slow_one_of_its_generation():
 def test_a_slice_has_its_part_of_the_cores():
     assert slice_of("NVIDIA A100-SXM4-40GB MIG 1g.5gb") == pytest.approx(1 / 7)
     assert slice_of("NVIDIA A100-SXM4-40GB") == 1
+
+
+def told(rate):
+    return "-" if rate is None else f"{rate:g}"
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_the_page_tells_what_the_table_has(name):
+    sheet = SHEETS[name]
+    device, dtypes = sheet.device, ("bfloat16", "float16", "tf32", "float32")
+    rates = [device.rates[dtype] / 1e12 if dtype in device.rates else None for dtype in dtypes]
+    links = [rate / 1e9 for rate in (sheet.link, sheet.host_link, sheet.network)]
+    figures = [device.memory / 2**30, device.bandwidth / 1e9, *rates, *links]
+    source = device.source.removesuffix("; memory as torch reports it")
+    row = " | ".join([f"`{name}`", *map(told, figures), source])
+    assert f"\n| {row} |\n" in (REPOSITORY / "docs" / "plan.md").read_text()
+
+
+def test_the_device_of_ones_own_on_the_page_is_one():
+    page = (REPOSITORY / "docs" / "plan.md").read_text()
+    found = machines_of(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    assert (found.device.name, found.per_node, found.cores) == ("mygpu", 4, 64)

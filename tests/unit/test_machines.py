@@ -9,7 +9,7 @@ from samestep.errors import PlanError
 from samestep.facts.calibration import Calibration, calibrated, calibration_path, keep_calibration, read_calibration
 from samestep.facts.devices import SHEETS
 from samestep.facts.hardware import Cores, Gpu, Hardware, Link
-from samestep.facts.machine_live import link_rate, machines_here, machines_of_slurm
+from samestep.facts.machine_live import link_rate, machines_here
 from samestep.facts.machine_words import EXAMPLE, machines_of
 
 GIB = 2**30
@@ -58,8 +58,19 @@ def own(**changes):
     [
         (
             "x1:4",
-            "--gpus x1:4: there is no device x1 in the table: use one of b200, h200, h100-pcie, h100, a100-40gb, ",
+            "--gpus x1:4: there is no device x1 in the table: use one of b200, h200, h100-pcie, h100-nvl, h100, a1",
         ),
+        (
+            "g5:2",
+            "--gpus g5:2: g5 is a whole machine, 4 x a10g: type g5 alone, with --nodes for several, or a10g:COUNT for "
+            "other numbers",
+        ),
+        ("mps:2", "--gpus mps:2: a run uses Apple's GPU with one rank, so there is one of it: type mps alone"),
+        (
+            "local:2",
+            "--gpus local:2: local is what this machine has: type it alone, or name a device and a count",
+        ),
+        ("h100:", "--gpus h100:: nothing is no number of devices: type, for example, h100:4"),
         ("h100:x", "--gpus h100:x: x is no number of devices: type, for example, h100:4"),
         ("h100:0", "--gpus h100:0: 0 is no number of devices: type, for example, h100:4"),
         ("none.json", "--gpus none.json cannot be read (No such file or directory): give a file with, for example, {"),
@@ -73,6 +84,8 @@ def own(**changes):
         (own(count=1.5), "the JSON of --gpus has count=1.5: it must be a whole number from 1 up"),
         (own(memory_gib="48"), "the JSON of --gpus has memory_gib='48': it must be a number above 0"),
         (own(link_gbs=True), "the JSON of --gpus has link_gbs=True: it must be a number above 0"),
+        (own(memory_gib=float("inf")), "the JSON of --gpus has memory_gib=inf: it must be a number above 0"),
+        (own(kind="mps"), "the JSON of --gpus: a run uses Apple's GPU with one rank, so there is one of it"),
         (own(kind="tpu"), "the JSON of --gpus has kind='tpu': it must be one of cuda, mps, cpu"),
         (
             own(tflops={"int8": 5}),
@@ -98,6 +111,11 @@ def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(PlanError, match=r"list\.json is no JSON object: write, for example, \{"):
         machines_of(str(tmp_path / "list.json"))
+
+
+def test_several_macs_are_no_machines_of_one_run():
+    with pytest.raises(PlanError, match=r"^--gpus mps: a run uses Apple's GPU with one rank"):
+        machines_of("mps", 2)
 
 
 def test_no_nodes_are_no_machines():
@@ -155,28 +173,8 @@ def test_without_a_gpu_the_cores_are_one_device():
     assert found.device.rates["float32"] == pytest.approx(16 * 0.1e12)
     assert found.device.memory_free == 48 * GIB
     apple = machines_here(hardware(), mps=True)
-    assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)
-
-
-def test_a_slurm_job_names_its_gpus():
-    job = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_GPUS_PER_NODE": "a100:4",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_MEM_PER_NODE": "1024",
-    }
-    found = machines_of_slurm({**job, "SLURM_CPUS_ON_NODE": "24"})
-    assert (found.device.name, found.per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
-    assert found.host_memory == GIB
-    assert found.source == "SLURM job 7: a100:4 on each of 3 node(s)"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "4"}, {"SLURM_GPUS_PER_NODE": "a100:4"}],
-)
-def test_a_job_that_names_none_is_looked_at_instead(environ):
-    assert machines_of_slurm(environ) is None
+    assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)  # three quarters of 64; of little, less
+    assert machines_here(replace(hardware(), memory_total=24 * GIB), mps=True).device.memory == 16 * GIB
 
 
 MEASURED = Calibration(

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from samestep.errors import PlanError
 from samestep.facts.machine_words import machines_of
-from samestep.facts.model import Op
+from samestep.facts.model import Op, Timed
 from samestep.plan.batch import Cut
 from samestep.plan.choose import plan, precision_on
-from samestep.plan.explain import bar, gpu_hours, line, rows, what_if_rows
+from samestep.plan.explain import bar, gpu_hours, line, rows, speed_ups, what_if_rows
 from samestep.plan.memory import memory
-from samestep.plan.speed import collective_seconds, compute_seconds, product_rate, ring_rate
+from samestep.plan.speed import collective_seconds, compute_seconds, op_seconds, product_rate, ring_rate, start_seconds
 from samestep.plan.step_time import step_time
-from samestep.plan.strategy import Layout, gradient_passes, layouts
+from samestep.plan.strategy import Asked, Layout, gradient_passes, layouts
 from samestep.units import seconds_text
 from tests.unit.plan_facts import DEVICE, GIB, MIB, machines, model, peak, with_teacher
 
@@ -90,11 +90,24 @@ def test_what_computes_twice_keeps_less():
 
 def test_an_operation_takes_the_longer_of_products_memory_and_kernels():
     on, product = machines(), Op("aten.mm", 1, 1e12, 0, "bfloat16")
-    assert compute_seconds(on, (product,), 1, tf32=True) == pytest.approx(1e12 / (1e14 * 0.5))
-    assert compute_seconds(on, (product,), 2, tf32=True) == pytest.approx(2e12 / (1e14 * 0.5))
-    assert compute_seconds(on, (Op("aten.add", 1, 0, 8e9, "float32"),), 1, True) == pytest.approx(0.01)
-    # the host starts an operation in 5 microseconds: many small ones leave the device waiting
-    assert compute_seconds(on, (Op("aten.add", 1000, 0, 8, "float32"),), 1, True) == pytest.approx(0.005)
+    assert compute_seconds(on, (product,), 1, tf32=True) == pytest.approx(1e12 / (1e14 * 0.5) / 0.7)
+    assert compute_seconds(on, (product,), 2, tf32=True) == pytest.approx(2e12 / (1e14 * 0.5) / 0.7)
+    moving = Op("aten.add", 1, 0, 8e9, "float32")
+    assert compute_seconds(on, (moving,), 1, True) == pytest.approx(0.01 / 0.8)
+    # no kernel of a GPU ends in less than 2 microseconds, and the host needs longer to start one
+    small = (Op("aten.add", 1000, 0, 8, "float32"),)
+    assert compute_seconds(on, small, 1, True) == pytest.approx(0.002)
+    assert start_seconds(on, small) == pytest.approx(0.03)
+    assert start_seconds(replace(on, device=replace(DEVICE, launch=4e-6)), small) == pytest.approx(0.004)
+
+
+def test_kinds_of_operations_reach_unlike_parts_of_a_gpu_and_all_of_a_processor():
+    on = machines()
+    processor = replace(on, device=replace(DEVICE, kind="cpu"))
+    for name, part in (("aten.convolution", 0.5), ("aten.native_batch_norm", 0.2), ("aten.relu", 0.8)):
+        op = Op(name, 1, 0, 8e9, "float32")
+        assert op_seconds(on, op, True) == pytest.approx(0.01 / part)
+        assert op_seconds(processor, op, True) == pytest.approx(0.01)
 
 
 def test_products_in_fp32_use_tf32_only_where_that_is_allowed():
@@ -129,8 +142,8 @@ def test_nodes_send_side_by_side():
 
 
 def test_a_step_by_hand():
-    # two samples: 6e12 operations at half of 1e14, and 1e10 bytes at 0.8 of 1e12
-    each = 6e12 / 5e13 + 1e10 / 8e11
+    # two samples: 6e12 operations at 0.7 of half of 1e14, and 1e10 bytes at 0.8 of 0.8 of 1e12
+    each = 6e12 / 5e13 / 0.7 + 1e10 / 8e11 / 0.8
     found = step_time(Layout("single", 1, 1), machines(), model(), (4, 3), "bf16", True, 0.25)
     assert found.compute == pytest.approx(3 * 2 * each)
     assert found.communication == 0
@@ -158,8 +171,32 @@ def test_fsdp_gathers_twice_in_every_micro_batch_and_zero2_once():
         name: step_time(Layout(name, 4, 4), on, model(), (1, 2), "bf16", True, 0).communication
         for name in ("fsdp", "zero2")
     }
-    once = 0.5 * GIB * 3 / 4 / 0.7e9
-    assert gathered["fsdp"] - gathered["zero2"] == pytest.approx(2 * once, rel=1e-3)
+    once = 0.5 * GIB * 3 / 4 / 0.7e9 + (len(model().blocks) + 1) * (1e-4 + 3e-5)  # and the host, for every block
+    assert gathered["fsdp"] - gathered["zero2"] == pytest.approx(2 * once, rel=1e-4)
+
+
+def test_what_was_timed_on_the_device_counts_there_and_nowhere_else():
+    timed = replace(model(), timed=Timed(DEVICE.name, ((2, 0.5), (4, 0.75)), host=0.1))
+    alone = Layout("single", 1, 1)
+    assert step_time(alone, machines(), timed, (4, 3), "bf16", True, 0).compute == pytest.approx(3 * 0.75)
+    assert step_time(alone, machines(), timed, (8, 1), "bf16", True, 0).compute == pytest.approx(1.25)
+    other = replace(machines(), device=replace(DEVICE, name="another"))
+    reckoned = step_time(alone, other, timed, (4, 3), "bf16", True, 0)
+    assert reckoned == step_time(alone, other, model(), (4, 3), "bf16", True, 0)
+
+
+def test_a_device_that_waits_for_the_host_has_time_for_its_optimizer():
+    alone, by_device = Layout("single", 1, 1), (2 + 1 + 4) * GIB / 8e11
+    for host, left in ((0.0, by_device), (0.505, by_device - 0.005), (0.9, 0.0)):
+        timed = replace(model(), timed=Timed(DEVICE.name, ((4, 0.5),), host))
+        found = step_time(alone, machines(), timed, (4, 1), "bf16", True, 0)
+        assert (found.compute, found.optimizer) == pytest.approx((max(0.5, host), left))
+
+
+def test_a_small_model_is_not_sharded_for_the_sake_of_its_time():
+    small = replace(model(), trainable={"float32": MIB}, gradients=MIB, optimizer_state=2 * MIB)
+    found = named(plan(machines(4), small, 256))
+    assert found["fsdp"].time.total > found["ddp"].time.total
 
 
 def test_a_model_that_fits_whole_is_copied_to_every_rank():
@@ -237,7 +274,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert found.start is None
     assert found.script == ()
     assert found.advice[0] == "2 x a10g would do, with zero2 + offload"
-    assert found.advice[1].startswith("1 x h200 (139.8 GiB) would do, with single")
+    assert found.advice[1].startswith("1 x h100-nvl (93.0 GiB) would do, with single")
     assert found.advice[-1] == (
         "single + recompute needs least, 80.6 GiB, most of it optimizer (40.0 GiB): an optimizer with less state, or a "
         "smaller model, makes it less"
@@ -324,6 +361,11 @@ def test_a_plan_is_plain_data_too():
     )
     assert told["global_batch"] == 8
     assert len(told["candidates"]) > 5
+    assert told["machines"]["device"]["rates"] == DEVICE.rates
+    assert told["model"]["trainable"] == {"float32": GIB}
+    assert (told["model"]["gradients"], told["model"]["optimizer_state"]) == (GIB, 2 * GIB)
+    assert (told["model"]["working"], told["model"]["step_flops"]) == ({"fixed": 0, "per_sample": GIB}, 3e12)
+    assert told["asked"] == {"script": "train.py", "channels_last": False, "blocks": False}
 
 
 def test_a_bar_is_as_wide_as_asked_and_has_no_empty_part():
@@ -337,19 +379,81 @@ def test_a_bar_is_as_wide_as_asked_and_has_no_empty_part():
         "working",
         "overhead",
         "free",
+        "margin",
     ]
     assert sum(segment.size for segment in segments) == 100 * GIB
+
+
+def test_what_others_hold_and_what_is_left_as_a_margin_is_not_free():
+    taken = machines(1)
+    taken = replace(taken, device=replace(taken.device, memory_free=70 * GIB))
+    found = plan(taken, model(), 8)
+    size = {segment.name: segment.size for segment in bar(found, 80)}
+    assert (size["others"], size["margin"]) == (30 * GIB, 6 * GIB)
+    assert size["free"] == 64 * GIB - found.chosen.memory.total
+    assert sum(size.values()) == 100 * GIB
+
+
+def test_channels_last_needs_whole_weights_and_is_written_into_the_script():
+    found = plan(machines(4), model(), 256, asked=Asked(channels_last=True))
+    sharded = [each for each in found.candidates if each.layout.shards > 1]
+    assert {each.reason for each in sharded} == {"channels_last=True needs whole weights"}
+    assert found.script[0] == 'model = run.wrap(model, "ddp", channels_last=True)'
+    large = plan(machines(4), model(gib=40), 4, asked=Asked(channels_last=True))
+    assert large.chosen is None  # which only a sharded layout could hold
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "file", "recipe"),
+    [
+        ("h100", 1, "python lab/train.py", "samestep recipe run --nproc-per-node 1 saliency"),
+        ("h100:4", 1, "samestep run lab/train.py", "samestep recipe run saliency"),
+        (
+            "h100:4",
+            2,
+            "samestep submit lab/train.py --nodes 2",
+            "samestep recipe copy saliency && samestep submit saliency.py --nodes 2",
+        ),
+        (
+            "cpu:2",
+            1,
+            "samestep run --nproc-per-node 2 lab/train.py",
+            "samestep recipe run --nproc-per-node 2 saliency",
+        ),
+    ],
+)
+def test_what_to_type_starts_the_script_or_the_recipe(words, nodes, file, recipe):
+    on = machines_of(words, nodes)
+    on = replace(on, device=replace(on.device, memory=80 * GIB, memory_free=80 * GIB))
+    large = model(per_sample=30 * MIB)
+    for script, typed in (("lab/train.py", file), ("saliency", recipe)):
+        assert plan(on, large, 256, asked=Asked(script)).start == typed
+
+
+def test_named_blocks_are_written_into_the_script_of_a_sharded_layout():
+    found = plan(machines(4, gib=60), model(gib=16, per_sample=100 * MIB), 64, asked=Asked(blocks=True))
+    assert found.chosen.layout.shards == 4
+    assert 'blocks=(type(model.get_submodule("h.0")),)' in found.script[0]
+    assert "blocks" not in plan(machines(4), model(), 256, asked=Asked(blocks=True)).script[0]
+
+
+def test_apples_gpu_is_one_so_no_more_of_them_are_advised():
+    found = plan(machines_of("mps"), model(gib=20, per_sample=100 * MIB), 8)
+    assert found.chosen is None
+    assert not any("mps" in advice for advice in found.advice)
 
 
 def test_what_if_counts_speed_up_and_hours():
     plans = [plan(machines(count), model(), 64) for count in (1, 2)]
     first, second = what_if_rows(plans, 6400)
-    assert first[:2] == ("1 x plain", "single")
-    assert first[5] == "1.00"
-    assert 1.9 < float(second[5]) <= 2
+    assert first[:3] == ("1 x plain", "bf16", "single")
+    assert first[6] == "1.00"
+    assert 1.9 < float(second[6]) <= 2
+    assert speed_ups(plans)[1] == pytest.approx(plans[0].chosen.time.total / plans[1].chosen.time.total)
     assert gpu_hours(plans[0], 6400) == pytest.approx(100 * plans[0].chosen.time.total / 3600)
     nothing = plan(machines(1, gib=2), model(), 64)
-    assert what_if_rows([nothing], 10) == [("1 x plain", "nothing fits", "-", "-", "-", "-", "-")]
+    assert what_if_rows([nothing], 10) == [("1 x plain", "bf16", "nothing fits", "-", "-", "-", "-", "-")]
+    assert speed_ups([nothing, plans[0]]) == [None, 1.0]
     assert rows(nothing)[0][2] == "-"
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from rich.console import Console
 
 from samestep.cli.building import find_function
 from samestep.cli.main import main
-from samestep.cli.plan import show, show_what_if
+from samestep.cli.plan_show import show, show_what_if
 from samestep.errors import PlanError
+from samestep.facts.calibration import Calibration
 from samestep.facts.machine_words import machines_of
 from samestep.plan.choose import plan
-from tests.unit.plan_facts import MIB, machines, model, with_teacher
+from samestep.plan.strategy import Asked
+from tests.unit.plan_facts import GIB, MIB, machines, model, with_teacher
 
 GOLDEN = Path(__file__).parent / "golden"
 LAB = """
@@ -23,6 +26,17 @@ from torch import nn
 
 def build():
     return nn.Sequential(nn.Linear(2048, 8192), nn.ReLU(), nn.Linear(8192, 2048)), torch.zeros(4, 2048)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.layer(x).relu()
+
+def convolutions(depth: int = 2, wide: bool = False):
+    return nn.Sequential(*(Block() for _ in range(depth))), torch.zeros(4, 16, 32 if wide else 8, 8)
 
 def broken():
     raise ValueError("no such file")
@@ -37,6 +51,11 @@ def printed(draw):
     return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
 
 
+def taken(on, gib):
+    """Others hold all but so much of each device."""
+    return replace(on, device=replace(on.device, memory_free=gib * GIB))
+
+
 CASES = {
     "fits": lambda console: show(plan(machines(4), model(), 256), console),
     "sharded": lambda console: show(
@@ -46,6 +65,9 @@ CASES = {
         plan(machines_of("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64), console
     ),
     "nothing": lambda console: show(plan(machines_of("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console),
+    "channels_last": lambda console: show(
+        plan(taken(machines(2), 70), model(), 64, asked=Asked(channels_last=True)), console
+    ),
     "what_if": lambda console: show_what_if(
         [plan(machines_of(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
         10_000,
@@ -85,7 +107,7 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
             "planlab names no function: type the module or file, a colon and the function, as in mylab:build, or",
         ),
         (":build", ":build names no function: type the module or file"),
-        ("planlab:buld", "planlab has no function buld: it has build, broken"),
+        ("planlab:buld", "planlab has no function buld: it has build, Block, convolutions, broken"),
         ("planlab:number", "planlab:number is a int, not a function: name one that returns a model and a batch"),
         ("none.py:build", "there is no file none.py in HERE: name a file and a function in it, as in mylab:build, or"),
         (
@@ -143,6 +165,57 @@ def test_what_if_lists_several_machines(lab, capsys):
     seen = [(row["machines"]["device"]["name"], row["machines"]["per_node"] * row["machines"]["nodes"]) for row in told]
     assert seen == [(kind, count) for kind in ("l4", "h100", "a100", "a10g") for count in (1, 2, 4, 8, 16)]
     assert all(row["gpu_hours"] > 0 for row in told)
+    assert told[0]["speed_up"] == 1
+    assert all(row["speed_up"] > 0 for row in told)
+
+
+def test_what_if_prints_speed_up_and_hours(lab, capsys):
+    assert main(["plan", "planlab:build", "--global-batch", "64", "--what-if", "--samples", "5000"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "model    Sequential, 128.0 MiB of weights; traced without memory\nstep     global batch 64, "
+    )
+    assert [row.split()[:3] for row in out.splitlines()[5:20:5]] == [["1", "x", k] for k in ("h100", "a100", "a10g")]
+    assert "GPU-hours for 5,000 samples" in out
+
+
+def test_one_of_apples_gpus_is_all_there_is_to_try(lab, capsys):
+    assert main(["plan", "planlab:build", "--global-batch", "8", "--what-if", "--gpus", "mps", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["machines"]["device"]["name"] for row in told].count("mps") == 1
+
+
+def test_channels_last_and_blocks_are_traced_and_written(lab, capsys):
+    typed = ["plan", "planlab:convolutions", "--global-batch", "64", "--gpus", "h100:2", "--channels-last", "--json"]
+    assert main([*typed, "--blocks", "Block"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["asked"] == {"script": "train.py", "channels_last": True, "blocks": True}
+    assert "channels_last=True" in told["script"][0]
+    assert {each["blocked"] for each in told["candidates"] if each["shards"] > 1} == {
+        "channels_last=True needs whole weights"
+    }
+
+
+def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
+    sizes = []
+    for own in ([], ["--", "--depth", "4"], ["--", "--depth", "4", "--wide"]):
+        assert main(["plan", "planlab:convolutions", "--global-batch", "8", "--gpus", "t4", "--json", *own]) == 0
+        told = json.loads(capsys.readouterr().out)["model"]
+        sizes.append((told["weights"], told["working"]["per_sample"]))
+    assert sizes[1][0] == 2 * sizes[0][0] == sizes[2][0]
+    assert sizes[0][1] < sizes[1][1] < sizes[2][1]
+
+
+def test_a_calibration_alone_is_told_to_a_program_too(lab, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(lab))
+    measured = Calibration("cpu", 1, {"float32": ((1e6, 1e9), (1e9, 1e11))}, 1e10, 2e10, None, 2e-6, "2025-01-31")
+    monkeypatch.setattr("samestep.measure.calibrate.calibrate", lambda device: measured)
+    assert main(["plan", "--calibrate", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["copy"]) == ("cpu", 1e10)
+    assert Path(told["path"]).is_file()
+    assert main(["plan", "--calibrate"]) == 0
+    assert capsys.readouterr().out.startswith("cpu: TFLOP/s in products float32 0.1; copies 10 GB/s, from the host 20")
 
 
 def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
@@ -172,6 +245,45 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         (
             "plan planlab:build",
             "a plan needs a function that builds the model, and a global batch: type `samestep plan",
+        ),
+        (
+            "plan planlab:build --calibrate",
+            "a plan needs a function that builds the model, and a global batch: type `samestep plan",
+        ),
+        ("plan planlab:build --global-batch 0", "a global batch of 0 holds nothing: give --global-batch 1 or more"),
+        ("plan planlab:build --global-batch 8 --margin 1", "margin 1.0 is no part of a memory: give 0 up to, not inc"),
+        ("plan planlab:build --global-batch 8 --margin nan", "margin nan is no part of a memory: give 0 up to, not in"),
+        (
+            "plan planlab:build --global-batch 8 --what-if --samples 0",
+            "--samples 0 is nothing to count GPU-hours for: give 1 or more",
+        ),
+        ("plan planlab:build --global-batch 8 --nodes 0", "0 nodes are no machines: give --nodes 1 or more"),
+        ("plan planlab:build --global-batch 8 --gpus t4 --nodes -1", "-1 nodes are no machines: give --nodes 1 or"),
+        (
+            "plan planlab:build --global-batch 8 --gpus t4 --blocks Blok",
+            "Sequential has no submodule of a class Blok: blocks are classes that repeat in it, and it has Linear, ",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --gpus t4 --optimizer LBFGS",
+            "optimizer='LBFGS' cannot step after a backward pass (TypeError: LBFGS.step() missing 1 required",
+        ),
+        (
+            "plan planlab:convolutions --global-batch 8 --gpus t4 -- --dept 3",
+            "planlab:convolutions cannot be called so (No such option '--dept'",
+        ),
+        (
+            "plan planlab:convolutions --global-batch 8 --gpus t4 --depth 3",
+            "there is no option --depth: there are --blocks, --calibrate, --channels-last, ",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --gpus t4 -- --width 3",
+            "planlab:build cannot be called so (No such option '--width'.): the options of a build function follow "
+            "`--`, and are its parameters; here none",
+        ),
+        (
+            "plan planlap --global-batch 8",
+            "planlap names no function and no recipe: type the module or file, a colon and the function, as in "
+            "mylab:build, or train.py:build, or one of cfg_diffusion, digits, ",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus x1",

@@ -97,7 +97,7 @@ def test_what_training_takes_is_not_there_for_the_teacher():
 
 
 def test_a_cache_is_chosen_only_for_inputs_that_stay_the_same():
-    assert "which nobody said" in weighed("h100:2", SMALL, 2, epochs=10)[1]["cached"].why
+    assert "in every epoch: placement='cached' says so" in weighed("h100:2", SMALL, 2, epochs=10)[1]["cached"].why
     assert weighed("h100:2", SMALL, 2, fixed_inputs=True)[1]["cached"].why == "one epoch reads nothing twice"
     found, each = weighed("h100:2", SMALL, 2, epochs=10, fixed_inputs=True)
     assert found.chosen.name == "cached"
@@ -110,6 +110,15 @@ def test_without_a_gpu_one_copy_serves_all_ranks_of_the_node():
     assert found.chosen.name == "cpu"
     assert each["gpu"].why.startswith("needs 8.0 GiB of a node's memory")
     assert each["offload"].why == "there is no GPU to stream to"
+
+
+def test_without_a_gpu_a_served_teacher_lies_in_memory_once():
+    on = replace(machines_of("cpu:4"), host_memory=6 * GIB)
+    each = weighed(on, SMALL, 4)[1]
+    assert each["served"].fits
+    assert (each["served"].per_gpu, each["served"].per_node) == (0, 2 * GIB + 2 * 1000)
+    too_small = weighed(replace(on, host_memory=GIB), SMALL, 4)[1]
+    assert too_small["served"].why.startswith("needs 2.0 GiB of a node's memory and 921.6 MiB are left there")
 
 
 def test_nothing_fits():

@@ -228,15 +228,24 @@ class Looks(nn.Module):
         out = self.layer(x)
         if self.how == "item":
             return out * (2 if out.sum().item() > 0 else 1)
+        if self.how == "numpy":
+            return out * float(out.detach().numpy().mean())
         return out[out.sum(1).nonzero()[:, 0]]
 
 
-@pytest.mark.parametrize("how", ["item", "nonzero"])
-def test_a_model_that_looks_at_values_is_measured_and_it_says_so(how):
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("item", ".item(), float() or `if` of a tensor"),
+        ("nonzero", "nonzero(), or a mask as an index"),
+        ("numpy", ".numpy() of a tensor"),
+    ],
+)
+def test_a_model_that_looks_at_values_is_measured_and_it_says_so(how, told):
     facts = trace_model(lambda: (Looks(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
     assert facts.how.startswith(
-        "measured with real micro-batches of 2 and 4 samples on the CPU, since the model looks at values, which a "
-        "trace has not ("
+        "measured with real micro-batches of 2 and 4 samples on the CPU, since a step looks at values, which a "
+        f"trace has not ({told})"
     )
     assert facts.weights == 4 * (A * C + C)
     assert facts.working.per_sample > 4 * (A + C)

@@ -118,3 +118,154 @@ def test_outputs_that_lead_nowhere_are_told():
 def test_wishes_that_are_not_known_list_the_choices(wish, text):
     with pytest.raises(PlanError, match=text):
         trace_model(lambda: (net(), batch()), **wish)
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        (
+            {"optimizer": "LBFGS"},
+            r"^optimizer='LBFGS' cannot step after a backward pass \(TypeError: LBFGS.step\(\) missing .*\): name one "
+            "that steps without a closure and for gradients as this model has them, such as AdamW or SGD$",
+        ),
+        ({"optimizer": "SparseAdam"}, r"^optimizer='SparseAdam' cannot step .* does not support dense gradients"),
+        (
+            {"optimizer": "Muon"},
+            r"^optimizer='Muon' does not take all parameters of this model \(ValueError: .*2D.*\): name another of "
+            r"torch.optim; trace_model\(optimizer=...\) takes a function of the parameters as well$",
+        ),
+        (
+            {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1.0)},
+            r"^the optimizer does not take all parameters of this model \(ValueError: Invalid learning rate",
+        ),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_optimizer_that_cannot_step_so_is_told_in_one_line(wish, text, precision):
+    with pytest.raises(PlanError, match=text) as error:
+        trace_model(lambda: (net(), batch()), precision=precision, **wish)
+    assert "\n" not in str(error.value)
+
+
+def test_every_other_optimizer_of_torch_steps():
+    for name in ("Adam", "SGD", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adamax"):
+        assert trace_model(lambda: (net(), batch()), optimizer=name, precision="fp32").optimizer == name
+
+
+def test_an_optimizer_that_looks_at_values_is_measured():
+    facts = trace_model(lambda: (net(), batch()), optimizer="Adafactor", precision="fp32")
+    assert facts.how.startswith("measured with real micro-batches of 2 and 4 samples on the CPU, since a step looks at")
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(A), nn.LazyLinear(C)), batch()
+
+
+def lazy_called_once():
+    model, rows = lazy()
+    model(rows)
+    return model, rows
+
+
+def test_a_lazy_layer_must_have_been_called():
+    with pytest.raises(
+        PlanError,
+        match=r"^'0.weight' of Sequential has no shape yet, as in every lazy layer: call the model once with the "
+        r"example batch in lazy\(\), then return both$",
+    ):
+        trace_model(lazy, precision="fp32")
+    assert trace_model(lazy_called_once, precision="fp32").weights == 4 * (A * A + A + A * C + C)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: model(batch)["loss"], "IndexError: "),
+        (lambda model: model, "TypeError: "),
+        (lambda model, batch: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_loss_function_that_fails_is_told_with_its_error(loss, said):
+    with pytest.raises(PlanError) as error:
+        trace_model(lambda: (net(), batch(), loss), precision="fp32")
+    assert str(error.value).startswith(f"the loss function failed ({said}")
+    assert str(error.value).endswith(
+        "): it is called with the model and a batch like the example, lambda model, batch: "
+        "cross_entropy(model(batch[0]), batch[1])"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to move to")
+def test_a_loss_that_moves_to_cuda_is_told_to_leave_the_device_out():
+    with pytest.raises(PlanError, match=r"^the loss function asks for CUDA \(.*\): build the model and its batch with"):
+        trace_model(lambda: (net(), batch(), lambda model, batch: model(batch.cuda()).sum()), precision="fp32")
+
+
+class Stumbles(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise KeyError("no such tensor")
+
+
+def test_a_backward_pass_that_fails_is_told_with_its_error():
+    with pytest.raises(
+        PlanError,
+        match=r"^the backward pass of Linear failed \(KeyError: .no such tensor.\): call loss.backward\(\) by itself "
+        "to see where$",
+    ):
+        trace_model(lambda: (net(), batch(), lambda model, batch: Stumbles.apply(model(batch)).sum()), precision="fp32")
+
+
+class Experts(nn.Module):
+    """Rows go to one of two experts; what they give is put into a tensor of the input's dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(A, 2), nn.ModuleList(nn.Linear(A, A) for _ in range(2))
+
+    def forward(self, x):
+        chosen, out = self.gate(x).argmax(1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] = expert(x[chosen == number])
+        return out
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_what_fails_in_half_precision_alone_is_told_as_that(target):
+    with pytest.raises(
+        PlanError,
+        match=r"^the model fails in bf16 and not in fp32 \(RuntimeError: Index put requires the source and destination "
+        r"dtypes match.*\): where autocast gives tensors that meet two dtypes, training fails as well; bring them "
+        r"together with .to\(other.dtype\), or take precision fp32$",
+    ):
+        trace_model(lambda: (Experts(), torch.randn(4, A)), precision="bf16", target=target)
+    facts = trace_model(lambda: (Experts(), torch.randn(4, A)), precision="fp32", target=target)
+    assert facts.how.endswith("(nonzero(), or a mask as an index)")
+
+
+def test_a_build_that_ends_the_process_is_told():
+    def leave():
+        raise SystemExit("usage: train.py")
+
+    with pytest.raises(
+        PlanError, match=r"leave\(\) failed, so there is no model to look at \(SystemExit: usage: train"
+    ):
+        trace_model(leave, precision="fp32")
+
+
+def test_blocks_are_named_by_their_class():
+    def stacked():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(A, A), nn.ReLU()) for _ in range(3))), batch()
+
+    named = trace_model(stacked, precision="fp32", blocks=["Linear"])
+    assert [part.name for part in named.blocks] == ["0.0", "1.0", "2.0"]
+    with pytest.raises(
+        PlanError,
+        match=r"^Sequential has no submodule of a class Block: blocks are classes that repeat in it, and it has "
+        r"Linear, ReLU, Sequential$",
+    ):
+        trace_model(stacked, precision="fp32", blocks=["Block"])

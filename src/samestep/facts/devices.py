@@ -9,6 +9,7 @@ from samestep.facts.machines import Device
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 _PCIE = {3: 16 * _GB, 4: 32 * _GB, 5: 64 * _GB}  # 16 lanes, one direction, as PCI-SIG gives them
 _MEMORY = "memory as torch reports it"
+_APPLE_LARGE = 36 * _GIB  # from here on Metal lends a GPU a larger part of the machine's memory
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ _MPS = Sheet(
     Device(
         "mps",
         "mps",
-        18 * _GIB,
-        18 * _GIB,
+        16 * _GIB,
+        16 * _GIB,
         273 * _GB,
-        {"float32": 7.4 * _TERA, "float16": 7.4 * _TERA},
-        "an Apple M4 Pro of 24 GiB, of which a GPU may use three quarters (apple.com, technical specifications)",
+        {"float32": 6.0 * _TERA, "float16": 6.0 * _TERA},
+        "an Apple M4 Pro of 24 GiB, of which Metal recommends two thirds for a GPU; bandwidth by Apple's technical "
+        "specifications, rates by 16 cores of 128 lanes at 1.47 GHz, which Apple does not publish",
         launch=2e-5,
     ),
     link=100 * _GB,
@@ -91,7 +93,7 @@ _CPU = Sheet(
         4 * _GIB,
         10 * _GB,
         {"float32": 0.1 * _TERA, "bfloat16": 0.1 * _TERA, "float16": 0.1 * _TERA},
-        "one core with AVX2 at 3 GHz (two products and sums of 8 numbers in a cycle), a tenth of a socket's memory",
+        "one core with AVX2 at 3 GHz (two products and sums of 8 numbers in a cycle), a tenth of a socket's bandwidth",
         launch=2e-6,
     ),
     link=5 * _GB,
@@ -106,7 +108,7 @@ _CPU = Sheet(
 _SHEETS = (
     _cuda(
         *("b200", 178.3, 8000, _tensor(2250, 1125, 75), (900, 5, 50), r"\bB200\b"),
-        "NVIDIA HGX B200 data sheet",
+        "NVIDIA HGX B200 data sheet (an eighth of it, 180 GB)",
         host_gib=256,
     ),
     _cuda(
@@ -117,6 +119,11 @@ _SHEETS = (
     _cuda(
         *("h100-pcie", 79.1, 2000, _tensor(756, 378, 51), (None, 5, 25), r"\bH100 PCIe\b"),
         "NVIDIA H100 data sheet (PCIe, without bridges)",
+        host_gib=128,
+    ),
+    _cuda(
+        *("h100-nvl", 93.0, 3938, _tensor(835, 417, 60), (None, 5, 25), r"\bH100 NVL\b"),
+        "NVIDIA H100 data sheet (NVL, one of a pair, without the bridge between them)",
         host_gib=128,
     ),
     _cuda(
@@ -135,8 +142,8 @@ _SHEETS = (
         host_gib=256,
     ),
     _cuda(
-        *("a10g", 22.0, 600, _tensor(70, 35, 31.5), (None, 4, 1.25), r"\bA10G\b"),
-        "NVIDIA A10G as in Amazon EC2 g5 (70 TFLOP/s with float32 sums)",
+        *("a10g", 22.0, 600, _tensor(70, 35, 35), (None, 4, 1.25), r"\bA10G\b"),
+        "NVIDIA A10G data sheet, as in Amazon EC2 g5",
         host_gib=48,
     ),
     _cuda(
@@ -182,8 +189,15 @@ ALIASES: Mapping[str, str] = {
 PRESETS: Mapping[str, tuple[str, int]] = {"g5": ("a10g", 4), "p3": ("v100", 8)}
 """Names of whole machines: the device and how many of it in a node. `local` is what this machine has."""
 
-# What a GPU that the table lacks is reckoned as until it is calibrated: the slowest known of its generation.
-_LIKE = {(7, 0): "v100", (7, 5): "t4", (8, 0): "a100-40gb", (8, 6): "a10g", (8, 9): "l4", (9, 0): "h100-pcie"}
+# What a GPU that the table lacks is reckoned as until it is calibrated: the slowest known of its generation, and for
+# GeForce after Ada, of which none is known, Ada's fastest.
+_LIKE = dict(
+    zip(
+        ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)),
+        ("v100", "t4", "a100-40gb", "a10g", "l4", "h100-pcie", "b200", "rtx4090"),
+        strict=True,
+    )
+)
 
 
 def find_sheet(word: str) -> Sheet | None:
@@ -207,6 +221,15 @@ def sheet_like(cuda_name: str, capability: tuple[int, int]) -> tuple[Sheet, bool
             return sheet, True
     newest = max((known for known in _LIKE if known <= capability), default=(7, 0))
     return SHEETS[_LIKE[newest]], False
+
+
+def apple_share(memory: int) -> float:
+    """The part of a machine's memory that Metal recommends as the working set of Apple's GPU.
+
+    >>> apple_share(64 * 2**30)
+    0.75
+    """
+    return 3 / 4 if memory >= _APPLE_LARGE else 2 / 3
 
 
 def slice_of(cuda_name: str) -> float:

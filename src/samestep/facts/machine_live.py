@@ -1,22 +1,18 @@
-"""The machines that are here: memory by query, rates by name, links by what joins the GPUs, nodes by SLURM."""
+"""The machines that are here: memory by query, rates by name, links by what joins the GPUs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from samestep.facts.devices import SHEETS, Sheet, find_sheet, sheet_like, slice_of
+from samestep.facts.devices import SHEETS, Sheet, apple_share, sheet_like, slice_of
 from samestep.facts.hardware import Gpu, Hardware, Link
-from samestep.facts.machine_words import machines_of
-from samestep.facts.machines import Device, Machines
+from samestep.facts.machines import USUAL_DISK, Device, Machines
 
 _NVLINK = 25e9  # one link of NVLink 2, 3 and 4, one direction
 _NVLINK_5 = 50e9
 _BLACKWELL = 10  # compute capability from which NVLink is of the fifth generation
 # The part of PCIe's rate that is left on ever longer ways: one switch, several, a host bridge, a socket, both sockets.
 _WAYS = {"PIX": 1.0, "PXB": 1.0, "PHB": 0.8, "NODE": 0.8, "SYS": 0.5}
-_DISK = 2e9
-_MPS_SHARE = 0.75  # of the machine's memory, which Metal recommends as a GPU's working set
-_MIB = 2**20
 
 
 def machines_here(hardware: Hardware, nodes: int = 1, mps: bool = False) -> Machines:
@@ -25,28 +21,6 @@ def machines_here(hardware: Hardware, nodes: int = 1, mps: bool = False) -> Mach
         return _of_gpus(hardware, nodes)
     sheet = SHEETS["mps" if mps else "cpu"]
     return _of_host(hardware, sheet, nodes)
-
-
-def machines_of_slurm(environ: Mapping[str, str]) -> Machines | None:
-    """What a SLURM job was given, as far as its variables name it; None outside of a job or without a GPU's name."""
-    asked = environ.get("SLURM_GPUS_PER_NODE", "")
-    name, _, count = asked.rpartition(":")
-    if "SLURM_JOB_ID" not in environ or not name or find_sheet(name) is None or not count.isdecimal():
-        return None
-    found = machines_of(f"{name}:{count}", slurm_nodes(environ))
-    memory, cores = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_CPUS_ON_NODE", "")
-    return replace(
-        found,
-        host_memory=int(memory) * _MIB if memory.isdecimal() and int(memory) else found.host_memory,
-        cores=int(cores) if cores.isdecimal() and int(cores) else found.cores,
-        source=f"SLURM job {environ['SLURM_JOB_ID']}: {asked} on each of {found.nodes} node(s)",
-    )
-
-
-def slurm_nodes(environ: Mapping[str, str]) -> int:
-    """Nodes of the SLURM job that this process is in; 1 outside of one."""
-    told = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", ""))
-    return int(told) if told.isdecimal() and int(told) else 1
 
 
 def link_rate(links: Sequence[Link], gpus: Sequence[Gpu], pcie: float) -> float:
@@ -87,7 +61,7 @@ def _of_gpus(hardware: Hardware, nodes: int) -> Machines:
         within_node=link_rate(hardware.links, hardware.gpus, sheet.host_link),
         between_nodes=sheet.network,
         host_link=sheet.host_link,
-        disk=_DISK,
+        disk=USUAL_DISK,
         source=f"this machine: {len(hardware.gpus)} x {smallest.name}" + _on_nodes(nodes),
         shm=hardware.shm_total,
     )
@@ -97,7 +71,7 @@ def _of_host(hardware: Hardware, sheet: Sheet, nodes: int) -> Machines:
     """One rank a node that computes with all cores, or with Apple's GPU, which shares the memory of the machine."""
     apple = sheet.device.kind == "mps"
     cores = hardware.cores.usable
-    memory = int(hardware.memory_total * _MPS_SHARE) if apple else hardware.memory_total
+    memory = int(hardware.memory_total * apple_share(hardware.memory_total)) if apple else hardware.memory_total
     device: Device = replace(
         sheet.device,
         memory=memory,
@@ -115,7 +89,7 @@ def _of_host(hardware: Hardware, sheet: Sheet, nodes: int) -> Machines:
         within_node=sheet.link,
         between_nodes=sheet.network,
         host_link=sheet.host_link,
-        disk=_DISK,
+        disk=USUAL_DISK,
         source=f"this machine: {sheet.device.name}, {cores} core(s)" + _on_nodes(nodes),
         shm=hardware.shm_total,
     )

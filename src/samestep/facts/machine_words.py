@@ -1,17 +1,17 @@
 """Machines by words and by JSON: `h100:4`, `g5`, or the figures of a device that the table lacks."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from samestep.errors import PlanError
-from samestep.facts.devices import PRESETS, SHEETS, find_sheet
-from samestep.facts.machines import Device, Machines
+from samestep.facts.devices import PRESETS, SHEETS, Sheet, find_sheet
+from samestep.facts.machines import USUAL_DISK, Device, Machines
 
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
-_DISK = 2 * _GB  # what an NVMe disk of a node usually reads
 _KINDS = ("cuda", "mps", "cpu")
 _DTYPES = ("float32", "tf32", "bfloat16", "float16")
 _WHOLE = ("count", "cores")
@@ -44,18 +44,12 @@ def machines_of(words: str, nodes: int = 1) -> Machines:
         return _of_json(text, "the JSON of --gpus", nodes)
     if text.endswith(".json"):
         return _of_json(_read(Path(text)), text, nodes)
-    name, _, count = text.partition(":")
-    name, count = (PRESETS[name][0], str(PRESETS[name][1])) if name in PRESETS and not count else (name, count or "1")
-    sheet = find_sheet(name)
-    if sheet is None:
-        known = ", ".join((*SHEETS, "local", *PRESETS))
-        raise PlanError(
-            f"--gpus {words}: there is no device {name} in the table: use one of {known}, or give its figures as JSON, "
-            f"or as a file of it, as in --gpus '{EXAMPLE}'"
-        )
+    sheet, count = _named(text)
     if not re.fullmatch(r"[1-9]\d*", count):
-        raise PlanError(f"--gpus {words}: {count} is no number of devices: type, for example, {name}:4")
+        what, example = count or "nothing", f"{sheet.device.name}:4"
+        raise PlanError(f"--gpus {words}: {what} is no number of devices: type, for example, {example}")
     each = int(count)
+    _check_apple(sheet.device.kind, each, nodes, f"--gpus {text}")
     return Machines(
         device=sheet.device,
         per_node=each,
@@ -65,9 +59,37 @@ def machines_of(words: str, nodes: int = 1) -> Machines:
         within_node=sheet.link,
         between_nodes=sheet.network,
         host_link=sheet.host_link,
-        disk=_DISK,
+        disk=USUAL_DISK,
         source=f"words: {text}" + (f" on each of {nodes} nodes" if nodes > 1 else ""),
     )
+
+
+def _named(text: str) -> tuple[Sheet, str]:
+    """The device of a name, and the count behind it as it was typed."""
+    name, colon, count = text.partition(":")
+    if name in PRESETS and colon:
+        device, usual = PRESETS[name]
+        raise PlanError(
+            f"--gpus {text}: {name} is a whole machine, {usual} x {device}: type {name} alone, with --nodes for "
+            f"several, or {device}:COUNT for other numbers"
+        )
+    if name == "local":
+        raise PlanError(f"--gpus {text}: local is what this machine has: type it alone, or name a device and a count")
+    if name in PRESETS:
+        name, count = PRESETS[name][0], str(PRESETS[name][1])
+    sheet = find_sheet(name)
+    if sheet is None:
+        known = ", ".join((*SHEETS, "local", *PRESETS))
+        raise PlanError(
+            f"--gpus {text}: there is no device {name} in the table: use one of {known}, or give its figures as JSON, "
+            f"or as a file of it, as in --gpus '{EXAMPLE}'"
+        )
+    return sheet, count if colon or count else "1"
+
+
+def _check_apple(kind: str, count: int, nodes: int, where: str) -> None:
+    if kind == "mps" and count * nodes > 1:
+        raise PlanError(f"{where}: a run uses Apple's GPU with one rank, so there is one of it: type mps alone")
 
 
 def _read(path: Path) -> str:
@@ -92,6 +114,7 @@ def _of_json(text: str, where: str, nodes: int) -> Machines:
     numbers |= {name: float(value) for name, value in fields.items() if isinstance(value, int | float)}
     memory, each = int(numbers["memory_gib"] * _GIB), int(numbers["count"])
     rates = cast("dict[str, float]", fields["tflops"])
+    _check_apple(str(fields.get("kind", "cuda")), each, nodes, where)
     device = Device(
         name=str(fields["name"]),
         kind=str(fields.get("kind", "cuda")),
@@ -110,7 +133,7 @@ def _of_json(text: str, where: str, nodes: int) -> Machines:
         within_node=numbers["link_gbs"] * _GB,
         between_nodes=numbers["network_gbs"] * _GB,
         host_link=numbers["host_link_gbs"] * _GB,
-        disk=_DISK,
+        disk=USUAL_DISK,
         source=where,
     )
 
@@ -146,4 +169,4 @@ def _check_rates(rates: object, where: str) -> None:
 
 
 def _above_zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -3,6 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+HOST_MARGIN = 0.1
+"""The part of a node's memory that a plan leaves to the system and to what nobody counted."""
+USUAL_DISK = 2e9
+"""Bytes a second that an NVMe disk of a node usually reads, where nobody has measured it."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -22,8 +27,8 @@ class Device:
     """Peak operations a second of a matrix product by dtype: float32, tf32, bfloat16, float16."""
     source: str
     """Where the figures come from: a data sheet, this machine, a calibration."""
-    launch: float = 5e-6
-    """Seconds that the host takes to start one operation; work smaller than that leaves the device idle."""
+    launch: float | None = None
+    """Seconds of the host for one operation, as a calibration saw; work shorter than that leaves the device idle."""
     measured: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """By dtype, what a calibration saw: (operations in one product, operations a second), smallest product first."""
     streamed: float | None = None

@@ -105,6 +105,30 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """How long a device takes over a micro-batch, its operations measured there one by one."""
+
+    device: str
+    """Which device, as `Device.name` has it."""
+    points: tuple[tuple[int, float], ...]
+    """(samples, seconds), at least one, fewest samples first."""
+    host: float | None = None
+    """Seconds in which the host starts all operations, with any number of samples; None where nobody knows."""
+
+    def at(self, samples: int) -> float:
+        """Seconds with so many samples, on the straight line through the points.
+
+        >>> Timed("h100", ((4, 0.5), (8, 0.75))).at(16), Timed("h100", ((4, 0.5),)).at(8)
+        (1.25, 1.0)
+        """
+        (few, quick), (many, slow) = self.points[0], self.points[-1]
+        if few == many or slow <= quick:
+            return slow * samples / many
+        each = (slow - quick) / (many - few)
+        return max(slow + (samples - many) * each, quick * samples / few if samples < few else 0.0)
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of the model that is sharded, gathered or placed as one: a block, or a frozen submodule."""
 
@@ -157,6 +181,8 @@ class ModelFacts:
     """The outermost submodules in which nothing trains."""
     how: str
     """Traced without memory, or measured with real micro-batches and why."""
+    timed: Timed | None = None
+    """How long a device at hand takes; None: time is reckoned from `ops`."""
 
     @property
     def weights(self) -> int:

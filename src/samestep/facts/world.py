@@ -1,11 +1,13 @@
 """Which rank this process is among its peers; the only module that touches the environment."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from samestep.errors import PlanError
 from samestep.facts.slurm import expand_nodes, expand_tasks, in_step, port_of
 from samestep.facts.variables import Variables
 
@@ -23,6 +25,8 @@ _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
 _HERE = "127.0.0.1"
 HALVINGS = "SAMESTEP_HALVINGS"
 """The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
+
+_LOOKED_AT = "SAMESTEP_LOOKED_AT"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,25 @@ def environment() -> dict[str, str]:
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for this process and for every process that it starts from now on."""
     os.environ.update(variables)
+
+
+@contextmanager
+def only_looked_at() -> Generator[None]:
+    """Mark this process, and those it starts inside, as one that looks at a script and does not train it."""
+    os.environ[_LOOKED_AT] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOOKED_AT, None)
+
+
+def refuse_if_looked_at(what: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raise where a script that is only looked at does `what`, which belongs to training."""
+    if _LOOKED_AT in (environment() if environ is None else environ):
+        raise PlanError(
+            f"{what} by a script that `samestep plan` only looks at: put what trains into a function, main(), and call "
+            'it under `if __name__ == "__main__":`'
+        )
 
 
 def run_folder(environ: Mapping[str, str] | None = None) -> Path | None:

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional
 
 from samestep.facts.calibration import Calibration
+from samestep.measure.allocator import exact
+from samestep.measure.operations import Work
+from samestep.measure.tracker import Tracker
+from samestep.measure.workspace import no_workspace
 
 _MIB = 2**20
 _SIZES = {
@@ -22,7 +28,7 @@ _SIZES = {
 }
 _COPIED = {"cuda": 512 * _MIB, "mps": 128 * _MIB, "cpu": 64 * _MIB}  # more than caches hold
 _SPAN = 0.15  # seconds that one figure is measured for
-_STARTS = 2000
+_WIDTH, _LAYERS, _STARTS = 16, 12, 10
 _FIRST_WITH_TF32 = 8
 
 
@@ -129,17 +135,40 @@ def _host_rate(device: torch.device) -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds to start one small operation that autograd follows, as those of a forward pass are."""
-    tensor = torch.zeros(8, device=device, requires_grad=True)
-    best = float("inf")
-    for _ in range(3):
-        _wait(device)
-        since = time.perf_counter()
-        for _ in range(_STARTS):
-            torch.mul(tensor, 2.0)
-        best = min(best, (time.perf_counter() - since) / _STARTS)
-        _wait(device)
-    return best
+    """Seconds of the host for one operation of a training step, with the Python, autograd and autocast around it.
+
+    Measured over the steps of a model so small that any device waits for the host.
+    """
+    model = nn.Sequential(*(_Block() for _ in range(_LAYERS))).to(device)
+    batch = torch.zeros(2, 4, _WIDTH, device=device)
+    step = partial(_small_step, model, batch)
+    step()
+    work = Work()
+    with Tracker(exact, no_workspace, work):
+        step()
+    started = sum(op.count for op in work.ops())
+    return min(_once(step, device) for _ in range(_STARTS)) / started
+
+
+class _Block(nn.Module):
+    """As of a transformer: operations and Python in the usual proportion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.join = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.feed = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Attention and what follows it, each added to what came in."""
+        query, key, value = self.join(self.norm(batch)).chunk(3, -1)
+        batch = batch + functional.scaled_dot_product_attention(query, key, value)
+        return batch + self.feed(batch)
+
+
+def _small_step(model: nn.Module, batch: torch.Tensor) -> None:
+    with torch.autocast("cuda", torch.bfloat16) if batch.device.type == "cuda" else nullcontext():
+        loss = model(batch).sum()
+    loss.backward()
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

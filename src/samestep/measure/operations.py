@@ -1,32 +1,26 @@
 """The work of a step: operations by kind, with their floating-point operations and the bytes they move."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from samestep.facts.model import Op
+from samestep.measure.calls import Call, Cost, call_of
 
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-
-
-@dataclass
-class _Sum:
-    """What one kind of operation added up to."""
-
-    count: int = 0
-    flops: float = 0.0
-    moved: float = 0.0
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+"""What attention is traced as, whatever kernel a GPU would take."""
 
 
 class Work:
-    """Adds up operations by name and dtype."""
+    """Adds up operations by name and dtype, and call by call where those are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, each_call: bool = False) -> None:
         self.flops = 0.0
-        self._sums: dict[tuple[str, str], _Sum] = {}
+        self.calls: dict[Call, Cost] | None = {} if each_call else None
+        """What equal calls add up to; None where nobody asked."""
+        self._sums: dict[tuple[str, str], Cost] = {}
 
     def add(
         self,
@@ -45,10 +39,14 @@ class Work:
         flops = _flops(func, name, args, kwargs, result)
         everything = [*tensors, *outputs]
         dtype = next((t.dtype for t in reversed(everything) if t.is_floating_point()), None)
-        total = self._sums.setdefault((name, "" if dtype is None else str(dtype).removeprefix("torch.")), _Sum())
-        total.count += 1
-        total.flops += flops
-        total.moved += sum(map(_bytes, everything))
+        moved = sum(map(_bytes, everything))
+        totals = [self._sums.setdefault((name, "" if dtype is None else str(dtype).removeprefix("torch.")), Cost())]
+        if self.calls is not None:
+            totals.append(self.calls.setdefault(call_of(func, args, kwargs), Cost()))
+        for total in totals:
+            total.count += 1
+            total.flops += flops
+            total.moved += moved
         self.flops += flops
 
     def ops(self) -> tuple[Op, ...]:
@@ -64,7 +62,7 @@ def _flops(
     kwargs: Mapping[str, object],
     result: object,
 ) -> float:
-    if name.startswith(_ATTENTION):  # torch counts CUDA's kernels of attention, not the CPU's
+    if name.startswith(ATTENTION):  # torch counts CUDA's kernels of attention, not the CPU's
         backward = "backward" in name
         query, key = [value for value in args if isinstance(value, torch.Tensor)][backward : backward + 2]
         return (10.0 if backward else 4.0) * query.numel() * key.shape[-2]  # five products of matrices, and two

@@ -7,9 +7,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from samestep.errors import PlanError
 from samestep.facts.model import Part
 from samestep.measure.operations import Work
 from samestep.wrap.fsdp import find_blocks
+
+
+def classes_in(model: nn.Module, wished: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
+    """Classes of submodules, those that are named by their names found in the model."""
+    known = {type(module).__name__: type(module) for module in model.modules() if module is not model}
+    for name in wished:
+        if isinstance(name, str) and name not in known:
+            raise PlanError(
+                f"{type(model).__name__} has no submodule of a class {name}: blocks are classes that repeat in it, and "
+                f"it has {', '.join(sorted(known)) or 'none'}"
+            )
+    return tuple(known[kind] if isinstance(kind, str) else kind for kind in wished)
 
 
 def blocks_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:

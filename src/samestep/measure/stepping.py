@@ -8,8 +8,9 @@ import torch
 from samestep.data.sample_rng import set_micro_batch
 from samestep.data.tree import tensors_of
 from samestep.measure.allocator import allocated, exact
+from samestep.measure.failures import telling
 from samestep.measure.operations import Work
-from samestep.measure.optimizers import MakeOptimizer, make_optimizer, state_of, step_as_on_cuda
+from samestep.measure.optimizers import MakeOptimizer, make_optimizer, state_of, step, step_as_on_cuda
 from samestep.measure.parts import nbytes
 from samestep.measure.subject import Subject
 from samestep.measure.tracker import Notes, Tracker
@@ -74,10 +75,10 @@ class Stepping:
             with tracker:
                 loss = self._loss(samples, batch)
                 forward = 0.0 if work is None else work.flops
-                loss.backward()
+                self._backward(loss)
                 del loss
                 tracker.work = None  # an optimizer's work depends on the bytes of its state alone
-                self.optimizer.step()
+                step(self.optimizer, self._terms.optimizer)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -86,14 +87,19 @@ class Stepping:
 
     def _first_step(self, samples: int) -> int:
         """Make the optimizer's state; the bytes of all gradients."""
-        self._loss(samples, self.subject.batch(samples)).backward()
+        self._backward(self._loss(samples, self.subject.batch(samples)))
         gradients = [p.grad for p in self._training if p.grad is not None]
         size = nbytes(gradient for gradient in gradients if gradient.layout == torch.strided)
         if self.on_cuda:
             step_as_on_cuda(self.optimizer)
-        self.optimizer.step()
+        step(self.optimizer, self._terms.optimizer)
         self.optimizer.zero_grad()
         return size
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        name = type(self.subject.model).__name__
+        with telling(f"the backward pass of {name}", lambda said: _why_backward_failed(name, said)):
+            loss.backward()
 
     def _loss(self, samples: int, batch: object) -> torch.Tensor:
         """The forward pass, under autocast up to the loss as a run on CUDA has it."""
@@ -101,3 +107,7 @@ class Stepping:
         cast = self._terms.dtype if self._terms.target == "cuda" else None
         with torch.autocast("cpu", dtype=cast) if cast is not None else nullcontext():
             return self.subject.compute_loss(batch)
+
+
+def _why_backward_failed(name: str, said: str) -> str:
+    return f"the backward pass of {name} failed ({said}): call loss.backward() by itself to see where"

@@ -7,16 +7,16 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from samestep.data.tree import map_tensors, tensors_of
 from samestep.errors import DataError, PlanError
-from samestep.torch_private import cannot_be_traced
+from samestep.measure.failures import telling
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 Build = Callable[[], object]
 _EXAMPLE = "def build(): return Net(), (torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long))"
-_ASKS_FOR_CUDA = ("cuda", "nvidia driver", "no kernel image")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Subject:
     def compute_loss(self, batch: object) -> torch.Tensor:
         """One number to go backward from, out of a forward pass."""
         if self.loss is not None:
-            losses = self.loss(self.model, batch)
+            with telling("the loss function", _why_loss_failed):
+                losses = self.loss(self.model, batch)
             if not torch.is_tensor(losses) or not losses.requires_grad:
                 raise PlanError(
                     f"loss gave {_told(losses)}: it must give a tensor that gradients come from, for example "
@@ -57,10 +58,8 @@ class Subject:
 
 def build_subject(build: Build, loss: Loss | None) -> Subject:
     """Call the user's function and check what it returns."""
-    try:
+    with telling(_name(build), lambda said: _why_build_failed(build, said)):
         built = build()
-    except Exception as error:
-        raise PlanError(_why_build_failed(build, error)) from error
     if not isinstance(built, tuple | list) or len(built) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         raise PlanError(f"{_name(build)} returned {_told(built)}: return a model and an example batch, {_EXAMPLE}")
     model, example, *own = cast("tuple[object, ...]", built)
@@ -71,6 +70,11 @@ def build_subject(build: Build, loss: Loss | None) -> Subject:
 
 
 def _check_model(build: Build, model: nn.Module) -> None:
+    if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), None):
+        raise PlanError(
+            f"{lazy!r} of {type(model).__name__} has no shape yet, as in every lazy layer: call the model once with "
+            f"the example batch in {_name(build)}, then return both"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameter that trains: a plan is made for training")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -104,32 +108,33 @@ def _count_samples(build: Build, example: object) -> int:
     return sizes[0]
 
 
-def _why_build_failed(build: Build, error: Exception) -> str:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if any(word in said.lower() for word in _ASKS_FOR_CUDA):
-        return (
-            f"{_name(build)} asks for CUDA ({said}): build the model and its batch without a device; a plan needs "
-            "none, and Run moves them to its own"
-        )
+def _why_build_failed(build: Build, said: str) -> str:
     return f"{_name(build)} failed, so there is no model to look at ({said}): call it by itself to see where"
+
+
+def _why_loss_failed(said: str) -> str:
+    return (
+        f"the loss function failed ({said}): it is called with the model and a batch like the example, lambda model, "
+        "batch: cross_entropy(model(batch[0]), batch[1])"
+    )
 
 
 def _call(model: nn.Module, batch: object) -> object:
     """Call the model as its signature allows: with all of the batch, or with its first item."""
-    try:
+    with telling(type(model).__name__, lambda said: _why_call_failed(model, said)):
         if isinstance(batch, Mapping):
             return model(**cast("Mapping[str, object]", batch))
         if isinstance(batch, tuple | list):
             values = cast("tuple[object, ...]", batch)
             return model(*values) if _takes(model, values) else model(values[0])
         return model(batch)
-    except Exception as error:
-        if cannot_be_traced(error) or isinstance(error, PlanError):
-            raise
-        raise PlanError(
-            f"{type(model).__name__} cannot be called with the example batch ({type(error).__name__}: {error}): return "
-            "the batch as the model takes it, or a third value, lambda model, batch: loss, that calls it"
-        ) from error
+
+
+def _why_call_failed(model: nn.Module, said: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be called with the example batch ({said}): return the batch as the model takes "
+        "it, or a third value, lambda model, batch: loss, that calls it"
+    )
 
 
 def _takes(model: nn.Module, values: tuple[object, ...]) -> bool:

@@ -19,9 +19,10 @@ from samestep.facts.model import ModelFacts, Moment, Peak
 from samestep.measure.allocator import CUDA_LIBRARIES
 from samestep.measure.as_cuda import as_on_cuda
 from samestep.measure.envelope import peak_of
+from samestep.measure.failures import first_line, said_by
 from samestep.measure.operations import Work
 from samestep.measure.optimizers import MakeOptimizer
-from samestep.measure.parts import ForwardWork, blocks_of, describe, nbytes, recomputable
+from samestep.measure.parts import ForwardWork, blocks_of, classes_in, describe, nbytes, recomputable
 from samestep.measure.shapes import FloatsOnMeta, WholeNumbers, to_shapes
 from samestep.measure.stepping import Followed, Stepping, Terms
 from samestep.measure.subject import Build, Loss, Subject, build_subject
@@ -33,14 +34,20 @@ from samestep.wrap.recompute import recompute_blocks
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTO = {"cuda": "bf16", "cpu": "fp32"}
 _FEWEST = 2  # samples: one row is a case of its own for BatchNorm, and for kernels
+# What a user wrote, by the operation that it comes down to.
+_ASKED = {
+    "aten._local_scalar_dense.default": ".item(), float() or `if` of a tensor",
+    "aten.nonzero.default": "nonzero(), or a mask as an index",
+    ".numpy() is not supported for tensor subclasses.": ".numpy() of a tensor",
+}
 
 
 @dataclass(frozen=True)
 class _Wish:
     """How the model is set up."""
 
-    blocks: tuple[type[nn.Module], ...]
-    """Classes of its blocks; empty: found."""
+    blocks: tuple[type[nn.Module] | str, ...]
+    """Classes of its blocks, or their names; empty: found."""
     channels_last: bool
     """Whether images lie channel by channel last."""
 
@@ -50,15 +57,16 @@ def trace_model(
     *,
     optimizer: str | MakeOptimizer = "AdamW",
     precision: str = "auto",
-    blocks: Sequence[type[nn.Module]] = (),
+    blocks: Sequence[type[nn.Module] | str] = (),
     loss: Loss | None = None,
     target: str = "cuda",
     channels_last: bool = False,
 ) -> ModelFacts:
     """Facts of the model that `build` makes, from steps that are traced without memory, whatever its size.
 
-    Where the model looks at values (`.item()`, `nonzero`), steps cannot be traced: then two small micro-batches are
-    computed for real on the CPU, and `how` says so. While a trace runs, nothing else in the process should compute.
+    Where a step looks at values (`.item()`, `nonzero`, `.numpy()`), it cannot be traced: then two small micro-batches
+    are computed for real on the CPU, and `how` says so. While a trace runs, nothing else in the process should compute.
+    `blocks` are classes of submodules, or their names, as in run.wrap(blocks=...).
 
     >>> facts = trace_model(lambda: (nn.Linear(1000, 10), torch.zeros(4, 1000)), optimizer="SGD", precision="fp32")
     >>> facts.weights, facts.gradients, facts.optimizer_state
@@ -66,9 +74,35 @@ def trace_model(
     """
     terms = Terms(optimizer, _dtype(precision, target), target)
     wish = _Wish(tuple(blocks), channels_last)
+    try:
+        return _facts(build, loss, terms, wish)
+    except PlanError as error:
+        if error.__cause__ is None or not _blames_precision(build, loss, terms, wish):
+            raise
+        name = next(name for name, dtype in _DTYPES.items() if dtype == terms.dtype)
+        raise PlanError(
+            f"the model fails in {name} and not in fp32 ({said_by(error.__cause__)}): where autocast gives tensors "
+            "that meet two dtypes, training fails as well; bring them together with .to(other.dtype), or take "
+            "precision fp32"
+        ) from error
+
+
+def _blames_precision(build: Build, loss: Loss | None, terms: Terms, wish: _Wish) -> bool:
+    """Whether what failed goes well in fp32."""
+    if terms.dtype is None:
+        return False
+    try:
+        _facts(build, loss, replace(terms, dtype=None), wish)
+    except PlanError:
+        return False
+    return True
+
+
+def _facts(build: Build, loss: Loss | None, terms: Terms, wish: _Wish) -> ModelFacts:
+    """Traced, or where that cannot be, measured."""
     with ExitStack() as until_done:
         until_done.callback(set_micro_batch, None)
-        if target == "cuda":
+        if terms.target == "cuda":
             until_done.enter_context(as_on_cuda())
         subject, how = _build(build, loss)
         try:
@@ -76,16 +110,43 @@ def trace_model(
         except Exception as error:
             if not cannot_be_traced(error):
                 raise
-            why = _first_line(error)
+            why = first_line(error)
         how = (
-            f"measured with real micro-batches of {_FEWEST} and {2 * _FEWEST} samples on the CPU, since the model "
-            f"looks at values, which a trace has not ({why})"
+            f"measured with real micro-batches of {_FEWEST} and {2 * _FEWEST} samples on the CPU, since a step looks "
+            f"at values, which a trace has not ({_ASKED.get(why, why)})"
         )
         subject = build_subject(build, loss)
         _set_up(subject, wish)
         # as many bytes as bf16, whose kernels some CPUs claim to have and die of
         real = replace(terms, dtype=None if terms.dtype is None else torch.float16)
         return _look(subject, real, wish, 2 * _FEWEST, how)
+
+
+def trace_calls(
+    build: Build,
+    sizes: Sequence[int],
+    *,
+    precision: str = "auto",
+    loss: Loss | None = None,
+    target: str = "cuda",
+    channels_last: bool = False,
+) -> list[Work]:
+    """The calls of steps of so many samples, each step's own; those of an optimizer left out."""
+    terms = Terms("SGD", _dtype(precision, target), target)
+    with ExitStack() as until_done:
+        until_done.callback(set_micro_batch, None)
+        if target == "cuda":
+            until_done.enter_context(as_on_cuda())
+        subject, _ = _build(build, loss)
+        _set_up(subject, _Wish((), channels_last))
+        until_done.enter_context(without_memory())
+        until_done.enter_context(WholeNumbers())
+        bare = replace(subject, example=to_shapes(subject.model, subject.example))
+        stepping = Stepping(bare, terms, sizes[0])
+        works = [Work(each_call=True) for _ in sizes]
+        for samples, work in zip(sizes, works, strict=True):
+            stepping.follow(samples, work)
+        return works
 
 
 def _build(build: Build, loss: Loss | None) -> tuple[Subject, str]:
@@ -96,7 +157,7 @@ def _build(build: Build, loss: Loss | None) -> tuple[Subject, str]:
     except PlanError as error:
         if error.__cause__ is None:  # what came back is wrong, however it was built
             raise
-        why = _first_line(error.__cause__)
+        why = first_line(error.__cause__)
     return build_subject(build, loss), f"traced, but built with its memory: by shapes alone it cannot be ({why})"
 
 
@@ -113,11 +174,6 @@ def _set_up(subject: Subject, wish: _Wish) -> None:
         use_channels_last(subject.model, subject.model)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _dtype(precision: str, target: str) -> torch.dtype | None:
     for name, value, known in (("target", target, _AUTO), ("precision", precision, ("auto", *_DTYPES))):
         if value not in known:
@@ -128,7 +184,8 @@ def _dtype(precision: str, target: str) -> torch.dtype | None:
 def _look(subject: Subject, terms: Terms, wish: _Wish, samples: int, how: str) -> ModelFacts:
     """Follow steps of `samples` samples and of half as many, without and with recomputation."""
     model, sizes = subject.model, (samples // 2, samples)
-    asleep, blocks = frozen_parts(model), blocks_of(model, wish.blocks)
+    classes = classes_in(model, wish.blocks)
+    asleep, blocks = frozen_parts(model), blocks_of(model, classes)
     stepping = Stepping(subject, terms, samples)
     work = Work()
     parts = ForwardWork(work, [*blocks.values(), *asleep.values()])
@@ -137,8 +194,8 @@ def _look(subject: Subject, terms: Terms, wish: _Wish, samples: int, how: str) -
         large = stepping.follow(sizes[1], work)
     working = _peak(stepping, small, large, sizes)
     again, recomputed = work, None
-    if classes := recomputable(model, wish.blocks):
-        recompute_blocks(model, classes)
+    if twice := recomputable(model, classes):
+        recompute_blocks(model, twice)
         small, again = stepping.follow(sizes[0]), Work()
         recomputed = _peak(stepping, small, stepping.follow(sizes[1], again), sizes)
     return ModelFacts(

@@ -21,6 +21,8 @@ def advise(task: Task, rest: Sequence[Candidate], fitting: Callable[[Task, Machi
 def _more(task: Task, fitting: Callable[[Task, Machines], str | None]) -> Iterator[str]:
     """The first number of the same devices that is enough."""
     machines = task.machines
+    if machines.device.kind == "mps":  # there is one in a machine, and ranks on several have nothing to send through
+        return
     for count in _COUNTS:
         if count > machines.devices:
             per_node = max(machines.per_node, min(count, _NODE))

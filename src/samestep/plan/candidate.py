@@ -6,7 +6,7 @@ from samestep.facts.machines import Machines
 from samestep.facts.model import ModelFacts
 from samestep.plan.memory import Memory
 from samestep.plan.step_time import StepTime
-from samestep.plan.strategy import Layout
+from samestep.plan.strategy import NOTHING_ASKED, Asked, Layout
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Task:
     """Whether products in fp32 may use TF32."""
     margin: float
     """The part of a device's memory that stays free."""
+    asked: Asked = NOTHING_ASKED
+    """What is asked for whatever the strategy."""
 
     @property
     def room(self) -> int:

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from samestep.errors import PlanError
-from samestep.facts.machines import Machines
+from samestep.facts.machines import HOST_MARGIN, Machines
 from samestep.facts.model import CUDA_MARGIN, ModelFacts
 from samestep.plan.advice import advise
 from samestep.plan.batch import Cut
 from samestep.plan.candidate import Candidate, Task
 from samestep.plan.memory import Memory, Placed, memory
-from samestep.plan.step_time import StepTime, step_time
-from samestep.plan.strategy import Layout, calls, command, frozen_bytes, frozen_flops, layouts
+from samestep.plan.step_time import StepTime, slowness, step_time
+from samestep.plan.strategy import NOTHING_ASKED, Asked, Layout, calls, command, frozen_bytes, frozen_flops, layouts
 from samestep.plan.teacher import Setting, TeacherFacts, placement_cost
 from samestep.units import bytes_text
 
-_HOST_MARGIN = 0.1
 AS_FAST = 1.03
 """Two layouts whose estimates differ by less than this are taken as equally fast."""
 _MOST_MORE = 32  # micro-batches beyond the fewest that are tried
@@ -42,22 +41,24 @@ class Plan:
         """What to write in the script, one call a line; nothing where nothing fits."""
         if self.chosen is None:
             return ()
-        return calls(self.chosen.layout, self.task.model, self.chosen.micro_batch, self.chosen.accumulation)
+        task, chosen = self.task, self.chosen
+        return calls(chosen.layout, task.model, chosen.micro_batch, chosen.accumulation, task.asked)
 
     @property
     def start(self) -> str | None:
         """What to type to start it."""
-        return command(self.chosen.layout, self.task.machines) if self.chosen else None
+        return command(self.chosen.layout, self.task.machines, self.task.asked.script) if self.chosen else None
 
     def to_json(self) -> dict[str, object]:
         """The same as plain data."""
         machines, model = self.task.machines, self.task.model
         return {
             "machines": asdict(machines),
-            "model": {"name": model.name, "weights": model.weights, "how": model.how, "optimizer": model.optimizer},
+            "model": _told(model),
             "global_batch": self.task.global_batch,
             "precision": self.task.precision,
             "margin": self.task.margin,
+            "asked": asdict(self.task.asked),
             "chosen": _plain(self.chosen) if self.chosen else None,
             "script": list(self.script),
             "start": self.start,
@@ -72,13 +73,14 @@ def plan(
     global_batch: int,
     precision: str = "auto",
     margin: float = CUDA_MARGIN,
+    asked: Asked = NOTHING_ASKED,
 ) -> Plan:
     """Weigh every layout and choose the fastest that fits, `margin` of each device's memory left free.
 
     `model` must have been traced in the precision that is planned for: see `precision_on`.
     """
-    task = _task(machines, model, global_batch, precision, margin)
-    weighed = [_weigh(task, layout) for layout in layouts(machines, model)]
+    task = replace(_task(machines, model, global_batch, precision, margin), asked=asked)
+    weighed = [_weigh(task, layout) for layout in layouts(machines, model, task.asked)]
     fitting = sorted((each for each in weighed if each.fits), key=lambda each: each.time.total)
     rest = sorted((each for each in weighed if not each.fits), key=lambda each: each.memory.total)
     if not fitting:
@@ -92,7 +94,7 @@ def plan(
 def _fitting_on(task: Task, machines: Machines) -> str | None:
     """The layout that would be chosen on other machines, by its name; None where none fits there either."""
     other = replace(task, machines=machines)
-    weighed = (_weigh(other, layout) for layout in layouts(machines, task.model))
+    weighed = (_weigh(other, layout) for layout in layouts(machines, task.model, task.asked))
     fitting = [each for each in weighed if each.fits]
     return _best(fitting).layout.name if fitting else None
 
@@ -111,11 +113,16 @@ def precision_on(machines: Machines, wish: str) -> str:
     return "bf16" if device.kind == "cuda" and "bfloat16" in device.rates else "fp32"
 
 
-def _task(machines: Machines, model: ModelFacts, global_batch: int, precision: str, margin: float) -> Task:
+def check_numbers(global_batch: int, margin: float) -> None:
+    """Raise where there is nothing to plan for."""
     if global_batch < 1:
         raise PlanError(f"a global batch of {global_batch} holds nothing: give --global-batch 1 or more")
     if not 0 <= margin < 1:
         raise PlanError(f"margin {margin} is no part of a memory: give 0 up to, not including, 1")
+
+
+def _task(machines: Machines, model: ModelFacts, global_batch: int, precision: str, margin: float) -> Task:
+    check_numbers(global_batch, margin)
     return Task(machines, model, global_batch, precision_on(machines, precision), precision != "fp32", margin)
 
 
@@ -163,7 +170,7 @@ def _largest(task: Task, layout: Layout, most: int) -> int:
 
 def _fits(task: Task, layout: Layout, micro_batch: int) -> bool:
     used = _memory(task, layout, micro_batch)
-    return used.total <= task.room and used.host <= task.machines.host_memory * (1 - _HOST_MARGIN)
+    return used.total <= task.room and used.host <= task.machines.host_memory * (1 - HOST_MARGIN)
 
 
 def _memory(task: Task, layout: Layout, micro_batch: int) -> Memory:
@@ -182,7 +189,9 @@ def _teacher_cost(task: Task, layout: Layout, micro_batch: int) -> tuple[int, in
     blocks = [part.frozen for part in model.blocks if not part.trainable]
     layer = max(blocks, default=max(part.frozen for part in model.frozen_parts))
     dtype = max(model.frozen, key=lambda name: model.frozen[name], default="float32")
-    return placement_cost(layout.frozen, setting, TeacherFacts(size, layer, frozen_flops(model), 0, dtype=dtype))
+    # moved elsewhere it computes no faster than in the model
+    work = frozen_flops(model) * slowness(task.machines, model, setting.micro_batch, task.precision, task.tf32)
+    return placement_cost(layout.frozen, setting, TeacherFacts(size, layer, work, 0, dtype=dtype))
 
 
 def _too_large(task: Task, used: Memory, micro_batch: int) -> str:
@@ -191,7 +200,7 @@ def _too_large(task: Task, used: Memory, micro_batch: int) -> str:
     if used.total > task.room:
         needs, has = bytes_text(used.total), bytes_text(max(task.room, 0))
         return f"a micro-batch of {micro_batch} needs {needs} on a device and {has} may be used ({most})"
-    needs, has = bytes_text(used.host), bytes_text(task.machines.host_memory * (1 - _HOST_MARGIN))
+    needs, has = bytes_text(used.host), bytes_text(task.machines.host_memory * (1 - HOST_MARGIN))
     return f"needs {needs} of a node's host memory and {has} may be used"
 
 
@@ -229,6 +238,25 @@ def _won(task: Task, best: Candidate, others: Sequence[Candidate]) -> str:
     return (
         f"{rest}: {best.time.total:.3g} s a step, {used} of {has} free on a device, {task.margin:.0%} left as a margin"
     )
+
+
+def _told(model: ModelFacts) -> dict[str, object]:
+    """A model's bytes and work; of its operations there are too many."""
+    return {
+        "name": model.name,
+        "how": model.how,
+        "weights": model.weights,
+        "trainable": dict(model.trainable),
+        "frozen": dict(model.frozen),
+        "buffers": model.buffers,
+        "gradients": model.gradients,
+        "optimizer": model.optimizer,
+        "optimizer_state": model.optimizer_state,
+        "working": {"fixed": model.working.fixed, "per_sample": model.working.per_sample},
+        "forward_flops": model.forward_flops,
+        "step_flops": model.step_flops,
+        "step_flops_recomputed": model.step_flops_recomputed,
+    }
 
 
 def _plain(candidate: Candidate) -> dict[str, object]:

@@ -12,7 +12,7 @@ TITLES = ("strategy", "ranks", "micro-batch", "memory", "seconds", "verdict")
 """Titles of `rows`."""
 TEACHER_TITLES = ("placement", "on a GPU", "on a node", "seconds", "verdict")
 """Titles of `teacher_rows`."""
-WHAT_IF_TITLES = ("GPUs", "strategy", "micro-batch", "memory", "seconds", "speed-up", "GPU-hours")
+WHAT_IF_TITLES = ("GPUs", "precision", "strategy", "micro-batch", "memory", "seconds", "speed-up", "GPU-hours")
 """Titles of `what_if_rows`."""
 
 
@@ -43,11 +43,15 @@ def line(plan: Plan) -> str:
 
 
 def bar(plan: Plan, width: int) -> list[Segment]:
-    """The chosen candidate's memory as parts of `width` characters, the rest of the device's memory last."""
+    """A device's memory as parts of `width` characters: the chosen candidate's, what is free, left, or others hold."""
     assert plan.chosen is not None
-    parts = [(name, size) for name, size in plan.chosen.memory.parts().items() if size > 0]
-    total = plan.task.machines.device.memory
-    parts.append(("free", max(0, total - plan.chosen.memory.total)))
+    device, used = plan.task.machines.device, plan.chosen.memory
+    rest = {
+        "free": plan.task.room - used.total,
+        "margin": device.memory_free - plan.task.room,
+        "others": device.memory - device.memory_free,
+    }
+    parts = [(name, size) for name, size in {**used.parts(), **rest}.items() if size > 0]
     cells = _shares([size for _, size in parts], width)
     return [Segment(name, size, count) for (name, size), count in zip(parts, cells, strict=True)]
 
@@ -62,8 +66,13 @@ def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:
 
 def what_if_rows(plans: Sequence[Plan], samples: int) -> list[tuple[str, ...]]:
     """One row for each of several machines; speed-ups are against the first that fits, hours for `samples` samples."""
-    first = next((plan.chosen.time.total for plan in plans if plan.chosen), None)
-    return [_what_if(plan, first, samples) for plan in plans]
+    return [_what_if(plan, speed_up, samples) for plan, speed_up in zip(plans, speed_ups(plans), strict=True)]
+
+
+def speed_ups(plans: Sequence[Plan]) -> list[float | None]:
+    """How many times as fast each is as the first that fits; None where nothing fits."""
+    first = next((plan.chosen.time.total for plan in plans if plan.chosen), 0.0)
+    return [first / plan.chosen.time.total if plan.chosen else None for plan in plans]
 
 
 def gpu_hours(plan: Plan, samples: int) -> float | None:
@@ -87,18 +96,18 @@ def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _what_if(plan: Plan, first: float | None, samples: int) -> tuple[str, ...]:
-    chosen, hours = plan.chosen, gpu_hours(plan, samples)
-    words = plan.task.machines.words
-    if chosen is None or hours is None or first is None:
-        return words, "nothing fits", "-", "-", "-", "-", "-"
+def _what_if(plan: Plan, speed_up: float | None, samples: int) -> tuple[str, ...]:
+    chosen, hours, task = plan.chosen, gpu_hours(plan, samples), plan.task
+    if chosen is None or hours is None or speed_up is None:
+        return task.machines.words, task.precision, "nothing fits", "-", "-", "-", "-", "-"
     return (
-        words,
+        task.machines.words,
+        task.precision,
         chosen.layout.name,
         f"{chosen.micro_batch} x {chosen.accumulation}",
         bytes_text(chosen.memory.total),
         seconds_text(chosen.time.total),
-        f"{first / chosen.time.total:.2f}",
+        f"{speed_up:.2f}",
         f"{hours:.3g}",
     )
 

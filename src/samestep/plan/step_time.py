@@ -12,13 +12,18 @@ from samestep.plan.speed import (
     collective_seconds,
     compute_seconds,
     host_rate,
+    meeting_seconds,
     memory_rate,
     network_rate,
     product_rate,
+    start_seconds,
 )
 from samestep.plan.strategy import Layout, frozen_flops
 
 _BUCKET = 25 * 2**20  # what DDP sends at once; the last bucket has no backward pass left to hide behind
+_GATHER = 1e-4  # seconds of the host for each block that is gathered and let go again
+_IN_ONE_KERNEL = ("Adagrad", "Adam", "AdamW", "SGD")
+_KERNELS_APART = 3  # times that other optimizers read and write the same bytes, one operation after another
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -61,30 +66,52 @@ def step_time(
 ) -> StepTime:
     """Seconds of a step of `shape`: samples of a micro-batch, and how many micro-batches each rank has."""
     samples, number = shape
-    each = _micro_batch(layout, machines, model, samples, precision, tf32)
+    device, host = _micro_batch(layout, machines, model, samples, precision, tf32)
+    each = max(device, host)
     return StepTime(
         compute=each * number,
         communication=_communication(layout, machines, model, each, number, precision),
-        optimizer=_optimizer(layout, machines, model),
+        # a device that waits for the host has time for its optimizer meanwhile
+        optimizer=max(0.0, _optimizer(layout, machines, model) - (each - device) * number),
         teacher=teacher,
     )
 
 
 def _micro_batch(
     layout: Layout, machines: Machines, model: ModelFacts, samples: int, precision: str, tf32: bool
-) -> float:
-    scale = samples / model.traced_batch
-    seconds = compute_seconds(machines, model.ops, scale, tf32)
+) -> tuple[float, float]:
+    """Seconds of a forward and a backward pass: those of the device, and those in which the host starts them."""
+    if model.timed is not None and model.timed.device == machines.device.name:
+        seconds, host = model.timed.at(samples), model.timed.host
+    else:
+        seconds, host = _reckoned(machines, model, samples, precision, tf32), None
+    started = start_seconds(machines, model.ops) if host is None else host
+    if not model.step_flops:
+        return seconds, started
+    twice = model.step_flops_recomputed / model.step_flops if layout.recompute else 1.0
+    elsewhere = frozen_flops(model) / model.step_flops if layout.frozen else 0.0
+    here = max(twice - elsewhere, 0.0)
+    return seconds * here, started * here
+
+
+def slowness(machines: Machines, model: ModelFacts, samples: int, precision: str, tf32: bool) -> float:
+    """How many times longer a device takes over a micro-batch than over its products alone, at their full rate."""
+    work = model.step_flops * samples
+    if not work:
+        return 1.0
+    layout = Layout("single", 1, 1)
+    device, _ = _micro_batch(layout, machines, model, samples, precision, tf32)
+    return max(1.0, device * product_rate(machines, _DTYPES[precision], work, tf32) / work)
+
+
+def _reckoned(machines: Machines, model: ModelFacts, samples: int, precision: str, tf32: bool) -> float:
+    """By rates and bandwidth."""
+    seconds = compute_seconds(machines, model.ops, samples / model.traced_batch, tf32)
     if not model.ops:  # measured, not traced: the work is all that is known
         work = model.step_flops * samples
         seconds = work / product_rate(machines, _DTYPES[precision], work, tf32)
     # few samples do not make it shorter than reading all weights for the forward and for the backward pass
-    seconds = max(seconds, 2 * model.weights / memory_rate(machines))
-    if not model.step_flops:
-        return seconds
-    twice = model.step_flops_recomputed / model.step_flops if layout.recompute else 1.0
-    elsewhere = frozen_flops(model) / model.step_flops if layout.frozen else 0.0
-    return seconds * max(twice - elsewhere, 0.0)
+    return max(seconds, 2 * model.weights / memory_rate(machines))
 
 
 def _communication(
@@ -103,7 +130,7 @@ def _communication(
 def _gathers(layout: Layout, machines: Machines, model: ModelFacts, each: float, precision: str) -> float:
     """Weights of a micro-batch: gathered for the forward pass and, unless kept, again for the backward pass.
 
-    They travel while the block before computes; nothing hides the first one.
+    They travel while the block before computes; nothing hides the first one, nor what the host does for each.
     """
     whole = compute_bytes(model.trainable, precision)
     times = 1 if layout.strategy == "zero2" else 2
@@ -112,8 +139,9 @@ def _gathers(layout: Layout, machines: Machines, model: ModelFacts, each: float,
     if layout.offload:
         stored = sum(model.trainable.values())
         seconds += times * stored / layout.shards / host_rate(machines)
-    first = 1 / (times * max(len(model.blocks), 1))
-    return max(seconds - each, seconds * first)
+    units = len(model.blocks) + 1  # what no block holds is gathered as one
+    by_host = times * units * (_GATHER + meeting_seconds(machines))
+    return max(seconds - each, seconds / (times * units)) + by_host
 
 
 def _scatters(layout: Layout, machines: Machines, model: ModelFacts, backward: float) -> float:
@@ -137,7 +165,7 @@ def _backward_part(model: ModelFacts) -> float:
 def _optimizer(layout: Layout, machines: Machines, model: ModelFacts) -> float:
     """Weights and state are read and written, gradients read; offloaded, a node's cores do it for all of its ranks."""
     touched = 2 * sum(model.trainable.values()) + model.gradients + 2 * model.optimizer_state
-    mine = touched / layout.shards
+    mine = touched / layout.shards * (1 if model.optimizer in _IN_ONE_KERNEL else _KERNELS_APART)
     if not layout.offload:
         return mine / memory_rate(machines)
     ranks = min(layout.ranks, machines.per_node)

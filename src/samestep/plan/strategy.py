@@ -18,6 +18,18 @@ _PASSES_WITH_GRADIENT = 1.4
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What is asked for whatever the strategy."""
+
+    script: str = "train.py"
+    """What trains: a script, or the name of a recipe."""
+    channels_last: bool = False
+    """Images and weights of convolutions lie with their channels last: run.wrap(channels_last=True)."""
+    blocks: bool = False
+    """The classes of blocks are named: run.wrap(blocks=...); else it finds them."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """One way to spread a training step over ranks, before its micro-batch is known."""
 
@@ -43,13 +55,18 @@ class Layout:
         return " + ".join((self.strategy, *(word for word, there in extras if there)))
 
 
-def layouts(machines: Machines, model: ModelFacts) -> Iterator[Layout]:
+NOTHING_ASKED = Asked()
+"""Nothing beyond a script called train.py."""
+
+
+def layouts(machines: Machines, model: ModelFacts, asked: Asked = NOTHING_ASKED) -> Iterator[Layout]:
     """Every layout of this model on these machines, also those that cannot run, with the reason."""
     for strategy, ranks, shards in _strategies(machines):
+        cut = "channels_last=True needs whole weights" if asked.channels_last and strategy in _SHARDED else None
         for offload in (False, True) if strategy in _SHARDED else (False,):
             for recompute in (False, True) if model.working_recomputed is not None else (False,):
                 for frozen, blocked in _placements(machines, model, strategy, ranks):
-                    yield Layout(strategy, ranks, shards, offload, recompute, frozen, blocked)
+                    yield Layout(strategy, ranks, shards, offload, recompute, frozen, cut or blocked)
 
 
 def _strategies(machines: Machines) -> Iterator[tuple[Strategy, int, int]]:
@@ -104,9 +121,13 @@ def gradient_passes(model: ModelFacts) -> bool:
     return (model.step_flops - 3 * trains) / frozen > _PASSES_WITH_GRADIENT
 
 
-def calls(layout: Layout, model: ModelFacts, micro_batch: int, accumulation: int) -> tuple[str, ...]:
+def calls(
+    layout: Layout, model: ModelFacts, micro_batch: int, accumulation: int, asked: Asked = NOTHING_ASKED
+) -> tuple[str, ...]:
     """What to write in the script for a layout, one call a line."""
     options = [] if layout.strategy == "single" else [f'"{layout.strategy}"']
+    options += ["channels_last=True"] if asked.channels_last else []
+    options += [f"blocks=({_classes(model)},)"] if asked.blocks and layout.strategy in _SHARDED else []
     options += ["offload=True"] if layout.offload else []
     options += [f"checkpoint=({_classes(model)},)"] if layout.recompute else []
     lines = [f"model = run.wrap({', '.join(['model', *options])})"]
@@ -117,14 +138,16 @@ def calls(layout: Layout, model: ModelFacts, micro_batch: int, accumulation: int
     return (*lines, f"train = run.shard(dataset, shuffle=True{cut})")
 
 
-def command(layout: Layout, machines: Machines) -> str:
+def command(layout: Layout, machines: Machines, script: str) -> str:
     """What to type to start it."""
+    recipe = not script.endswith(".py")
     if machines.nodes > 1 and layout.ranks > 1:
-        return f"samestep submit train.py --nodes {machines.nodes}"
+        copied = f"samestep recipe copy {script} && " if recipe else ""
+        return f"{copied}samestep submit {script.removesuffix('.py')}.py --nodes {machines.nodes}"
     if layout.ranks == 1:
-        return "python train.py"
+        return f"samestep recipe run --nproc-per-node 1 {script}" if recipe else f"python {script}"
     cpu = f" --nproc-per-node {layout.ranks}" if machines.device.kind == "cpu" else ""
-    return f"samestep run{cpu} train.py"
+    return f"samestep {'recipe ' if recipe else ''}run{cpu} {script}"
 
 
 def _classes(model: ModelFacts) -> str:

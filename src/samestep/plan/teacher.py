@@ -4,13 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from samestep.errors import PlanError
-from samestep.facts.machines import Machines
+from samestep.facts.machines import HOST_MARGIN, Machines
+from samestep.facts.model import CUDA_MARGIN
 from samestep.plan.speed import CORE_RATE, HOST_BANDWIDTH, collective_seconds, host_rate, memory_rate, product_rate
 from samestep.units import bytes_text
 
-MARGIN = 0.06
-"""The part of each memory that stays free."""
-_HOST_MARGIN = 0.1
 _FILLED = 0.9  # of what is free on a device, for `sequential`
 _SAME = 1.02  # two placements closer than this are equally fast: the one that takes less memory is better
 
@@ -209,10 +207,13 @@ def _sharded(setting: Setting, teacher: TeacherFacts) -> Cost:
 
 def _served(setting: Setting, teacher: TeacherFacts) -> Cost:
     """One rank holds it and computes for all; inputs are small beside outputs."""
+    held = _gpu(setting, teacher)[0]
     passes = setting.micro_batches * setting.ranks
     others = setting.ranks - 1
     back = collective_seconds(setting.machines, setting.ranks, teacher.output_per_sample * setting.samples * others)
-    return _gpu(setting, teacher)[0], 0, passes * forward_seconds(setting, teacher, setting.micro_batch) + back
+    seconds = passes * forward_seconds(setting, teacher, setting.micro_batch) + back
+    # Without a GPU it lies in the memory of one node, once: a rank's own device is counted for each of them.
+    return (0, held, seconds) if setting.machines.device.kind == "cpu" else (held, 0, seconds)
 
 
 _COSTS: Mapping[str, Callable[[Setting, TeacherFacts], Cost]] = {
@@ -238,11 +239,11 @@ def _streamed(setting: Setting, teacher: TeacherFacts) -> int:
 
 def _room(setting: Setting) -> int:
     device = setting.machines.device
-    return device.memory_free - int(device.memory * MARGIN) - setting.taken_per_gpu
+    return device.memory_free - int(device.memory * CUDA_MARGIN) - setting.taken_per_gpu
 
 
 def _host_room(setting: Setting) -> int:
-    return int(setting.machines.host_memory * (1 - _HOST_MARGIN)) - setting.taken_per_node
+    return int(setting.machines.host_memory * (1 - HOST_MARGIN)) - setting.taken_per_node
 
 
 def _weigh(name: str, cost: Cost, setting: Setting, teacher: TeacherFacts) -> Placement:
@@ -284,7 +285,7 @@ def _weigh_cached(weighed: list[Placement], setting: Setting, teacher: TeacherFa
     read = teacher.output_per_sample * setting.samples * setting.ranks_per_node / setting.machines.disk
     seconds = (first.seconds + read * (setting.epochs - 1)) / setting.epochs
     if not setting.fixed_inputs:
-        why = "only where a sample gives the teacher the same inputs in every epoch, which nobody said"
+        why = "only where a sample gives the teacher the same inputs in every epoch: placement='cached' says so"
     elif setting.epochs < 2:
         why = "one epoch reads nothing twice"
     else:

@@ -15,6 +15,7 @@ from samestep.facts.machines import Machines
 from samestep.facts.model import CUDA_CONTEXT, CUDA_MARGIN, ModelFacts
 from samestep.facts.world import World
 from samestep.measure.parts import recomputable
+from samestep.measure.timing import time_model
 from samestep.measure.trace import trace_model
 from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.candidate import Candidate
@@ -122,15 +123,35 @@ def tell(compared: dict[str, object]) -> str:
 def _decide(site: Site, model: nn.Module, wish: Wish, example: object | None, optimizer: str, free: int) -> Decision:
     """On the first rank, for all."""
     world, numbers = site.link.world, site.numbers
-    facts = facts_of_weights(model) if example is None else _trace(site, model, wish, example, optimizer)
-    margin = _HALF if example is None else CUDA_MARGIN
-    made = plan(_machines(world, free), facts, site.global_batch, numbers.name, margin)
+    machines = _machines(world, free)
+    if example is None:
+        made = plan(machines, facts_of_weights(model), site.global_batch, numbers.name, _HALF)
+    else:
+        made = _counted(site, machines, model, wish, example, optimizer)
     ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
     allowed = [each for each in ours if _may(each, world.size, wish)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _best(fitting, counted=example is not None) or min(allowed, key=lambda each: each.memory.total)
     told = _tell_choice(made, chosen, len(fitting), example is not None) if fitting else _nothing_fits(made, chosen)
     return Decision(chosen, told, _plain(made, chosen), example is not None)
+
+
+def _counted(site: Site, machines: Machines, model: nn.Module, wish: Wish, example: object, optimizer: str) -> Plan:
+    """By a traced step; on a GPU with its operations timed at about the micro-batch that will be taken."""
+    facts = _trace(site, model, wish, example, optimizer)
+    made = plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
+    if site.device.type != "cuda" or made.chosen is None:
+        return made
+    facts = time_model(
+        facts,
+        lambda: (_shell(model), example),
+        machines,
+        site.device,
+        made.chosen.micro_batch,
+        site.numbers,
+        channels_last=wish.channels_last,
+    )
+    return plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
 
 
 def _machines(world: World, free: int) -> Machines:

@@ -1,0 +1,195 @@
+"""How long a step takes: what `samestep plan` says of this GPU after a calibration against what training really takes.
+
+    python benchmarks/step_time.py [--case NAME ...] [--json FILE]        on a machine with a GPU
+
+The workloads are those of benchmarks/memory.py. Each is traced without a GPU; then its operations are run one by one on
+the GPU, as `samestep plan` does for the GPU at hand; then it is trained by a plain loop, the batch on the GPU already,
+and the median of its steps is taken. Beside it stands the estimate by rates and bandwidth alone, which is what a plan
+for a GPU that is not at hand has to go by.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from memory import CASES, CHANNELS_LAST, WORKLOADS, Case, clear, make_optimizer, recomputed_classes
+
+WARM, TIMED = 4, 12
+
+
+def trace(case: Case):
+    """The model's facts, in a process that sees no GPU."""
+    from samestep.measure.trace import trace_model
+
+    torch.set_num_threads(1)
+    return trace_model(
+        lambda: WORKLOADS[case.workload](4),
+        optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),
+        precision=case.precision,
+        channels_last=case.workload in CHANNELS_LAST,
+    )
+
+
+def estimate(case: Case, facts, machines, numbers) -> float:
+    """Seconds of a step on one device, by the plan's arithmetic."""
+    from samestep.plan.step_time import step_time
+    from samestep.plan.strategy import Layout
+
+    layout = Layout(strategy="single", ranks=1, shards=1, recompute=case.recompute)
+    return step_time(layout, machines, facts, (case.samples, 1), case.precision, numbers.tf32, 0.0).total
+
+
+def train(case: Case, numbers) -> float:
+    """Seconds of a step of a plain loop, the median of some."""
+    from samestep.wrap.recompute import recompute_blocks
+
+    clear()
+    with torch.device("cuda"):
+        model, batch, loss = WORKLOADS[case.workload](case.samples)
+    if case.workload in CHANNELS_LAST:
+        model = model.to(memory_format=torch.channels_last)
+        batch = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in batch)
+    if case.recompute:
+        recompute_blocks(model, recomputed_classes(model))
+    for part in model.modules():
+        if list(part.parameters()) and not any(p.requires_grad for p in part.parameters()):
+            part.eval()
+    optimizer = make_optimizer(case.optimizer, [p for p in model.parameters() if p.requires_grad])
+    if case.optimizer in ("AdamW", "SGD"):
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(WARM + TIMED + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        with torch.autocast("cuda", numbers.dtype) if numbers.dtype is not None else nullcontext():
+            value = loss(model, batch).mean()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    spans = [before.elapsed_time(after) / 1e3 for before, after in zip(marks[WARM:], marks[WARM + 1 :], strict=False)]
+    return statistics.median(spans)
+
+
+def compare(case: Case, facts, machines) -> dict[str, object]:
+    """One row."""
+    from samestep.measure.timing import time_model
+    from samestep.wrap.precision import choose_numbers, see_arithmetic, set_fp32_products
+
+    device = torch.device("cuda", 0)
+    numbers = choose_numbers([see_arithmetic(device, case.precision, False)])
+    began = time.monotonic()
+    timed = time_model(
+        facts,
+        lambda: WORKLOADS[case.workload](4),
+        machines,
+        device,
+        case.samples,
+        numbers,
+        channels_last=case.workload in CHANNELS_LAST,
+    )
+    took = time.monotonic() - began
+    clear()
+    restore = set_fp32_products(numbers)
+    real = train(case, numbers)
+    restore()
+    clear()
+    row = {"name": case.name, "real_s": real, "timing_took_s": took, "timed": timed.timed}
+    row["timed_s"], row["reckoned_s"] = (
+        estimate(case, known, machines, numbers) for known in (timed, replace(facts, timed=None))
+    )
+    row["timed_error"], row["reckoned_error"] = (row[key] / real - 1 for key in ("timed_s", "reckoned_s"))
+    print(
+        f"{case.name:36} real {real * 1e3:7.1f} ms  operations timed {row['timed_s'] * 1e3:7.1f} "
+        f"({row['timed_error']:+.0%}, {took:.1f} s to time)  by rates {row['reckoned_s'] * 1e3:7.1f} "
+        f"({row['reckoned_error']:+.0%})",
+        flush=True,
+    )
+    return row
+
+
+def operations(case: Case, machines) -> list[dict[str, object]]:
+    """Seconds of a step by kind of operation, run one by one and by rates alone."""
+    from samestep.measure.replay import replay
+    from samestep.measure.timing import as_op
+    from samestep.measure.trace import trace_calls
+    from samestep.plan.speed import op_seconds
+    from samestep.wrap.precision import choose_numbers, see_arithmetic, set_fp32_products
+
+    device, tf32 = torch.device("cuda", 0), case.precision != "fp32"
+    (work,) = trace_calls(
+        lambda: WORKLOADS[case.workload](4),
+        [case.samples],
+        precision=case.precision,
+        channels_last=case.workload in CHANNELS_LAST,
+    )
+    restore = set_fp32_products(choose_numbers([see_arithmetic(device, case.precision, False)]))
+    seen, kinds = replay(work.calls, device), {}
+    restore()
+    for call, cost in work.calls.items():
+        op, alone = as_op(call, cost), seen.get(call)
+        row = kinds.setdefault((op.name, op.dtype), {"count": 0, "flops": 0.0, "moved": 0.0, "rates_s": 0.0})
+        row["count"], row["flops"], row["moved"] = (
+            row["count"] + op.count,
+            row["flops"] + op.flops,
+            row["moved"] + op.moved,
+        )
+        row["rates_s"] += op_seconds(machines, op, tf32)
+        row["run_s"] = row.get("run_s", 0.0) + (op_seconds(machines, op, tf32) if alone is None else alone * op.count)
+        row["not_run"] = row.get("not_run", 0) + (op.count if alone is None else 0)
+    clear()
+    return [{"case": case.name, "op": name, "dtype": dtype, **row} for (name, dtype), row in kinds.items()]
+
+
+def main() -> None:
+    """Compare them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="*", default=[], help="only cases whose name contains one of these")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--operations", type=Path, help="write the seconds of each kind of operation here")
+    options = parser.parse_args()
+    cases = [case for case in CASES if not options.case or any(word in case.name for word in options.case)]
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with ProcessPoolExecutor(min(12, len(cases)), multiprocessing.get_context("spawn")) as pool:
+        traced = list(pool.map(trace, cases))
+    os.environ.pop("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    from samestep.facts.calibration import calibrated
+    from samestep.measure.calibrate import calibrate
+    from samestep.run.machines import machines_seen
+
+    began = time.monotonic()
+    calibration = calibrate(torch.device("cuda", 0))
+    print(f"calibration in {time.monotonic() - began:.0f} s: {calibration}", flush=True)
+    machines = calibrated(machines_seen(1), calibration)
+    rows = [compare(case, facts, machines) for case, facts in zip(cases, traced, strict=True)]
+    for key, words in (("timed_error", "operations timed"), ("reckoned_error", "by rates alone")):
+        errors = [abs(row[key]) for row in rows]
+        within = sum(error <= 0.2 for error in errors)
+        print(
+            f"{words}: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}, "
+            f"within 20 % in {within} of {len(rows)}"
+        )
+    if options.operations:
+        kinds = [row for case in cases for row in operations(case, machines)]
+        options.operations.write_text(json.dumps(kinds, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(rows, default=str, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How long a step is said to take on the GPU at hand, against how long it takes."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from samestep.cli.main import main
+from samestep.facts.calibration import calibrated
+from samestep.measure.calibrate import calibrate
+from samestep.measure.timing import time_here
+from samestep.measure.trace import trace_model
+from samestep.plan.choose import plan
+from samestep.run.machines import machines_seen
+from tests.gpu.test_memory import convolutions, transformer
+
+GPU = "cuda"
+WARM, TIMED = 4, 10
+
+
+@pytest.fixture(scope="module")
+def machines():
+    return calibrated(machines_seen(1), calibrate(torch.device(GPU, 0)))
+
+
+def small_layers(samples: int):
+    """So little to compute that the GPU waits for the host."""
+    layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    return nn.Sequential(*layers), (torch.randn(samples, 64), torch.zeros(samples, dtype=torch.long))
+
+
+def real_seconds(workload, samples: int) -> float:
+    with torch.device(GPU):
+        model, (inputs, labels) = workload(samples)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(WARM + TIMED + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        with torch.autocast(GPU, torch.bfloat16):
+            loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(marks[WARM:], marks[WARM + 1 :], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("workload", "samples"),
+    [(transformer, 64), (convolutions, 64), (small_layers, 16)],
+    ids=lambda each: str(each)[:24],
+)
+def test_the_time_of_a_step_is_told_within_a_fifth(machines, workload, samples):
+    def build():
+        return workload(samples)
+
+    facts = trace_model(build, precision="bf16")
+    facts = time_here(facts, build, machines, samples, "bf16", channels_last=False)
+    found = {each.layout.name: each for each in plan(machines, facts, samples, "bf16").candidates}["single"]
+    assert found.micro_batch == samples
+    real = real_seconds(workload, samples)
+    assert found.time.total == pytest.approx(real, rel=0.2)
+
+
+def test_the_command_times_the_gpu_that_is_here(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lab.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(1024, 1000), (torch.zeros(8, 1024), torch.zeros(8, dtype=torch.long))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["plan", "lab:build", "--global-batch", "64", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["how"].endswith("its operations timed on this device")
