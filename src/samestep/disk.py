@@ -1,7 +1,35 @@
-"""Small files that are there as a whole or not at all, and on the disk when we say so."""
+"""Small files that are there as a whole or not at all, and on the disk when we say so; why a disk takes nothing."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Final
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_CAUSES: Final = {
+    errno.ENOSPC: "the disk is full: make room",
+    errno.EDQUOT: "the quota is used up: make room",
+    errno.EACCES: "there is no permission: choose a folder that you may write, or change its permissions",
+    errno.EPERM: "it is not permitted: choose a folder that you may write, or change its permissions",
+    errno.EROFS: "the disk is read-only: choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
+    errno.EISDIR: "a folder stands where a file is needed: choose another folder",
+    errno.EFBIG: "the file may not become so large: raise the limit (ulimit -f)",
+}
+
+
+def in_words(error: OSError) -> str:
+    """Why the operating system refused, and what to do.
+
+    >>> in_words(OSError(errno.ENOSPC, "No space left on device"))
+    'the disk is full: make room'
+    """
+    return _CAUSES.get(error.errno or 0, error.strerror or str(error))
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether it is the disk that refused, rather than what is done with it."""
+    return error.errno in (*_CAUSES, errno.EIO, errno.ESTALE)
 
 
 def replace_text(path: Path, text: str) -> None:

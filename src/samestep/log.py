@@ -81,4 +81,5 @@ class _Listener(logging.Handler):
 
 
 def _is_ours(names: dict[str, object]) -> bool:
-    return str(names.get("__name__", "")).partition(".")[0] == _PACKAGE
+    # contextlib stands between us and ourselves where things are closed one after the other
+    return str(names.get("__name__", "")).partition(".")[0] in (_PACKAGE, "contextlib")

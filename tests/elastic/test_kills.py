@@ -53,7 +53,7 @@ class Story:
         try:
             kills = [live.kill(moment) for moment in draw_moments(luck, stage.phases)]
         finally:
-            ended = live.started.finish(60)
+            ended = live.started.finish()
         assert ended.left == []
         self.codes.append(ended.code)
         return kills

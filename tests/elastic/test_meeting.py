@@ -1,5 +1,6 @@
 """How ranks and nodes find each other anew: in a store that outlived others, and at an address of their own."""
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -9,9 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from samestep.errors import WorldError
+from samestep.facts.world import World, read_world
 from samestep.launch.local import can_serve
 from samestep.launch.rendezvous import Asked, choose_rendezvous, serve_where_named
-from samestep.ranks.connect import meet
+from samestep.ranks.connect import connect_store, meet
 
 
 @pytest.fixture
@@ -74,6 +76,36 @@ def test_a_rank_that_came_and_was_killed_is_told_of(store: dist.TCPStore):
             WorldError, match=r"2 ranks to meet, and" if rank else "one of them came and has gone: look"
         ):
             meet(another(store), rank, 2, 0.1)
+
+
+def second_of_two(port: int) -> World:
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    return read_world({**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_a_rank_that_comes_before_the_first_one_listens_waits_for_it():
+    port = free_port()
+    served: list[dist.TCPStore] = []
+
+    def listen_late() -> str:
+        threading.Event().wait(0.3)
+        served.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        served[0].set("word", "heard")
+        return ""
+
+    assert at_once(lambda: connect_store(second_of_two(port), 30.0).get("word").decode(), listen_late)[0] == "heard"
+
+
+def test_a_first_rank_that_never_listens_is_told_with_its_address():
+    port = free_port()
+    told = f"rank 1 cannot reach the first rank at 127.0.0.1:{port} (waited 0.2 s): check that it started, that"
+    with pytest.raises(WorldError, match=f"^{re.escape(told)}"):
+        connect_store(second_of_two(port), 0.2)
 
 
 def test_the_node_whose_address_is_the_meeting_place_serves_it():

@@ -206,11 +206,12 @@ def test_a_number_that_goes_backwards_is_refused_on_all_ranks(ranks, tmp_path):
 
 
 def restore_in_use(folder):
-    with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+    from samestep.checkpoint import lock
+
+    with pytest.MonkeyPatch.context() as patch, Run(global_batch=2, seed=0, folder=folder / "logs") as run:
+        patch.setattr(lock, "_PATIENCE_SECONDS", 1.0)  # not 10: the other run does not end
         if run.first:
             from dataclasses import asdict, replace
-
-            from samestep.checkpoint import lock
 
             folder.mkdir(exist_ok=True)
             parent = psutil.Process().parent()
@@ -250,7 +251,7 @@ def save_by_the_clock(folder, of_rank):
     """Save whenever the clock of one rank says so; the other's has hours."""
     with Run(global_batch=1, seed=0, folder=folder) as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(60, 1)), workers=0)
+        data = run.shard(TensorDataset(torch.zeros(30, 1)), workers=0)
         checkpoint = run.restore(folder, model=model, train=data, keep=100)
         checkpoint.every(minutes=1e-9 if run.rank == of_rank else 600)
         for epoch in data.epochs(1):

@@ -8,6 +8,7 @@ import torch
 
 from samestep import Run
 from samestep.errors import GroupError
+from tests.launch.started import wait_for
 
 
 def reduce_uneven():
@@ -244,15 +245,18 @@ def test_nested_once_is_refused_with_its_reason(ranks, size):
         assert "was called inside run.once(<lambda>): one rank alone is there and the others would never come" in text
 
 
-def late_rank():
+def late_rank(missed):
     with Run(global_batch=8, start_timeout=2, step_timeout=2) as run:
         if run.rank == 1:
-            time.sleep(6)
-        run.barrier()
+            wait_for(missed.exists, 30)
+        try:
+            run.barrier()
+        finally:
+            missed.touch()
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_last_place(ranks):
-    first = ranks.errors(2, late_rank)[0]
+def test_a_rank_that_does_not_come_is_named_with_its_last_place(ranks, tmp_path):
+    first = ranks.errors(2, late_rank, tmp_path / "missed")[0]
     assert "RankMissing: rank 0 waits in run.barrier at test_group.py:" in first
     assert "rank 1 was last in" in first
     assert "give it time with Run(start_timeout=...)" in first
@@ -277,7 +281,7 @@ def test_the_failure_of_a_peer_is_told_within_seconds(ranks):
 def slow_once():
     with Run(global_batch=8, start_timeout=20, step_timeout=1) as run:
         run._link.stepping()
-        return run.once(lambda: time.sleep(3) or "done")
+        return run.once(lambda: time.sleep(2) or "done")
 
 
 def test_once_may_take_longer_than_a_step(ranks):

@@ -161,6 +161,7 @@ def python(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(tmp_path):
     told = python(
         """
@@ -182,6 +183,7 @@ def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(t
     assert (told.returncode, told.stdout) == (-signal.SIGTERM, "goes on 4\n")
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
     told = python(
         """

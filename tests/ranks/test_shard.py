@@ -1,5 +1,7 @@
 """Every sample once, on any number of ranks and workers: shards on real ranks."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -71,6 +73,21 @@ def test_every_layout_learns_the_same_samples_with_the_same_luck(ranks, size, mi
     assert [r[0] for r in first] != [r[0] for r in second]
     luck = {(row[1], row[2]) for row in first + second}
     assert len(luck) == 2 * N  # its own for every sample and epoch
+
+
+def learn_by_spawned_worker():
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        return learn(1, 6, None, 1)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.slow
+def test_a_worker_that_inherits_nothing_has_the_same_luck(ranks):
+    alone = together(ranks(1, learn, 1, 6, None, 0))
+    assert together(ranks(1, learn_by_spawned_worker)) == alone
 
 
 def test_the_position_continues_on_another_world_size_and_worker_count(ranks):

@@ -1,5 +1,7 @@
 """Streams on real ranks: the same global batches on any layout, ended together, resumed exactly."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -63,6 +65,21 @@ def test_a_stream_gives_the_same_global_batches_on_any_layout(ranks, size, micro
     for epoch in range(2):
         numbers = [int(row[0]) for place, rows in alone.items() if place[0] == epoch for row in rows]
         assert sorted(numbers) == list(range(n))
+
+
+def learn_by_spawned_worker(dataset, global_batch):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        return learn(dataset, global_batch, workers=1, epochs=1)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.slow
+def test_a_worker_that_inherits_nothing_reads_the_same(ranks):
+    alone = together(ranks(1, learn, Count(22), 5, None, 0, None, None, 1))
+    assert together(ranks(1, learn_by_spawned_worker, Count(22), 5)) == alone
 
 
 def test_a_stream_in_shards_ends_on_all_ranks_together(ranks):

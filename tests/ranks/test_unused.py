@@ -160,6 +160,7 @@ def test_parameters_left_out_are_named_with_their_samples_and_the_remedies(ranks
         complains(text, rank, last[rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_one_rank_that_leaves_them_out_says_so_and_the_others_end_too(ranks, strategy):
     with pytest.raises(RankFailed) as failure:

@@ -195,18 +195,18 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path, rank, size, generation, m
         open_writer(tmp_path, rank, size, generation)
 
 
-def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_a_disk_that_does_not_flush_is_told_with_what_to_do(tmp_path, monkeypatch):
     writer = open_writer(tmp_path)
     writer.add(0, 0, 0, 5)
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be written: .*No space left on device; make room"):
+    told = r"rank-00000\.bin cannot be written: the disk is full: make room, or run with ledger=False"
+    with pytest.raises(LedgerError, match=told):
         writer.sync()
-    monkeypatch.setattr(os, "write", no_space)
-    writer.add(0, 1, 10, 5)
-    with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be written: .*No space left"):
+    with pytest.raises(LedgerError, match=told):
         writer.close()
 
 

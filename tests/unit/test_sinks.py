@@ -407,11 +407,15 @@ def test_after_an_exception_there_is_no_summary(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_sink_that_cannot_close_keeps_no_other_from_closing(tmp_path):
-    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+def test_a_summary_that_cannot_be_written_is_told_and_keeps_nothing_else_from_closing(tmp_path):
+    told = []
+    sinks = open_sinks(tmp_path, open_console(sys.stdout), told.append)
     sinks.write(1, {"train/loss": 0.5})
     (tmp_path / "summary.json").mkdir()
-    with pytest.raises(OSError, match="summary"):
-        sinks.close({"steps": 1})
+    sinks.close({"steps": 1})
+    assert told == [
+        f"{tmp_path / 'summary.json'} cannot be written: a folder stands where a file is needed: choose another "
+        "folder; how the run ended is not kept there"
+    ]
     with pytest.raises(ValueError, match="closed file"):
         sinks.say("too late")

@@ -48,6 +48,30 @@ def find(folder: Path) -> list[Found]:
     return sorted((Found(int(m[1]), int(m[2] or 1), path) for path, m in names if m), reverse=True)
 
 
+def newest_first(folder: Path) -> list[Found]:
+    """All published checkpoints, newest first: by number, and one whose number says little by the steps done."""
+    there = find(folder)
+    known = _readable(there, ())
+    done = {found: manifest.history[-1].last_step for found, manifest in known.items()}
+    early = [found for found, manifest in known.items() if EARLY in manifest.run]
+    ordered = [found for found in there if found not in early]
+    for found in reversed(early):
+        before = (at for at, other in enumerate(ordered) if other in done and done[other] <= done[found])
+        ordered.insert(next(before, len(ordered)), found)
+    return ordered
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no folder, before anything is looked for in it."""
+    if folder.is_dir():
+        return
+    remedy = "give the folder that run.restore was given, or one checkpoint in it"
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder}: {remedy}")
+    here = f", here {folder.parent}" if is_one(folder.parent) else ""
+    raise CheckpointError(f"{folder} is a file: {remedy}{here}")
+
+
 def free_name(folder: Path, step: int) -> str:
     """A name that no checkpoint has: a second one of a step never takes the place of the first by force."""
     taken = [found.again for found in find(folder) if found.step == step]
@@ -56,10 +80,11 @@ def free_name(folder: Path, step: int) -> str:
 
 def newest_sound(folder: Path) -> tuple[Path, Manifest]:
     """The checkpoint that `folder` is, or the newest sound one in it."""
+    check_folder(folder)
     if is_one(folder):
         return folder, check_whole(folder)
     wrong: list[str] = []
-    for found in find(folder):
+    for found in newest_first(folder):
         try:
             return found.path, check_whole(found.path)
         except CheckpointError as error:
@@ -131,8 +156,8 @@ def retire(folder: Path, published: Path, keep: int, metric: str | None, bad: Co
     known = _readable(there, bad)
     # An early end took the steps done for its number, and the script counts otherwise: training is beyond it.
     passed = [found for found, manifest in known.items() if found > now and EARLY in manifest.run]
-    known = {found: manifest for found, manifest in known.items() if found not in passed}
     top = best(known, metric) if metric is not None else None
+    known = {found: manifest for found, manifest in known.items() if found not in passed}
     for found in [*passed, *_too_old(there, known, now, keep)]:
         if found != top:
             remove_folder(found.path)
@@ -154,6 +179,6 @@ def _readable(there: list[Found], bad: Collection[str]) -> dict[Found, Manifest]
         try:
             if found.path.name not in bad:
                 known[found] = read_manifest(found.path)
-        except (Damaged, CheckpointError):  # of a newer format perhaps: it counts for nothing here
+        except (Damaged, CheckpointError, OSError):  # of a newer format perhaps: it counts for nothing here
             continue
     return known

@@ -18,7 +18,7 @@ from samestep.checkpoint.ground import Ground
 from samestep.checkpoint.manifest import Manifest, Stage
 from samestep.checkpoint.parts import Parts, Taken
 from samestep.checkpoint.writing import Task, Writing
-from samestep.errors import CheckpointError, LogError
+from samestep.errors import CheckpointError, LedgerError, LogError
 from samestep.log import Voice
 from samestep.ranks.link import Link
 from samestep.sinks.values import checked_step
@@ -81,10 +81,9 @@ class Checkpoint:
         self._memory = HostMemory(ground.link.world.rank)
         self._writing: Writing | None = None
         self._saves, self._asked, self._step = 0, False, None
-        self._steps = self._minutes = 0.0
-        self._due = self._trouble = False
-        self._since, self._judge, self._early = time.monotonic(), Judge(rules.keep_best), False
-        self._saving, self._name = 0.0, ""
+        self._steps = self._minutes = self._saving = 0.0
+        self._due = self._trouble = self._early = False
+        self._since, self._judge, self._name = time.monotonic(), Judge(rules.keep_best), ""
         self.last_number: int | None = None
         """The number of the last checkpoint, where the script does not number them by the steps done."""
         ground.follow(self)
@@ -166,10 +165,13 @@ class Checkpoint:
 
     def word(self) -> float:
         """What this rank tells with the pulse: 1 if its time to save has come, 2 if writing has failed."""
-        writing = self._writing
-        failed = writing is not None and not writing.under_way and writing.error is not None
         late = bool(self._minutes) and time.monotonic() - self._since >= 60 * self._minutes
-        return 2.0 * failed + late
+        return 2.0 * self.urgent() + late
+
+    def urgent(self) -> bool:
+        """Whether writing has failed."""
+        writing = self._writing
+        return writing is not None and not writing.under_way and writing.error is not None
 
     def heard(self, words: Sequence[float]) -> None:
         """Take note of what all ranks told; the next step boundary acts on it. The first rank's clock counts."""
@@ -190,8 +192,6 @@ class Checkpoint:
             average_statistics(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
         taken, task_name = self._prepare(number)
         staged = self._memory.stage(taken.tensors, ground.link.alone)
-        for account in ground.engine.accounts:
-            account.sync()
         self._saves += 1
         rules, link = self._rules, ground.link
         self._writing = Writing(
@@ -219,9 +219,11 @@ class Checkpoint:
         try:
             taken = self._parts.take()
             taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
+            for account in self._ground.engine.accounts:
+                account.sync()  # before the position is saved: the ledger knows all that the checkpoint has learnt
             if link.world.first:
                 name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
-        except CheckpointError as failure:
+        except (CheckpointError, LedgerError) as failure:
             error = str(failure)
         except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
             error = f"the state cannot be told: {type(failure).__name__}: {failure}"

@@ -1,6 +1,5 @@
 """Files that are on the disk when we say so: flushed, read again, and put in place by one rename."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -9,19 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from samestep.disk import NO_ROOM, in_words
 from samestep.errors import CheckpointError
 from samestep.units import bytes_text
 
 _CHUNK: Final = 8 << 20
-
-_CAUSES: Final = {
-    errno.ENOSPC: "the disk is full: make room, or keep fewer with keep=",
-    errno.EDQUOT: "the quota is used up: make room, or keep fewer with keep=",
-    errno.EACCES: "there is no permission: choose a folder that you may write, or change its permissions",
-    errno.EPERM: "it is not permitted: choose a folder that you may write, or change its permissions",
-    errno.EROFS: "the disk is read-only: choose another folder",
-    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
-}
 
 
 @dataclass(frozen=True)
@@ -36,8 +27,8 @@ class Written:
 
 def explain(error: OSError, doing: str) -> CheckpointError:
     """The error of the operating system in words that say what to do."""
-    cause = _CAUSES.get(error.errno or 0, f"{error.strerror or error}")
-    return CheckpointError(f"{doing} failed: {cause}; the checkpoints already published are untouched")
+    fewer = ", or keep fewer with keep=" if error.errno in NO_ROOM else ""
+    return CheckpointError(f"{doing} failed: {in_words(error)}{fewer}; the checkpoints already published are untouched")
 
 
 def checksum(path: Path) -> Written:

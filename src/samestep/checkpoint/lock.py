@@ -95,10 +95,15 @@ def _describe() -> Holder:
 
 def _create(path: Path, mine: Holder) -> bool:
     try:
-        with path.open("x") as file:  # of several, one succeeds, on a shared disk too
-            file.write(json.dumps(asdict(mine)))
+        file = path.open("x")  # of several, one succeeds, on a shared disk too
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(json.dumps(asdict(mine)))
+    except OSError:  # a full disk: an empty file would keep the next start waiting
+        path.unlink()
+        raise
     return True
 
 

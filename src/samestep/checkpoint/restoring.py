@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.checkpoint import index as index_file
 from samestep.checkpoint import luck
-from samestep.checkpoint.catalog import find
+from samestep.checkpoint.catalog import newest_first
 from samestep.checkpoint.checkpoint import Checkpoint, Rules
 from samestep.checkpoint.dcp import Files
 from samestep.checkpoint.ground import Ground, Stateful
@@ -23,6 +23,16 @@ from samestep.log import warn
 from samestep.ranks.link import Link
 
 _ACT = "run.restore"
+
+
+def folder_of(given: str | Path) -> Path:
+    """Where checkpoints lie, as an absolute path."""
+    if not str(given).strip():
+        raise CheckpointError(
+            f'run.restore({str(given)!r}) names no folder: give one, as in run.restore("out", ...), or "." for the '
+            "folder in which the script was started"
+        )
+    return Path(given).absolute()
 
 
 def restore(
@@ -78,7 +88,7 @@ def _inner(ground: Ground, module: nn.Module) -> nn.Module:
 
 def _newest_sound(ground: Ground, folder: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
     bad: list[str] = []
-    for path in (each.path for each in ground.once(find, folder)):
+    for path in (each.path for each in ground.once(newest_first, folder)):
         problem, manifest = _look_at(ground.link, path)
         if problem is None:
             assert manifest is not None

@@ -155,8 +155,20 @@ def publish(task: Task, files: dict[str, Written]) -> str | None:
     published = task.folder / task.name
     task.writing.rename(published)
     flush_folder(task.folder)
-    catalog.point_to(published)
+    try:
+        catalog.point_to(published)
+    except OSError:  # the disk is full, perhaps: what is too old makes room
+        told = task.retire(published)
+        _point_to(published)
+        return told
     return task.retire(published)
+
+
+def _point_to(published: Path) -> None:
+    try:
+        catalog.point_to(published)
+    except OSError as error:
+        raise explain(error, f"{published} is published, but to let `{catalog.LATEST}` name it") from error
 
 
 def _text(error: Exception, task: Task) -> str:

@@ -43,6 +43,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.pass_context
 def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     """Read every byte and compare checksums. Ends with 0 if all is sound, with 1 if not; it then says what is wrong."""
+    catalog.check_folder(folder)
     paths = [folder] if catalog.is_one(folder) else [found.path for found in catalog.find(folder)]
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint: give the folder that run.restore was given")

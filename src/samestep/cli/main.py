@@ -86,5 +86,5 @@ def _complain(text: str) -> int:
 def _options(ctx: click.Context | None) -> list[str]:
     if ctx is None:
         return []
-    parameters = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option)]
+    parameters = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option) and not each.hidden]
     return sorted(name for each in parameters for name in each.opts if name.startswith("--"))

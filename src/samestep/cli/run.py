@@ -53,6 +53,7 @@ class Typed(TypedDict):
     local_address: str | None
     max_restarts: int
     folder: Path | None
+    folder_is_default: bool
     time_limit: str | None
     grace: int | None
     show: Show
@@ -95,6 +96,7 @@ def _with_dashes(name: str) -> str:
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
               help="How often all ranks are started anew after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="The run's folder; default runs/SCRIPT-DATE-TIME.")
+@click.option("--folder-is-default", is_flag=True, hidden=True)  # by `samestep submit`, which made up the folder's name
 @click.option("--time-limit", metavar="TIME",
               help="Save and end before this much time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
 @click.option("--grace", type=click.IntRange(min=0), metavar="SECONDS",
@@ -145,7 +147,7 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
         rendezvous=rendezvous,
         max_restarts=typed["max_restarts"],
         folder=make_folder(typed["folder"], folder_name(target, datetime.now().astimezone())).absolute(),
-        folder_typed=typed["folder"] is not None,
+        folder_typed=typed["folder"] is not None and not typed["folder_is_default"],
         show=typed["show"],
         verbose=typed["verbose"],
         time_limit=typed["time_limit"] or "",

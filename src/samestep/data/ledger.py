@@ -5,7 +5,8 @@ positions of which step a rank counted, and with which weight. Nothing is ever c
 and continues from an older position writes a new start, which supersedes what was recorded at or after that position.
 
 Records are kept in memory and written together, so a killed process loses up to `CAPACITY` of them. That is no loss to
-the proof as long as `sync()` comes before a position is saved from which a run may continue.
+the proof as long as `sync()` comes before a position is saved from which a run may continue. So a disk that takes
+nothing ends no training either: records wait in memory, 32 bytes a step, and `sync()` is what fails.
 """
 
 import json
@@ -21,8 +22,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.disk import replace_text
+from samestep.disk import in_words, replace_text
 from samestep.errors import LedgerError
+from samestep.log import warn
 
 CAPACITY: Final = 4096
 """Records held in memory before they are written."""
@@ -115,13 +117,14 @@ class LedgerWriter:
     ) -> None:
         _check_numbers(rank, size, generation)
         shard = shard_folder(folder, name)
-        shard.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            _describe(shard, description)
         self._path = rank_file(shard, rank)
-        _cut_torn_end(self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._file = _open(shard, self._path, description if rank == 0 else None)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
         self._buffer, self._filled = bytearray(_FULL), 0
+        self._waiting = bytearray()
+        self._refused: OSError | None = None
         self._generation, self._rank = generation, rank
         self._epoch, self._reached = start[0], start
         self._put(Kind.START, *start, time.time_ns() // 1000, size, 1.0)
@@ -150,27 +153,37 @@ class LedgerWriter:
         self._put(Kind.PASSED, number, 0, 0, 0, 1.0)
 
     def flush(self) -> None:
-        """Hand all records to the operating system: they outlive this process, not the machine."""
-        if not self._filled:
-            return
-        if self._file < 0:
+        """Hand all records to the operating system: they outlive this process, not the machine.
+
+        Where the disk does not take them they wait for the next time, with one warning.
+        """
+        if self._file < 0 and self._filled:
             raise LedgerError(f"the ledger {self._path} is closed: no record can be added to it any more")
-        records = np.frombuffer(self._buffer, dtype=RECORD, count=self._filled // SIZE)
-        records["check"] = check_bytes(records)
-        trained = np.flatnonzero(records["kind"] == Kind.TRAINED)
-        if trained.size:
-            last = records[trained[-1]]
-            self._reached = int(last["epoch"]), int(last["step"]) + 1
-        self._write(memoryview(self._buffer)[: self._filled])
-        self._filled = 0
+        if self._filled:
+            records = np.frombuffer(self._buffer, dtype=RECORD, count=self._filled // SIZE)
+            records["check"] = check_bytes(records)
+            trained = np.flatnonzero(records["kind"] == Kind.TRAINED)
+            if trained.size:
+                last = records[trained[-1]]
+                self._reached = int(last["epoch"]), int(last["step"]) + 1
+            self._waiting += memoryview(self._buffer)[: self._filled]
+            self._filled = 0
+        refused, self._refused = self._refused, self._write()
+        if self._refused is not None and refused is None:
+            warn(
+                f"the ledger {self._path} cannot be written: {in_words(self._refused)}; training goes on, its records "
+                "wait in memory, and no checkpoint is saved before they are on the disk"
+            )
 
     def sync(self) -> None:
         """Hand all records to the disk; do so before a position is saved from which a run may continue."""
         self.flush()
         try:
+            if self._refused is not None:
+                raise self._refused
             os.fsync(self._file)
         except OSError as error:
-            raise self._lost(error) from error
+            raise _cannot_write(self._path, error) from error
 
     def close(self, failed: bool = False) -> None:
         """Write all records and the end; `failed` says that an error ends the run, so ranks may differ by a step."""
@@ -180,6 +193,10 @@ class LedgerWriter:
             self.flush()
             self._put(Kind.END, *self._reached, 0, 0, 0.0 if failed else 1.0)
             self.sync()
+        except LedgerError as error:
+            if not failed:  # a proof that is not whole must not end like one that is
+                raise
+            warn(str(error))  # the run's own error is what is to be seen
         finally:
             os.close(self._file)
             self._file = -1
@@ -192,15 +209,18 @@ class LedgerWriter:
         )
         self._filled += SIZE
 
-    def _write(self, data: memoryview) -> None:
+    def _write(self) -> OSError | None:
+        """Write what waits; what the disk does not take goes on waiting, from the byte on that it did not take."""
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
+            while self._waiting:
+                del self._waiting[: os.write(self._file, self._waiting)]
         except OSError as error:
-            raise self._lost(error) from error
+            return error
+        return None
 
-    def _lost(self, error: OSError) -> LedgerError:
-        return LedgerError(f"the ledger {self._path} cannot be written: {error}; make room, or run with ledger=False")
+
+def _cannot_write(path: Path, error: OSError) -> LedgerError:
+    return LedgerError(f"the ledger {path} cannot be written: {in_words(error)}, or run with ledger=False")
 
 
 def shard_folder(folder: Path, name: str) -> Path:
@@ -258,6 +278,14 @@ def _check_numbers(rank: int, size: int, generation: int) -> None:
         )
     if not 0 <= generation < _MOST:
         raise LedgerError(f"generation {generation} cannot be written: a ledger keeps {_MOST} starts; use a new folder")
+
+
+def _open(shard: Path, path: Path, description: Description | None) -> int:
+    shard.mkdir(parents=True, exist_ok=True)
+    if description is not None:
+        _describe(shard, description)
+    _cut_torn_end(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _describe(shard: Path, description: Description) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from samestep.facts.world import export
 from samestep.launch.exit_codes import OUT_OF_MEMORY
 from samestep.launch.failure import is_told_to_end
+from samestep.launch.processes import living, signal_all
 from samestep.launch.stop import Stop
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _NEWS_SECONDS = 2.0  # after which a launcher has heard of a node that waits: what it knows of others is a second old
 _NEWS_PAUSE = 0.1
+_LOOK_PAUSE = 0.1
 _OTHER_NODES_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
 
 
@@ -97,6 +100,7 @@ def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElas
             return started
 
         def _stop_workers(self, worker_group: "WorkerGroup", *rest: Any, **named: Any) -> None:
+            let_save(stop)
             super()._stop_workers(worker_group, *rest, **named)
             stop.ranks = frozenset()
 
@@ -125,6 +129,18 @@ def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElas
         start_method=config.start_method,
         **{name: value for name, value in newer.items() if name in known and value is not None},
     )
+
+
+def let_save(stop: Stop) -> None:
+    """Ask ranks that live to end, as those of a world that a node joins, and give them the grace that a signal gives.
+
+    torch kills them after half a minute, or five seconds by some of its versions, in the midst of a long save.
+    """
+    signal_all(living(stop.ranks), signal.SIGTERM)
+    until = time.monotonic() + stop.grace
+    while living(stop.ranks) and time.monotonic() < until:
+        time.sleep(_LOOK_PAUSE)
+    signal_all(living(stop.ranks), signal.SIGKILL)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class RunEngine:
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.said: set[str] = set()
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = [self.pulse.close]
         self.teachers: list[Teacher] = []
         self.epoch = self.steps = self.stepped = self.samples = self.shards = self.rows = 0
         self.decisions: list[Decision] = []

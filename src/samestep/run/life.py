@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep import __version__
 from samestep.data.ledger import next_generation
 from samestep.errors import GroupError
-from samestep.facts.world import deadline, environment, folder_was_typed, read_world, run_folder
+from samestep.facts.world import deadline, environment, folder_was_typed, read_world, refuse_if_looked_at, run_folder
 from samestep.launch.orphan import LauncherWatch
 from samestep.log import Voice
 from samestep.ranks.link import Link
@@ -64,6 +64,7 @@ class Life:
             raise GroupError(
                 f"global_batch={asked.global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256"
             )
+        refuse_if_looked_at("a Run was created")
         check_wish(asked.precision)
         self.asked = asked
         self.world = read_world()

@@ -98,7 +98,11 @@ class TimeLimit:
         if self._looked is not None:
             self._longest = max(self._longest, now - self._looked)
         self._looked = now
-        return now + self._margin + self._longest + 2 * saving >= self._deadline
+        return self.is_near(saving)
+
+    def is_near(self, saving: float) -> bool:
+        """The same for one who only asks, and does not look at the clock for the run."""
+        return time.time() + self._margin + self._longest + 2 * saving >= self._deadline
 
 
 class Preemption:
@@ -112,10 +116,14 @@ class Preemption:
 
     def word(self) -> float:
         """What this rank was told, by its number."""
-        # All of them save before the run ends, one after the other.
-        if self._limit is not None and self._limit.is_up(sum(rider.saving() for rider in self._riders)):
+        if self._limit is not None and self._limit.is_up(self._saving()):
             return float(max(_TIME_IS_UP, self.signals.noted))
         return float(self.signals.noted)
+
+    def urgent(self) -> bool:
+        """Whether this rank was told to end, or the time is up, and the others do not know."""
+        near = self._limit is not None and self._limit.is_near(self._saving())
+        return self.signals.noted > self._agreed or (near and self._agreed < _TIME_IS_UP)
 
     def heard(self, words: Sequence[float]) -> None:
         """Take note; the next step boundary acts on it, on all ranks."""
@@ -135,6 +143,10 @@ class Preemption:
             self._say(f"{cause}: {nothing}; it ends at step {steps}, and what it has learnt is lost")
             raise EndedEarly(STOPPED, "stopped", f"ended at step {steps} with nothing saved")
         self._say(f"{cause}: {nothing}, so it goes on")
+
+    def _saving(self) -> float:
+        """All of them save before the run ends, one after the other."""
+        return sum(rider.saving() for rider in self._riders)
 
     def ended(self, failed: bool) -> None:
         """Called when the run ends."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.ground import Ground, Stateful
-from samestep.checkpoint.restoring import restore
+from samestep.checkpoint.restoring import folder_of, restore
 from samestep.data.loader import Collate, MapDataset
 from samestep.ranks.group import Group
 from samestep.run.evaluate import evaluate
@@ -164,7 +164,7 @@ class Run(Group):
         What it gives saves them there from now on, and no other run may until this one ends. Of the checkpoints the
         `keep` newest stay, and with `keep_best="val/accuracy"` the one with the best value logged before its save.
         """
-        engine, place = self._life.engine, self.once(Path(folder).absolute)
+        engine, place = self._life.engine, self.once(folder_of, folder)
         self._life.move_to(place, self.once)
         own = {} if engine.speed.scale is None else {"loss_scale": engine.speed.scale}
         facts, times = partial(self._life.summary, "saved"), self._life.times_logged

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from samestep.disk import is_of_the_disk
 from samestep.sinks.pace import Pace
 from samestep.sinks.readable import entry, is_learning_rate, is_memory, is_throughput, line, progress
 from samestep.units import duration
@@ -121,7 +122,13 @@ class LineConsole:
 
     def _print(self, lines: Iterable[str]) -> None:
         for text in lines:
-            print(text, file=self._stream, flush=True)
+            try:
+                print(text, file=self._stream, flush=True)
+            except OSError as error:
+                # A launcher keeps what ranks print in files: where their disk is full nobody is left to tell, and
+                # log.txt waits for room. A reader who has gone is another matter.
+                if not is_of_the_disk(error):
+                    raise
 
 
 class BarConsole:

@@ -7,12 +7,13 @@ then kept beside it as `"infinite": {"train/loss": 1}`. `read_metrics` gives bot
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from samestep.errors import LogError
+from samestep.log import warn as give_warning
+from samestep.sinks.appended import AppendedFile, Tell
 
 
 class MetricsFile:
@@ -21,12 +22,11 @@ class MetricsFile:
     A file that exists is continued, on a fresh line also where a kill tore the last one. There must be one writer only.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.time, warn: Tell = give_warning, say: Tell | None = None
+    ) -> None:
         self._clock = clock
-        self._file = path.open("ab", buffering=0)
-        if _is_torn(path):
-            self._append(b"\n")
+        self._file = AppendedFile(path, warn, say)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one record."""
@@ -35,19 +35,12 @@ class MetricsFile:
         signs = {name: round(math.copysign(1, value)) for name, value in values.items() if math.isinf(value)}
         if signs:
             record["infinite"] = signs
-        self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Bring the file to the disk and close it; the summary has a file of its own."""
         del summary
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-    def _append(self, data: bytes) -> None:
-        # A nearly full disk or a signal may take a part only; the rest must follow or the next line joins this one.
-        while data:
-            data = data[self._file.write(data) :]
+        self._file.close()
 
 
 def read_metrics(path: str | Path, by_step: bool = False) -> list[dict[str, float]]:
@@ -105,11 +98,3 @@ def _restored(record: dict[str, object]) -> dict[str, float]:
 def _stranger(path: Path, number: int) -> str:
     shape = '{"step": 12, "train/loss": 0.43}'
     return f"{path}, line {number} is not a record like {shape}: give the metrics.jsonl of a run"
-
-
-def _is_torn(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

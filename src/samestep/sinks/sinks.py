@@ -1,10 +1,12 @@
 """All sinks as one: one writer, however many ranks there are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from samestep.disk import in_words
+from samestep.sinks.appended import Tell
 from samestep.sinks.console import Console
 from samestep.sinks.metrics_file import MetricsFile
 from samestep.sinks.summary_file import write_summary
@@ -35,8 +37,10 @@ class Sinks:
     `folder` is where the summary goes; without one there is none.
     """
 
-    def __init__(self, console: Console, text: TextLog | None, others: Sequence[Sink], folder: Path | None) -> None:
-        self._console, self._text, self._folder = console, text, folder
+    def __init__(
+        self, console: Console, text: TextLog | None, others: Sequence[Sink], folder: Path | None, warn: Tell
+    ) -> None:
+        self._console, self._text, self._folder, self._warn = console, text, folder, warn
         self._all: tuple[Sink, ...] = (console, *([text] if text else []), *others)
         self._complete = tuple(sink for sink in others if isinstance(sink, MetricsFile))
 
@@ -62,16 +66,29 @@ class Sinks:
             for sink in self._all:
                 closing.callback(sink.close, summary)
             if summary and self._folder is not None:
-                closing.callback(write_summary, self._folder / SUMMARY, summary)
+                closing.callback(self._summarize, self._folder / SUMMARY, summary)
+
+    def _summarize(self, path: Path, summary: Mapping[str, object]) -> None:
+        try:
+            write_summary(path, summary)
+        except OSError as error:  # how the run ended is known without it
+            self._warn(f"{path} cannot be written: {in_words(error)}; how the run ended is not kept there")
 
 
-def open_sinks(folder: Path | None, console: Console, warn: Callable[[str], None]) -> Sinks:
+def open_sinks(folder: Path | None, console: Console, warn: Tell) -> Sinks:
     """Every sink there can be for a run's folder, or the console alone where there is none.
 
-    `warn` is told what has to be left out.
+    `warn` is told what has to be left out, also where a disk takes nothing: no file of a log ends a training.
     """
     if folder is None:
-        return Sinks(console, None, (), None)
-    curves = open_tensorboard(folder / CURVES, warn)
-    others: list[Sink] = [MetricsFile(folder / METRICS), *([curves] if curves else [])]
-    return Sinks(console, TextLog(folder / TEXT), others, folder)
+        return Sinks(console, None, (), None, warn)
+    text = TextLog(folder / TEXT, warn=warn, say=console.say)
+
+    def say(told: str) -> None:
+        """As Sinks.say, which is not there yet."""
+        console.say(told)
+        text.say(told)
+
+    curves = open_tensorboard(folder / CURVES, warn, say)
+    others: list[Sink] = [MetricsFile(folder / METRICS, warn=warn, say=say), *([curves] if curves else [])]
+    return Sinks(console, text, others, folder, warn)

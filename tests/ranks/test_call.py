@@ -1,0 +1,88 @@
+"""Ranks that have something to tell while steps have become slow."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+from samestep.run import call
+from samestep.run.preempt import EndedEarly
+
+QUICK, SLOW = 400, 0.25  # steps that set a long interval, then seconds that each later step takes
+
+
+def slow_down(folder, told_by, evaluating):
+    """Train quickly, then slowly; one rank is told to end at the first slow step. How many slow steps follow."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    interval = 0
+    late, call._LATE_SECONDS = call._LATE_SECONDS, 0.5
+    try:
+        with Run(global_batch=2, seed=0, folder=folder, check_every=0) as run:
+            model = run.wrap(nn.Linear(1, 1))
+            data = run.shard(TensorDataset(torch.zeros(2 * QUICK + 400, 1)), workers=0)
+            run.restore(folder, model=model, train=data)
+            for epoch in data.epochs(1):
+                for step in epoch:
+                    for (x,) in step:
+                        step.mean(model(x).sum(1)).backward()
+                    if step.number == QUICK:
+                        interval = run._life.engine.pulse._interval
+                        run._life.engine.pulse._steps = 0  # the last pulse was just now: the worst moment
+                        if run.rank == told_by:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        if evaluating:
+                            time.sleep(1.0)
+                    if step.number >= QUICK:
+                        time.sleep(SLOW)
+            return None
+    except EndedEarly as early:
+        return interval, int(str(early).removeprefix("saved step ")) - QUICK
+    finally:
+        call._LATE_SECONDS = late
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "told_by", "evaluating"), [(1, 0, False), (2, 1, False), (3, 0, True)])
+def test_a_rank_that_is_told_to_end_is_heard_soon_where_steps_have_become_slow(
+    ranks, tmp_path, size, told_by, evaluating
+):
+    ended = ranks(size, slow_down, tmp_path, told_by, evaluating, timeout=60)
+    assert len(set(ended)) == 1  # all at one step
+    interval, slow_steps = ended[0]
+    assert interval >= 40  # so many slow steps would it have taken
+    assert slow_steps <= 20
+
+
+def meet(steps, told_at):
+    """Count boundaries at a pace of each rank's own; at which of them the call has all ranks meet."""
+    late, call._LATE_SECONDS = call._LATE_SECONDS, 0.0
+    look, call._LOOK_SECONDS = call._LOOK_SECONDS, 0.01
+    met, news = [], []
+    try:
+        with Run(global_batch=2, seed=0) as run:
+            calling = run._life.engine.pulse._call
+            calling._has_news = lambda: bool(news)
+            for at in range(1, steps + 1):
+                if at in told_at.get(run.rank, ()):
+                    news.append(at)
+                time.sleep(0.001 * (run.rank + 1))
+                if calling.reached():
+                    met.append((at, run.sum(len(news))))
+                    news.clear()
+    finally:
+        call._LATE_SECONDS, call._LOOK_SECONDS = late, look
+    return met
+
+
+def test_ranks_that_do_not_wait_for_each_other_meet_at_the_same_boundaries(ranks):
+    first, *others = ranks(3, meet, 600, {0: (100,), 1: (300, 301), 2: (500,)})
+    assert all(each == first for each in others)
+    assert sum(told for _, told in first) == 4
+    assert first[0][0] > 100
+    assert first[-1][0] > 500

@@ -1,0 +1,63 @@
+"""What a checkpoint says of itself, and ranks that would restore different ones."""
+
+import json
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from samestep import Run, __version__
+from samestep.checkpoint import restoring
+
+
+def save(folder):
+    """Two steps of four samples, of a model that was planned for."""
+    with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
+        model = run.wrap(nn.Linear(3, 1), example=torch.zeros(2, 3))
+        data = run.shard(TensorDataset(torch.zeros(8, 3)), workers=0)
+        checkpoint = run.restore(folder / "out", model=model, train=data)
+        for epoch in data.epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x).sum(1)).backward()
+        checkpoint.save()
+
+
+def test_a_checkpoint_holds_step_samples_seed_world_sizes_plan_and_versions(ranks, tmp_path):
+    ranks(2, save, tmp_path)
+    record = json.loads((tmp_path / "out" / "step-00000002" / "manifest.json").read_bytes())
+    assert (record["step"], record["samples"]) == (2, 8)
+    assert sorted(record["parts"]) == ["model", "train"]
+    (stage,) = record["history"]
+    versions = {"samestep": __version__, "torch": torch.__version__}
+    assert stage == {"world_size": 2, "first_step": 0, "last_step": 2, "versions": versions}
+    assert record["run"]["seed"] == 7
+    (plan,) = record["run"]["plan"]
+    assert plan["chosen"]["strategy"] == "ddp"
+
+
+def restore_other(folder):
+    """Restore where the second rank sees another checkpoint under the same name, as on nodes without a shared disk."""
+    read = restoring.read_manifest
+
+    def another(path):
+        seen = read(path)
+        return replace(seen, history=[replace(seen.history[-1], last_step=5)])
+
+    try:
+        with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
+            if run.rank == 1:
+                restoring.read_manifest = another
+            model, data = run.wrap(nn.Linear(3, 1)), run.shard(TensorDataset(torch.zeros(8, 3)), workers=0)
+            run.restore(folder / "out", model=model, train=data)
+    finally:
+        restoring.read_manifest = read
+
+
+def test_ranks_that_would_go_on_from_different_steps_are_told(ranks, tmp_path):
+    ranks(2, save, tmp_path)
+    for text in ranks.errors(2, restore_other, tmp_path):
+        assert "ranks restored different steps from " in text
+        assert ": [2, 5]; is " in text
+        assert "out the same folder on all?" in text

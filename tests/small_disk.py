@@ -1,0 +1,55 @@
+"""A real disk of a few pages, which a test can fill, mend and make read-only."""
+
+import errno
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """A tmpfs of its own."""
+
+    path: Path
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        with (self.path / "filler").open("ab", buffering=0) as file:
+            room = True
+            while room:
+                try:
+                    file.write(bytes(4096))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    room = False
+
+    def mend(self) -> None:
+        """Make room."""
+        (self.path / "filler").unlink()
+
+    def freeze(self, frozen: bool) -> None:
+        """Make it read-only, or writable again."""
+        _mount("-o", f"remount,{'ro' if frozen else 'rw'}", str(self.path))
+
+
+@contextmanager
+def small_disk(folder: Path, kibibytes: int) -> Generator[SmallDisk]:
+    """Mount it at `folder`, and take it away again; skips, and says so, where that is not permitted."""
+    folder.mkdir()
+    try:
+        _mount("-t", "tmpfs", "-o", f"size={kibibytes}k", "none", str(folder))
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be filled here, since nothing may be mounted: {error}")
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True, timeout=20)
