@@ -14,7 +14,7 @@ import psutil
 VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 # Caches are no leftovers, and people write sources and pages while tests run.
 FOLDERS = {".git", ".venv", ".ruff_cache", ".hypothesis", ".import_linter_cache", "__pycache__"}
-SOURCES = {".py", ".md", ".toml", ".swp", ".tmp"}
+SOURCES = (".py", ".md", ".toml", ".swp", ".tmp")
 LINGER_SECONDS = 2.0  # what is about to end may take this long
 
 
@@ -24,7 +24,7 @@ class Traces:
 
     variables: dict[str, str]
     threads: frozenset[threading.Thread]
-    files: frozenset[Path]
+    files: frozenset[str]
 
 
 def look(repository: Path) -> Traces:
@@ -32,14 +32,14 @@ def look(repository: Path) -> Traces:
     return Traces(dict(os.environ), frozenset(threading.enumerate()), frozenset(files_under(repository)))
 
 
-def files_under(folder: Path) -> Iterator[Path]:
+def files_under(folder: Path | str) -> Iterator[str]:
     """Find the files that a test could have written and that nobody edits."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in FOLDERS and not entry.name.endswith(".egg-info"):
-                yield from files_under(Path(entry.path))
-        elif Path(entry.name).suffix not in SOURCES:
-            yield Path(entry.path)
+                yield from files_under(entry.path)
+        elif not entry.name.endswith(SOURCES):
+            yield entry.path
 
 
 def leftovers(before: Traces, repository: Path, known_processes: set[int]) -> list[str]:
@@ -81,7 +81,7 @@ def processes(known: set[int]) -> Iterator[str]:
 def written_files(before: Traces, repository: Path) -> Iterator[str]:
     """Name files that have come into the repository."""
     for path in sorted(set(files_under(repository)) - before.files):
-        yield f"the file {path.relative_to(repository)} was left in the repository: write to tmp_path"
+        yield f"the file {os.path.relpath(path, repository)} was left in the repository: write to tmp_path"
 
 
 def process_group() -> Iterator[str]:

@@ -6,6 +6,7 @@ After a job its process must be as it was before; one that is not, or gave no an
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,6 +49,7 @@ class Job:
     environment: dict[str, str]
     folder: Path
     path: list[str]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,24 @@ def serve(pipe: "Connection[Any, Any]", stacks: Path) -> None:
     """Warm up, then run jobs until the other end of the pipe closes."""
     os.setsid()  # so that whatever a job starts can be ended with this process
     die_with_parent()
-    with stacks.open("w") as file:
+    # A spawned process would spawn its data workers too, for seconds each; a rank of torchrun has the platform's way.
+    set_start_method(get_all_start_methods()[0], force=True)
+    with stacks.open("a") as file:
         faulthandler.register(STACKS, file=file, all_threads=True)
         warm_up()
+        gc.freeze()  # else the collection after every job looks at all that torch has loaded: a fifth of a second
         pipe.send_bytes(pickle.dumps(Answer()))
         while True:
             try:
                 job: Job = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 return
-            pipe.send_bytes(pickle.dumps(perform(job)))
+            # Not by the signal alone: Lightning puts Python's handlers back after a fit, and takes this one away.
+            faulthandler.dump_traceback_later(max(1.0, job.seconds - 1), file=file)
+            answer = perform(job)
+            faulthandler.cancel_dump_traceback_later()
+            os.truncate(stacks, 0)  # of a job that was slow, not hung
+            pipe.send_bytes(pickle.dumps(answer))
 
 
 def die_with_parent() -> None:
@@ -91,8 +101,6 @@ def die_with_parent() -> None:
 
 def warm_up() -> None:
     """Pay once for what torch loads late: gloo, and what the first DDP imports."""
-    import gc
-
     import torch
     import torch.distributed as dist
 
@@ -107,8 +115,6 @@ def warm_up() -> None:
 
 def perform(job: Job) -> Answer:
     """Run one job and leave the process as it was; what cannot be left so makes the process spent."""
-    import gc
-
     import torch.distributed as dist
 
     sys.path[:] = job.path
@@ -129,8 +135,6 @@ def perform(job: Job) -> Answer:
 
 def leave_group() -> None:
     """Drop a group that a failed job left open: it costs milliseconds, a new process seconds."""
-    import gc
-
     import torch.distributed as dist
 
     gc.collect()
@@ -212,12 +216,13 @@ class WarmProcess:
         pid = self.process.pid
         if pid is None or not self.process.is_alive():
             return "(no stack: the process is gone)"
-        os.kill(pid, STACKS)
+        if not self.stacks.read_text():
+            os.kill(pid, STACKS)
         deadline = time.monotonic() + 2
         while not (text := self.stacks.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.05)  # the first thread is there: let the others follow
-        return self.stacks.read_text() if text else "(no stack: the process did not react to SIGUSR1)"
+        return self.stacks.read_text() if text else "(no stack: the process did not react to the signal for it)"
 
     def end(self) -> None:
         """Kill the process with everything it has started."""
@@ -291,7 +296,7 @@ class Ranks:
             start = time.monotonic()
             for rank, process in enumerate(processes):
                 environment = {**around, **variables(rank, size, nodes, port)}
-                process.take(Job(work, environment, Path.cwd(), list(sys.path)))
+                process.take(Job(work, environment, Path.cwd(), list(sys.path), timeout))
             answers = self._gather(processes, timeout, hurry=hurry)
         except BaseException:
             self.stop()  # an answer that comes too late must not be taken for that of the next job
@@ -308,7 +313,7 @@ class Ranks:
         held = {rank: process for rank in spent if (process := self._processes[rank]) is not None}
         work = pickle.dumps((leave_group, ()))
         for process in held.values():
-            process.take(Job(work, forget_launchers(os.environ), Path.cwd(), list(sys.path)))
+            process.take(Job(work, forget_launchers(os.environ), Path.cwd(), list(sys.path), MEND_SECONDS))
         ready = self._gather(list(held.values()), MEND_SECONDS, hurry=False)
         for at, rank in enumerate(held):
             if at not in ready or ready[at].error is not None:

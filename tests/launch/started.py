@@ -1,6 +1,7 @@
 """A real `samestep run` in a folder of its own, whose every process can be found again by a variable it carries."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ class Started:
     folder: Path
     mark: str
 
-    def finish(self, seconds: float = 40.0) -> "Ended":
+    def finish(self, seconds: float = 90.0) -> "Ended":
         """Wait for its end; whatever happens, nothing of it outlives this call."""
         try:
             out, err = self.process.communicate(timeout=seconds)
@@ -48,7 +49,7 @@ class Started:
         """Every process that carries this run's mark, its launcher included; zombies have none."""
         return [each for each in psutil.process_iter() if variable(each, MARK) == self.mark]
 
-    def ranks_are_up(self, count: int, seconds: float = 30.0) -> None:
+    def ranks_are_up(self, count: int, seconds: float = 60.0) -> None:
         """Wait until so many ranks have written a file `up-RANK`."""
         wait_for(lambda: len(list(self.folder.glob("up-*"))) >= count, seconds)
 
@@ -84,6 +85,15 @@ def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | Non
     )
     signal.signal(signal.SIGINT, before)
     return Started(process, folder, mark)
+
+
+def run_script(path: Path, *arguments: str) -> None:
+    """Run a script as `python PATH ARGUMENTS` would. For a warm rank, where nobody is to disturb it."""
+    before, sys.argv = sys.argv, [str(path), *arguments]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = before
 
 
 def variable(process: psutil.Process, name: str) -> str | None:

@@ -2,7 +2,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,12 @@ def test_it_starts_quickly_and_without_torch(work: str):
     code = f"{work}; import sys; sys.exit(3 if 'torch' in sys.modules or 'numpy' in sys.modules else 0)"
     seconds: list[float] = []
     for _ in range(3):
-        since = time.monotonic()
+        since = cpu_seconds_of_children()
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-        seconds.append(time.monotonic() - since)
-    assert min(seconds) < 0.6  # 0.3 on an idle machine; tests share theirs
+        seconds.append(cpu_seconds_of_children() - since)
+    assert min(seconds) < 0.6  # 0.2 on an idle machine; a busy one has slower cores
+
+
+def cpu_seconds_of_children() -> float:
+    spent = os.times()
+    return spent.children_user + spent.children_system

@@ -9,24 +9,25 @@ import torch
 from samestep import Run
 from samestep.facts.world import halvings
 from samestep.run.out_of_memory import advise, is_out_of_memory
-from tests.launch.started import start
+from tests.launch.started import run_script, start
+from tests.warm import Ranks
 
-# Memory for three rows; what a GPU would say is raised by hand, for this machine has none that could be full.
+# Memory for some rows; what a GPU would say is raised by hand, for this machine has none that could be full.
 SCRIPT = """
     import sys, torch
     from torch import nn
     from torch.utils.data import TensorDataset
     from samestep import Run
 
-    room, at = int(sys.argv[1]), int(sys.argv[2])
-    with Run(global_batch=16, seed=0, ledger=True) as run:
+    global_batch, room = int(sys.argv[1]), int(sys.argv[2])
+    with Run(global_batch=global_batch, seed=0, ledger=True) as run:
         model = run.wrap(nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         data = run.shard(TensorDataset(torch.arange(64.0 * 4).view(-1, 4) / 99), shuffle=True, workers=0)
         for epoch in data.epochs(2):
             for step in epoch:
                 for (x,) in step:
-                    if len(x) > room and run.rank == 1 and step.number >= at:
+                    if len(x) > room and run.rank == 1:
                         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
                     step.mean(model(x).square().sum(1)).backward()
                 optimizer.step()
@@ -38,8 +39,10 @@ TWO = ["--nproc-per-node", "2", "--folder", "kept", "train.py"]
 
 
 @pytest.mark.slow
-def test_the_micro_batch_is_halved_until_it_fits_and_what_is_learnt_stays(tmp_path: Path):
-    ended = start(tmp_path, SCRIPT, "--max-restarts", "1", *TWO, "3", "0").finish(120)
+def test_the_micro_batch_is_halved_until_it_fits_and_what_is_learnt_stays(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ended = start(tmp_path, SCRIPT, "--max-restarts", "1", *TWO, "16", "3").finish(110)
     assert (ended.code, ended.left) == (0, []), ended.err
     told = "samestep: out of memory in the first steps, so all ranks start anew with half the micro-batch; the global "
     assert ended.err.count(told) == 2  # 8 rows, 4 rows, 2 rows
@@ -50,16 +53,17 @@ def test_the_micro_batch_is_halved_until_it_fits_and_what_is_learnt_stays(tmp_pa
     ) in ended.out
     roomy = tmp_path / "roomy"
     roomy.mkdir()
-    assert start(roomy, SCRIPT, *TWO, "99", "0").finish(60).code == 0
+    monkeypatch.chdir(roomy)
+    ranks(2, run_script, tmp_path / "train.py", "16", "99")
     for mine, theirs in zip(torch.load(tmp_path / "weights.pt"), torch.load(roomy / "weights.pt"), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_with_one_row_it_fails_and_says_what_would_help(tmp_path: Path):
-    ended = start(tmp_path, SCRIPT, *TWO, "0", "0").finish(120)
+    ended = start(tmp_path, SCRIPT, *TWO, "4", "0").finish(110)
     assert ended.code == 1
-    assert ended.err.count("with half the micro-batch") == 3  # 8, 4, 2, 1
+    assert ended.err.count("with half the micro-batch") == 1  # 2 rows, 1 row
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB." in ended.err
     assert "out of memory with one row in a micro-batch: cut the model, run.wrap(model, 'fsdp')" in ended.err
 

@@ -15,7 +15,8 @@ from samestep.launch.failure import is_told_to_end
 from samestep.launch.logs import RankFiles
 from samestep.launch.stop import Stop
 from samestep.launch.torchrun import _tell_end
-from tests.launch.started import Started, start
+from tests.launch.started import Ended, Started, run_script, start
+from tests.warm import Ranks
 
 TRAIN = ["--nproc-per-node", "2", "--folder", "kept", "train.py"]
 SCRIPT = """
@@ -49,7 +50,9 @@ def saved_step(run: Started) -> int:
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_and_another_start_ends_with_the_same_weights(tmp_path: Path):
+def test_sigterm_to_the_launcher_saves_and_another_start_ends_with_the_same_weights(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = start(tmp_path, SCRIPT, "--max-restarts", "2", *TRAIN, "60", "0.1")
     run.ranks_are_up(2, 60)
     run.process.send_signal(signal.SIGTERM)
@@ -67,39 +70,53 @@ def test_sigterm_to_the_launcher_saves_and_another_start_ends_with_the_same_weig
     assert f"checkpoint: restored step {step} " in again.out
     calm = tmp_path / "calm"
     calm.mkdir()
-    assert start(calm, SCRIPT, *TRAIN, "60", "0").finish(60).code == 0
+    monkeypatch.chdir(calm)
+    ranks(2, run_script, tmp_path / "train.py", "60", "0")
     for mine, theirs in zip(torch.load(tmp_path / "weights.pt"), torch.load(calm / "weights.pt"), strict=True):
         assert torch.equal(mine, theirs)
 
 
+SLEEPS = """
+    import time
+    time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def out_of_time(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Launches whose time is limited, by what they are at; all at once, for most of their time they wait."""
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "is_host=1")
+    launches = {
+        "training": (SCRIPT, "--time-limit", "35s", *TRAIN, "2000", "0.1"),
+        "sleeping": (SLEEPS, "--time-limit", "25s", "--max-restarts", "1", *TRAIN),
+        "meeting": ("", *nodes, "--time-limit", "12s", *TRAIN),
+    }
+    live = {name: start(tmp_path_factory.mktemp(name), *typed) for name, typed in launches.items()}
+    return {name: each.finish() for name, each in live.items()}
+
+
 @pytest.mark.slow
-def test_a_time_limit_saves_and_ends_before_it_is_over(tmp_path: Path):
-    ended = start(tmp_path, SCRIPT, "--time-limit", "40s", *TRAIN, "2000", "0.1").finish(80)
+def test_a_time_limit_saves_and_ends_before_it_is_over(out_of_time: dict[str, Ended]):
+    ended = out_of_time["training"]
     assert ended.code == 75, ended.err  # and not 124, with which the launcher ends what is left when the time is over
     assert "the time limit: saved step-0" in ended.out
     assert "samestep: preempted: saved step " in ended.err
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_end_in_time_are_killed_and_it_is_said(tmp_path: Path):
-    script = """
-        import os, time
-        open("up-" + os.environ["RANK"], "w").close()
-        time.sleep(60)
-    """
-    ended = start(tmp_path, script, "--time-limit", "20s", "--max-restarts", "1", *TRAIN).finish(60)
+def test_ranks_that_do_not_end_in_time_are_killed_and_it_is_said(out_of_time: dict[str, Ended]):
+    ended = out_of_time["sleeping"]
     assert (ended.code, ended.left) == (124, [])
     assert ended.err.endswith(
-        "samestep: the time limit of 20s is over, and 2 rank(s) had not ended by themselves: they were killed; what "
+        "samestep: the time limit of 25s is over, and 2 rank(s) had not ended by themselves: they were killed; what "
         "the last checkpoint holds, if there is one, is safe: start again to go on\n"
     )
-    assert not (tmp_path / "kept" / "logs" / "attempt-1").exists()
+    assert not (ended.folder / "kept" / "logs" / "attempt-1").exists()
 
 
 @pytest.mark.slow
-def test_a_time_limit_that_is_over_while_other_nodes_are_waited_for_is_told_as_such(tmp_path: Path):
-    meeting = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "is_host=1")
-    ended = start(tmp_path, "", *meeting, "--time-limit", "12s", *TRAIN).finish(60)
+def test_a_time_limit_that_is_over_while_other_nodes_are_waited_for_is_told_as_such(out_of_time: dict[str, Ended]):
+    ended = out_of_time["meeting"]
     assert (ended.code, ended.left) == (124, [])
     assert ended.err.endswith("samestep: the time limit of 12s is over, and no rank was at work yet\n")
 
@@ -110,7 +127,7 @@ def test_a_time_limit_that_is_over_while_ranks_save_because_of_a_signal_is_not_t
         stop.ranks = frozenset([rank.pid])
         signal.raise_signal(signal.SIGTERM)
         stop.limit(0.1)
-        assert rank.wait(10) == -signal.SIGKILL
+        assert rank.wait(30) == -signal.SIGKILL
         assert not stop.time_is_over
 
 
@@ -175,7 +192,7 @@ def test_a_signal_is_passed_on_to_living_ranks(number: signal.Signals):
         rank = sleeper()
         stop.ranks = frozenset([rank.pid])
         signal.raise_signal(number)
-        assert rank.wait(10) == -number
+        assert rank.wait(30) == -number
         assert (stop.received, stop.warned) == ((number, None) if number == signal.SIGTERM else (None, number))
 
 
@@ -196,7 +213,7 @@ def test_only_ranks_that_still_live_count_as_ended_by_the_launcher():
         failed.kill()
         os.waitid(os.P_PID, failed.pid, os.WEXITED | os.WNOWAIT)
         stop.end_ranks()
-        assert (waiting.wait(10), failed.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert (waiting.wait(30), failed.wait(60)) == (-signal.SIGKILL, -signal.SIGKILL)
         assert stop.ended == {waiting.pid}
 
 
@@ -205,7 +222,7 @@ def test_ranks_that_save_for_longer_than_the_grace_are_killed():
         rank = sleeper(stubborn=True)
         stop.ranks = frozenset([rank.pid])
         signal.raise_signal(signal.SIGTERM)
-        assert rank.wait(10) == -signal.SIGKILL
+        assert rank.wait(30) == -signal.SIGKILL
 
 
 def test_a_second_sigterm_kills_at_once_but_not_one_that_follows_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -218,4 +235,4 @@ def test_a_second_sigterm_kills_at_once_but_not_one_that_follows_at_once(monkeyp
         time.sleep(1.1)
         assert rank.poll() is None
         signal.raise_signal(signal.SIGTERM)
-        assert rank.wait(10) == -signal.SIGKILL
+        assert rank.wait(30) == -signal.SIGKILL

@@ -158,9 +158,9 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, who
     assert len(run.processes()) == 5  # the launcher, two ranks and their workers
     since = time.monotonic()
     (os.killpg if whole_group else os.kill)(run.process.pid, number)
-    ended = run.finish(20.0)
+    ended = run.finish()
     assert ended.left == []
-    assert time.monotonic() - since < 10.0
+    assert time.monotonic() - since < 25.0  # torch by itself waits 30 s
     assert ended.code == code
     assert ended.err.endswith(f"samestep: stopped by {number.name}; every rank has ended\n")
 
@@ -176,7 +176,7 @@ def test_a_signal_ends_a_later_attempt_too(tmp_path: Path):
     run = start(tmp_path, script, "--nproc-per-node", "1", "--max-restarts", "3", *TRAIN)
     run.ranks_are_up(1)
     run.process.send_signal(signal.SIGTERM)
-    ended = run.finish(10.0)
+    ended = run.finish()
     assert (ended.code, ended.left) == (143, [])
     assert not (tmp_path / "kept" / "logs" / "attempt-2").exists()
 
@@ -188,7 +188,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path):
     time.sleep(0.5)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    ended = run.finish(10.0)
+    ended = run.finish(50)  # and not the 60 s
     assert (ended.code, ended.left) == (130, [])
 
 

@@ -111,7 +111,7 @@ class Cluster:
     def end_jobs(self) -> None:
         """Leave nothing running, whatever a test did."""
         self.run("scancel", "--user=root")
-        wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 30)
+        wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 60)
 
 
 @contextmanager
@@ -127,11 +127,11 @@ def start_cluster() -> Iterator[Cluster]:
         munge = ["--key-file=munge.key", "--socket=munge.sock", "--pid-file=munge.pid", "--log-file=munge.log"]
         options = [option.replace("=", f"={folder}/") for option in [*munge, "--seed-file=munge.seed"]]
         _start(cluster, "munged", "munged", "-F", "-f", *options)
-        wait_for((folder / "munge.sock").exists, 10)
+        wait_for((folder / "munge.sock").exists, 60)
         _start(cluster, "slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
         for node in ("node1", "node2"):
             _start(cluster, node, "slurmd", "-D", "-f", f"{folder}/slurm.conf", "-N", node)
-        wait_for(lambda: _idle(cluster), 30)
+        wait_for(lambda: _idle(cluster), 90)
         yield cluster
 
 

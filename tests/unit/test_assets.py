@@ -5,10 +5,12 @@ import json
 import re
 from importlib.metadata import PackageNotFoundError
 
+import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
-from samestep.assets import minilm, packages, sentences, smollm2
+from samestep.assets import captioned_images, minilm, model_folder, packages, read_texts, sentences, smollm2
 from samestep.errors import DataError
 
 smollm2_module = importlib.import_module("samestep.assets.smollm2")  # the package has a function of this name
@@ -31,11 +33,11 @@ def test_the_sentence_encoder_is_a_folder_that_transformers_reads():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers and what it imports, while it reads the quantised file
-def test_the_language_model_is_unpacked_once_and_can_be_cut(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_language_model_is_unpacked_once_and_can_be_cut(model_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model_cache))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # transformers' import sets it otherwise
     cut = smollm2(layers=2)
-    assert sorted(path.name for path in (tmp_path / "samestep").iterdir()) == ["smollm2-135m", "smollm2-135m-2-layers"]
+    assert {path.name for path in (model_cache / "samestep").iterdir()} >= {"smollm2-135m", "smollm2-135m-2-layers"}
     with safe_open(cut / "model.safetensors", "pt") as weights:
         layers = {name.split(".")[2] for name in weights.keys() if ".layers." in name}  # noqa: SIM118  it is no mapping
     assert layers == {"0", "1"}
@@ -74,3 +76,53 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
     )
     with pytest.raises(DataError, match=re.escape(text)):
         sentences()
+
+
+def test_texts_come_from_all_over_a_file_or_shakespeare(tmp_path):
+    (tmp_path / "ten.txt").write_text("\n\n".join(f"line {number}" for number in range(10)))
+    assert read_texts(tmp_path / "ten.txt", 5) == ["line 0", "line 2", "line 4", "line 6", "line 8"]
+    assert len(read_texts(tmp_path / "ten.txt", 50)) == 10
+    found = read_texts(None, 7, longest=6)
+    assert len(found) == len(set(found)) == 7
+    assert max(len(text.split()) for text in found) <= 6
+    with pytest.raises(DataError, match=r"no\.txt is no file: expected is a text file with one sentence a line"):
+        read_texts(tmp_path / "no.txt", 5)
+
+
+def test_a_folder_of_a_model_is_told_from_another_before_it_is_read(tmp_path):
+    assert model_folder(minilm()) == minilm()
+    expected = "expected is the folder of a Hugging Face model, with config.json, a tokenizer (tokenizer.json), weights"
+    with pytest.raises(DataError, match=re.escape(f"meta-llama/x does not exist: {expected}")):
+        model_folder("meta-llama/x")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(DataError, match=re.escape("config.json is a file: expected is the folder of a Hugging Face")):
+        model_folder(tmp_path / "config.json")
+    with pytest.raises(DataError, match=re.escape("lacks a tokenizer (tokenizer.json) and weights (model.safetensors")):
+        model_folder(tmp_path)
+
+
+def test_captions_of_a_file_are_read_as_those_of_the_digits(tmp_path):
+    images, labels, captions = captioned_images(None)
+    assert (tuple(images.shape), int(images.max())) == ((1797, 8, 8), 16)
+    assert captions[:3] == ["the digit zero", "a handwritten one", "two"]
+    np.savez(tmp_path / "digits.npz", images=images, labels=labels, captions=captions)
+    again = captioned_images(tmp_path / "digits.npz")
+    assert torch.equal(again.images, images)
+    assert torch.equal(again.labels, labels)
+    assert again.captions == captions
+
+
+def test_a_file_without_captions_says_which_layout_is_expected(tmp_path):
+    expected = "expected is an .npz file with images (n, side, side) of whole grey levels from 0, labels (n,) and"
+    np.savez(tmp_path / "half.npz", images=np.zeros((1, 8, 8)))
+    np.savez(tmp_path / "flat.npz", images=np.zeros((2, 64)), labels=np.zeros(2), captions=["a", "b"])
+    (tmp_path / "no.npz").write_text("this is no archive")
+    for name, problem in {
+        "nowhere.npz": "cannot be read ([Errno 2] No such file or directory: ",
+        "no.npz": "cannot be read (",
+        "half.npz": f"holds no labels, captions: {expected}",
+        "folder": f"holds no images, labels, captions: {expected}",
+        "flat.npz": f"holds images (2, 64), labels (2,) and captions (2,): {expected}",
+    }.items():
+        with pytest.raises(DataError, match=re.escape(f"{name} {problem}")):
+            captioned_images(tmp_path / name)

@@ -406,6 +406,7 @@ def doctor(cache, *arguments, **variables):
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environ, check=False, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_half_set_world_and_ends_with_1(cache):
     done = doctor(cache, "--json", WORLD_SIZE="2")
     record = json.loads(done.stdout)

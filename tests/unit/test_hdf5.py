@@ -111,7 +111,9 @@ def no_server() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_server")
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forkserver", "spawn"))]
+)
 def test_workers_read_the_right_rows_even_where_the_parent_has_read_before(path, method):
     dataset = HDF5Dataset(path, ["images", "meta/labels"])
     matching([[column[None] for column in dataset[11]]])

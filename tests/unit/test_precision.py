@@ -121,6 +121,7 @@ def test_strict_fp32_lasts_as_long_as_the_run_also_after_a_failure():
     assert settings() == before
 
 
+@pytest.mark.slow
 def test_settings_that_torch_does_not_mix_are_explained():
     script = (
         "import torch; from samestep import Run\n"
