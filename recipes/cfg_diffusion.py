@@ -1,45 +1,22 @@
 """Text to image by discrete diffusion with classifier-free guidance: a caption becomes a picture, pixel by pixel."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import typer
 from matplotlib.image import imsave
-from sklearn.datasets import load_digits
 from sklearn.svm import SVC
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import Dataset, TensorDataset
 
 from samestep import Run, sample_rng
-from samestep.errors import DataError
-from samestep.nn import ConditioningDropout, guided
-
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-PHRASES = ("the digit {}", "a handwritten {}", "{}")
-LAYOUT = "a .npz file with images (n, side, side) of whole grey levels from 0, labels (n,) and captions (n,)"
+from samestep.assets import captioned_images
+from samestep.nn import ConditioningDropout, guided, transformer, unmask, unmasking_luck
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def read(path: Path | None) -> tuple[Tensor, Tensor, list[str]]:
-    """Images (n, side, side), labels and captions: of a file, or the 1,797 digits that ship with scikit-learn."""
-    if path is None:
-        data = load_digits()
-        captions = [PHRASES[i % len(PHRASES)].format(NAMES[label]) for i, label in enumerate(data.target)]
-        return torch.tensor(data.images).long(), torch.tensor(data.target), captions
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: --data expects {LAYOUT}")
-    with np.load(path) as file:
-        if missing := {"images", "labels", "captions"} - set(file):
-            raise DataError(f"{path} lacks {', '.join(sorted(missing))}: --data expects {LAYOUT}")
-        return (
-            torch.tensor(file["images"]).long(),
-            torch.tensor(file["labels"]).long(),
-            list(map(str, file["captions"])),
-        )
 
 
 def spell(captions: list[str]) -> Tensor:
@@ -50,12 +27,6 @@ def spell(captions: list[str]) -> Tensor:
     return torch.tensor([[numbers[word] for word in row] + [0] * (most - len(row)) for row in rows])
 
 
-def transformer(width: int, layers: int) -> nn.TransformerEncoder:
-    """Pre-norm blocks without dropout, whose draws would depend on the number of ranks."""
-    block = nn.TransformerEncoderLayer(width, width // 16, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-
-
 class Denoiser(nn.Module):
     """Guesses hidden pixels from those that are seen and from a caption, which a text encoder of its own reads."""
 
@@ -64,7 +35,7 @@ class Denoiser(nn.Module):
         self.words, self.pixels = nn.Embedding(words, width), nn.Embedding(levels + 1, width)
         self.word_places = nn.Parameter(torch.randn(length, width))
         self.pixel_places = nn.Parameter(torch.randn(pixels, width))
-        self.text, self.body = transformer(width, 1), transformer(width, layers)
+        self.text, self.body = transformer(width, 1, head=16), transformer(width, layers, head=16)
         self.drop = ConditioningDropout(0.1, null="learned", shape=(width,))
         self.out = nn.Linear(width, levels)
 
@@ -73,6 +44,14 @@ class Denoiser(nn.Module):
         meaning = self.text(self.words(caption) + self.word_places).mean(dim=1)
         image = self.pixels(seen) + self.pixel_places + self.drop(meaning, drop)[:, None]
         return self.out(self.body(image))
+
+
+def build(
+    words: int = 14, length: int = 3, levels: int = 17, pixels: int = 64, width: int = 64, layers: int = 3
+) -> tuple[Denoiser, tuple[Tensor, ...]]:
+    """The net and an example batch, for `samestep plan`."""
+    seen, caption = torch.zeros(2, pixels, dtype=torch.long), torch.zeros(2, length, dtype=torch.long)
+    return Denoiser(words, length, levels, pixels, width, layers), (seen, caption, torch.zeros(2, dtype=torch.bool))
 
 
 class Wishes(Dataset[tuple[Tensor, ...]]):
@@ -85,24 +64,18 @@ class Wishes(Dataset[tuple[Tensor, ...]]):
         return len(self.captions)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """Number, caption, the order in which pixels appear, and Gumbel noise: each pixel is drawn once."""
-        order = torch.rand(self.shape[0], generator=sample_rng()).argsort()
-        noise = torch.rand(self.shape, generator=sample_rng()).clamp(1e-9)
-        return torch.tensor(index), self.captions[index], order, -noise.log().neg().log()
+        """Number, caption, and the luck of drawing it."""
+        return torch.tensor(index), self.captions[index], *unmasking_luck(*self.shape, sample_rng())
 
 
-def draw(net: nn.Module, caption: Tensor, order: Tensor, noise: Tensor, scale: float, passes: int) -> Tensor:
-    """Pictures for captions: all pixels hidden at first, some more shown in each pass."""
-    pixels, hidden = order.shape[1], noise.shape[2]
-    seen = torch.full_like(order, hidden)
-    every = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
-    for count in range(passes):
-        scores = net(seen, caption)
-        if scale != 1.0:
-            scores = guided(scores, net(seen, caption, drop=every), scale)
-        now = (order >= count * pixels // passes) & (order < (count + 1) * pixels // passes)
-        seen = torch.where(now, (scores + noise).argmax(dim=-1), seen)
-    return seen
+def draw(net: nn.Module, caption: Tensor, luck: list[Tensor], scale: float, passes: int) -> dict[str, Tensor]:
+    """Pictures for captions, without and with guidance: all pixels hidden at first, some more shown in each pass."""
+    plain, every = partial(net, caption=caption), torch.ones(len(caption), dtype=torch.bool, device=caption.device)
+
+    def led(seen: Tensor) -> Tensor:
+        return guided(plain(seen), plain(seen, drop=every), scale)
+
+    return {"unguided": unmask(plain, *luck, passes), "guided": unmask(led, *luck, passes)}
 
 
 def judge(pixels: Tensor, labels: Tensor, drawn: dict[str, Tensor], wished: Tensor) -> dict[str, float]:
@@ -122,22 +95,22 @@ def save(folder: Path, net: nn.Module, drawn: dict[str, Tensor]) -> None:
 @app.command()
 def main(
     out: Annotated[Path | None, typer.Option(help="where logs, weights and pictures go")] = None,
-    data: Annotated[Path | None, typer.Option(help=LAYOUT + "; default: scikit-learn's digits")] = None,
-    epochs: int = 10,
-    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 64,
+    data: Annotated[Path | None, typer.Option(help="an .npz file; default: scikit-learn's digits")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 64,
     seed: int = 0,
-    width: int = 64,
-    layers: int = 3,
+    width: Annotated[int, typer.Option(min=16, help="a multiple of 16")] = 64,
+    layers: Annotated[int, typer.Option(min=1)] = 3,
     learning_rate: float = 5e-3,
     scale: Annotated[float, typer.Option(help="of guidance; 1 is none")] = 3.0,
-    passes: Annotated[int, typer.Option(help="through the net for one picture")] = 32,
+    passes: Annotated[int, typer.Option(min=1, help="through the net for one picture")] = 32,
     draws: Annotated[int, typer.Option(min=1, help="pictures of each class to draw at the end")] = 20,
 ) -> None:
     """Train, then draw pictures with and without guidance and let a classifier of real images name them."""
-    images, labels, captions = read(data)
+    images, labels, captions = captioned_images(data)
     texts, pixels, levels = spell(captions), images.flatten(1), int(images.max()) + 1
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
-        net = Denoiser(int(texts.max()) + 1, texts.shape[1], levels, pixels.shape[1], width, layers)
+        net, _ = build(int(texts.max()) + 1, texts.shape[1], levels, pixels.shape[1], width, layers)
         model = run.wrap(net)
         # A larger eps than Adam's own: a gradient that is zero but for rounding must not become a full step.
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, eps=1e-5)
@@ -156,24 +129,22 @@ def main(
                 schedule.step()
 
         classes = labels.unique()
-        first = [
-            labels.tolist().index(label) for label in classes.tolist()
-        ]  # asked for in the words of its first caption
+        first = [labels.tolist().index(label) for label in classes.tolist()]  # its words are those asked with
         wanted = texts[first].repeat(draws, 1)
         wishes = run.shard(Wishes(wanted, pixels.shape[1], levels), workers=0)
-        drawn: dict[str, Tensor] = {}
+        nothing = torch.zeros(len(wanted), pixels.shape[1], dtype=torch.long, device=run.device)
+        drawn = {"unguided": nothing.clone(), "guided": nothing.clone()}
         with run.evaluate(model) as net:
-            for name, strength in {"unguided": 1.0, "guided": scale}.items():
-                mine = torch.zeros(len(wanted), pixels.shape[1], dtype=torch.long, device=run.device)
-                for number, *wish in wishes:
-                    mine[number] = draw(net, *wish, strength, passes)
-                drawn[name] = run.all_reduce(mine, "sum").cpu()  # each rank has drawn its part of them
+            for number, caption, *luck in wishes:
+                for name, pictures in draw(net, caption, luck, scale, passes).items():
+                    drawn[name][number] = pictures
+        drawn = {name: run.all_reduce(mine, "sum").cpu() for name, mine in drawn.items()}  # each rank drew its part
         right = run.once(judge, pixels, labels, drawn, classes.repeat(draws))
         run.log({f"draws/{name}_accuracy": share for name, share in right.items()})
         for name, share in right.items():
             run.say(f"{name}: a classifier of the real images reads {share:.1%} of the pictures as what was asked for")
-        pictures = {name: each.view(draws, len(classes), *images.shape[1:]) for name, each in drawn.items()}
-        run.once(save, run.folder, net, pictures)
+        grids = {name: each.view(draws, len(classes), *images.shape[1:]) for name, each in drawn.items()}
+        run.once(save, run.folder, net, grids)
 
 
 if __name__ == "__main__":

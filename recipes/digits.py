@@ -34,11 +34,16 @@ class Net(nn.Sequential):
         )  # fmt: skip
 
 
+def build() -> tuple[Net, torch.Tensor]:
+    """The net and an example batch, for `samestep plan`."""
+    return Net(), torch.zeros(2, 1, 8, 8)
+
+
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="where logs and weights go")] = Path("runs/digits"),
-    epochs: int = 10,
-    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 128,
+    out: Annotated[Path | None, typer.Option(help="where logs and weights go")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 128,
     seed: int = 0,
 ) -> None:
     """Train, evaluate after every epoch, keep the weights."""

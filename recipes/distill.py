@@ -1,7 +1,6 @@
 """Distillation: a small student learns from a large frozen teacher, which stands wherever it fits best."""
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,72 +8,54 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from samestep import Run
-from samestep.assets import minilm, sentences, smollm2
-from samestep.errors import DataError
-from samestep.nn import Projection, distill_loss, match_features
+from samestep.assets import minilm, model_folder, read_texts, smollm2
+from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
+from samestep.teacher import Student, pooled
 
+Mode = Literal["features", "logits"]
 # By mode: the default teacher, layers of the student, sentences to learn from and to be judged by. Two minutes each.
 USUAL = {"features": (minilm, 2, 16_000, 400), "logits": (smollm2, 4, 1200, 100)}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def read(texts: Path | None, folder: Path, count: int, length: int) -> TensorDataset:
-    """Tokens of `count` sentences (n, length), which of them are there, and numbers: of a file, or Shakespeare's."""
-    if texts is not None and not texts.is_file():
-        raise DataError(f"{texts} does not exist: --texts expects a text file with one sentence a line")
-    lines = sentences() if texts is None else [line for line in texts.read_text().splitlines() if line.strip()]
-    lines = lines[:: max(1, len(lines) // count)][:count]  # from all over, not the first play alone
+def read(lines: list[str], folder: Path, length: int) -> TensorDataset:
+    """Tokens of sentences (n, length), which of them are there, and numbers."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     made = tokenizer(lines, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     return TensorDataset(made["input_ids"], made["attention_mask"], torch.arange(len(lines)))
 
 
-class Student(nn.Module):
-    """The teacher's architecture with fewer layers: as wide and begun from its file, or narrower and from nothing."""
+def build(
+    teacher: Path | None = None,
+    mode: Mode = "features",
+    layers: int | None = None,
+    width: int | None = None,
+    length: int = 20,
+) -> tuple[nn.ModuleDict, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """Student and teacher, an example batch and what is learnt from both, for `samestep plan`."""
+    usual, few, *_ = USUAL[mode]
+    folder, kind = teacher or usual(), AutoModelForCausalLM if mode == "logits" else AutoModel
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    frozen = kind.from_config(config, dtype=config.dtype).requires_grad_(False)
+    student = Student(folder, learns=mode, layers=layers or few, width=width)
 
-    def __init__(self, folder: Path, causal: bool, width: int | None, layers: int) -> None:
-        super().__init__()
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.teacher_width, deep = config.hidden_size, config.num_hidden_layers
-        config.update({"num_hidden_layers": layers, "use_cache": False})
-        config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
-        if width is not None:
-            heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "head_dim": 32}
-            config.update({"hidden_size": width, "intermediate_size": 4 * width} | heads)
-        kind = AutoModelForCausalLM if causal else AutoModel
-        more = {} if causal else {"add_pooling_layer": False}
-        self.body: Any = kind.from_config(config, dtype=torch.float32, **more)
-        # Built from two numbers of configurations on every rank, never from a live teacher, which not all hold.
-        self.widen = nn.Identity() if width is None or causal else Projection(width, self.teacher_width)
-        if width is None:
-            self._inherit(folder, [round(i * (deep - 1) / max(1, layers - 1)) for i in range(layers)])
+    def loss(both: nn.ModuleDict, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.no_grad():
+            given = both["teacher"](*batch)
+        mine = both["student"](*batch)
+        if mode == "logits":
+            return distill_loss(mine, given.logits, 2.0)
+        return match_features(mine, pooled(given.last_hidden_state, batch[1]), by="cosine")
 
-    def _inherit(self, folder: Path, chosen: list[int]) -> None:
-        """Begin with layers from all over the teacher's depth, and keep its words: few of them come up in training."""
-        with safe_open(folder / "model.safetensors", "pt") as weights, torch.no_grad():
-            for name, parameter in self.body.named_parameters():
-                theirs = re.sub(r"(layers?\.)(\d+)", lambda found: f"{found[1]}{chosen[int(found[2])]}", name)
-                parameter.copy_(weights.get_tensor(theirs))
-        self.body.get_input_embeddings().requires_grad_(False)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Vectors of sentences (rows, the teacher's width), or logits of next words (rows, tokens, words)."""
-        given = self.body(input_ids=tokens, attention_mask=mask)
-        return given.logits if "logits" in given else self.widen(pooled(given.last_hidden_state, mask))
-
-
-def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """One vector a sentence: the mean over its tokens."""
-    return (hidden.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    tokens = torch.zeros(2, length, dtype=torch.long)
+    return nn.ModuleDict({"student": student, "teacher": frozen}), (tokens, torch.ones_like(tokens)), loss
 
 
 class Timed:
@@ -104,23 +85,20 @@ def judge_vectors(run: Run, both: list[Timed], test: Any, count: int, width: int
             yield match_features(mine, theirs, by="cosine")
 
     cosine = 1 - run.mean(distances())
-    whole = normalize(run.all_reduce(made, "sum").cpu().double(), dim=-1)  # each rank made its part of them
-    alike = (whole @ whole.mT)[:, *torch.triu_indices(count, count, 1)]  # every pair once, and none with itself
-    return {"correlation": torch.corrcoef(alike)[0, 1].item(), "cosine": cosine}
+    whole = run.all_reduce(made, "sum").cpu()  # each rank made its part of them
+    return {"correlation": similarity_correlation(*whole), "cosine": cosine}
 
 
 def judge_words(run: Run, both: list[Timed], test: Any, temperature: float) -> dict[str, float]:
     """The divergence from the teacher and both perplexities, over every token of the held-out sentences."""
 
-    def surprise(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-        return losses[mask[:, 1:].flatten().bool()]
-
     def losses() -> Iterator[dict[str, Tensor]]:
         for tokens, mask, _ in test:
             mine, theirs = (function(tokens, mask) for function in both)
-            known = {"perplexity": mine} | ({"teacher_perplexity": theirs} if isinstance(theirs, Tensor) else {})
-            told = {name: surprise(logits, tokens, mask) for name, logits in known.items()}  # top-k logits tell none
+            known = {"perplexity": mine, "teacher_perplexity": theirs}
+            if not isinstance(theirs, Tensor):
+                del known["teacher_perplexity"]  # top-k logits do not tell it
+            told = {name: next_token_losses(each, tokens)[mask[:, 1:].bool()] for name, each in known.items()}
             yield {"divergence": distill_loss(mine, theirs, temperature)[mask.bool()]} | told
 
     found = run.means(losses())
@@ -130,20 +108,20 @@ def judge_words(run: Run, both: list[Timed], test: Any, temperature: float) -> d
 @app.command()
 def main(
     out: Annotated[Path | None, typer.Option(help="where logs, checkpoints and weights go; again: go on")] = None,
-    mode: Annotated[Literal["features", "logits"], typer.Option(help="learn vectors, or next words")] = "features",
+    mode: Annotated[Mode, typer.Option(help="learn vectors, or next words")] = "features",
     teacher: Annotated[Path | None, typer.Option(help="a Hugging Face folder; default: MiniLM, or SmolLM2")] = None,
     teacher_placement: Annotated[str, typer.Option(help="cpu, gpu, served, cached, ...")] = "auto",
     teacher_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option(help="logits that are sent or kept, for served and cached")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="logits that are sent or kept, served and cached")] = None,
     texts: Annotated[Path | None, typer.Option(help="one sentence a line; default: Shakespeare's")] = None,
-    count: Annotated[int | None, typer.Option(help="sentences to learn from; default: by mode")] = None,
-    held_out: Annotated[int | None, typer.Option(help="sentences to be judged by; default: by mode")] = None,
-    length: Annotated[int, typer.Option(help="tokens of a sentence, at most")] = 20,
-    epochs: int = 1,
-    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 32,
+    count: Annotated[int | None, typer.Option(min=1, help="sentences to learn from; default: by mode")] = None,
+    held_out: Annotated[int | None, typer.Option(min=3, help="sentences to be judged by; default: by mode")] = None,
+    length: Annotated[int, typer.Option(min=2, help="tokens of a sentence, at most")] = 20,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 32,
     seed: int = 0,
-    layers: Annotated[int | None, typer.Option(help="of the student; default: by mode")] = None,
-    width: Annotated[int | None, typer.Option(help="of a student from nothing; default: the teacher's")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="of the student; default: by mode")] = None,
+    width: Annotated[int | None, typer.Option(min=32, help="of a student from nothing; default: as wide")] = None,
     gradient_checkpointing: Annotated[bool, typer.Option(help="recompute the student's layers in backward")] = False,
     temperature: float = 2.0,
     learning_rate: float = 1e-3,
@@ -151,26 +129,21 @@ def main(
     """Train the student, then say how much of the teacher it kept, how much faster it is, and what the teacher took."""
     causal, (usual, few, most, tested) = mode == "logits", USUAL[mode]
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
-        folder = teacher or run.once(usual, per="node")
+        folder = run.once(usual, per="node") if teacher is None else model_folder(teacher)
         held_out = held_out or tested
-        data = read(texts, folder, held_out + (count or most), length)
+        data = read(read_texts(texts, held_out + (count or most)), folder, length)
         learnt, judged = TensorDataset(*data[held_out:]), TensorDataset(*data[:held_out])
-        dtype = teacher_dtype or ("float32" if run.device.type == "cpu" else None)  # a GPU takes what the file holds
-        tutor = run.teacher(
-            folder,
-            placement=None if teacher_placement == "auto" else teacher_placement,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            top_k=top_k,
-            temperature=temperature,
-        )
+        place = None if teacher_placement == "auto" else teacher_placement
+        by_device = torch.float32 if run.device.type == "cpu" else None  # a GPU takes what the file holds
+        dtype = getattr(torch, teacher_dtype) if teacher_dtype else by_device
+        tutor = run.teacher(folder, placement=place, dtype=dtype, top_k=top_k, temperature=temperature)
 
         def ask(tokens: Tensor, mask: Tensor) -> Any:
             given = tutor(input_ids=tokens, attention_mask=mask)
             return given["logits"] if causal else pooled(given["last_hidden_state"], mask)
 
-        student = Student(folder, causal, width, layers or few)
-        stacks = [part for part in student.modules() if isinstance(part, nn.ModuleList)]
-        model = run.wrap(student, checkpoint=(type(stacks[0][0]),) if gradient_checkpointing else ())
+        student = Student(folder, learns=mode, layers=layers or few, width=width)
+        model = run.wrap(student, checkpoint=student.blocks() if gradient_checkpointing else ())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate, eps=1e-5)
         train, test = run.shard(learnt, shuffle=True), run.shard(judged)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, epochs * train.steps_per_epoch)

@@ -1,38 +1,26 @@
 """Latent adapters: frozen language models read a text through a few soft tokens, which an encoder learns to write."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity
 from torch.utils.data import TensorDataset
-from transformers import AutoConfig, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from samestep import Run
-from samestep.assets import sentences, smollm2
-from samestep.errors import DataError
+from samestep.assets import model_folder, read_texts, smollm2
+from samestep.nn import embedded, losses_after, prefix_shape, transformer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def deep_shape(config: Any) -> tuple[int, int, int, int]:
-    """Layers, keys and values, heads of them and a head's width: what a token leaves in a language model."""
-    heads, each = config.num_attention_heads, getattr(config, "head_dim", None)
-    kept = getattr(config, "num_key_value_heads", None) or heads
-    return config.num_hidden_layers, 2, kept, each or config.hidden_size // heads
-
-
-def read(texts: Path | None, folders: list[Path], count: int, length: int) -> TensorDataset:
+def read(lines: list[str], folders: list[Path], length: int) -> TensorDataset:
     """Tokens of each text for every model (n, length), -1 behind its end; then those of another text for the first."""
-    if texts is not None and not texts.is_file():
-        raise DataError(f"{texts} does not exist: --texts expects a text file with one sentence a line")
-    lines = sentences(longest=length // 2) if texts is None else texts.read_text().splitlines()
-    lines = [line for line in lines if line.strip()]
-    lines = lines[:: max(1, len(lines) // count)][:count]  # from all over, not the first play alone
     columns: list[Tensor] = []
     for folder in folders:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -40,12 +28,6 @@ def read(texts: Path | None, folders: list[Path], count: int, length: int) -> Te
         rows = [[start, *tokenizer(line).input_ids][:length] for line in lines]
         columns.append(torch.tensor([row + [-1] * (length - len(row)) for row in rows]))
     return TensorDataset(*columns, columns[0].roll(1, 0))
-
-
-def blocks(width: int, layers: int) -> nn.TransformerEncoder:
-    """Pre-norm blocks without dropout, whose draws would depend on the number of ranks."""
-    block = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
 
 
 class Writer(nn.Module):
@@ -56,9 +38,10 @@ class Writer(nn.Module):
 
     def __init__(self, configs: list[Any], latents: int, width: int, longest: int) -> None:
         super().__init__()
-        self.latents, wide, self.shapes = latents, configs[0].hidden_size, [deep_shape(config) for config in configs]
+        self.latents, wide, self.shapes = latents, configs[0].hidden_size, [prefix_shape(config) for config in configs]
         self.narrow, self.places = nn.Linear(wide, width), nn.Parameter(0.02 * torch.randn(longest, width))
-        self.encoder, self.refiner, self.choose = blocks(width, 2), blocks(width, 1), nn.Linear(width, latents)
+        self.encoder, self.refiner = transformer(width, 2, head=32), transformer(width, 1, head=32)
+        self.choose = nn.Linear(width, latents)
         self.adapters = nn.ModuleList(nn.Linear(wide + width, config.hidden_size) for config in configs)
         self.prefixes = nn.ModuleList(nn.Linear(width, math.prod(shape)) for shape in self.shapes)
         self.gist = nn.Linear(width, wide)
@@ -82,37 +65,35 @@ class Writer(nn.Module):
         return made, self.gist(refined.mean(1))
 
 
-def embedded(lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What a language model sees of tokens, and which of them are there."""
-    return lm.get_input_embeddings()(tokens.clamp(min=0)).float(), tokens >= 0
+def build(
+    models: list[Path] | None = None, latents: int = 4, width: int = 128, length: int = 14
+) -> tuple[nn.ModuleDict, tuple[Tensor, ...], Callable[..., Tensor]]:
+    """What trains and the frozen models behind it, an example batch and their loss, for `samestep plan`."""
+    configs = [AutoConfig.from_pretrained(folder, local_files_only=True) for folder in models or [smollm2()]]
+    frozen = [AutoModelForCausalLM.from_config(each, dtype=each.dtype).requires_grad_(False) for each in configs]
 
+    def loss(parts: nn.ModuleDict, tokens: tuple[Tensor, ...]) -> Tensor:
+        text, there = embedded(frozen[0], tokens[0])
+        written, gist = parts["writer"](text, there)
+        every, both = there.new_ones(len(there), latents), zip(frozen, tokens, written, strict=True)
+        return gist.mean() + sum(losses_after(lm, words, soft, every, deep).mean() for lm, words, (soft, deep) in both)
 
-def losses_of(lm: Any, tokens: Tensor, before: Tensor, seen: Tensor, deep: Iterable[Tensor] = ()) -> Tensor:
-    """The loss of every next token (rows, length - 1), after a deep prefix and what `before` holds where `seen`."""
-    text, there = embedded(lm, tokens)
-    cache = DynamicCache()
-    for layer, (keys, values) in enumerate(deep):
-        cache.update(keys.to(lm.dtype), values.to(lm.dtype), layer)
-    mask = torch.cat([there.new_ones(len(there), cache.get_seq_length()), seen, there], dim=1)
-    places = (mask.cumsum(1) - 1).clamp(min=0)[:, cache.get_seq_length() :]
-    given = {"inputs_embeds": torch.cat([before, text], dim=1).to(lm.dtype), "past_key_values": cache}
-    said = lm(**given, attention_mask=mask.long(), position_ids=places, logits_to_keep=tokens.shape[1])
-    logits = said.logits[:, :-1].flatten(0, 1).float()
-    return cross_entropy(logits, tokens[:, 1:].clamp(min=0).flatten(), reduction="none").view(len(tokens), -1)
+    parts = {"writer": Writer(configs, latents, width, length)} | {f"model{at}": lm for at, lm in enumerate(frozen)}
+    return nn.ModuleDict(parts), tuple(torch.zeros(2, length, dtype=torch.long) for _ in frozen), loss
 
 
 def judge(net: nn.Module, lms: list[Any], test: Any) -> Iterator[dict[str, Tensor]]:
     """Losses of every token by what the model was given: the text itself, its latents, those of another, nothing."""
-    for *texts, other in test:
-        (mine, _), (wrong, _) = (net(*embedded(lms[0], tokens)) for tokens in (texts[0], other))
-        for at, (lm, tokens) in enumerate(zip(lms, texts, strict=True)):
+    for *given, other in test:
+        (mine, _), (wrong, _) = (net(*embedded(lms[0], tokens)) for tokens in (given[0], other))
+        for at, (lm, tokens) in enumerate(zip(lms, given, strict=True)):
             text, there = embedded(lm, tokens)
             every = there.new_ones(len(there), mine[at][0].shape[1])
             found = {
-                "full_text": losses_of(lm, tokens, text, there),
-                "latents": losses_of(lm, tokens, mine[at][0], every, mine[at][1]),
-                "latents_of_another": losses_of(lm, tokens, wrong[at][0], every, wrong[at][1]),
-                "nothing": losses_of(lm, tokens, text[:, :0], there[:, :0]),
+                "full_text": losses_after(lm, tokens, text, there),
+                "latents": losses_after(lm, tokens, mine[at][0], every, mine[at][1]),
+                "latents_of_another": losses_after(lm, tokens, wrong[at][0], every, wrong[at][1]),
+                "nothing": losses_after(lm, tokens, text[:, :0], there[:, :0]),
             }
             yield {f"model{at}/{name}": losses[there[:, 1:]] for name, losses in found.items()}
 
@@ -121,24 +102,24 @@ def judge(net: nn.Module, lms: list[Any], test: Any) -> Iterator[dict[str, Tenso
 def main(
     out: Annotated[Path | None, typer.Option(help="where logs, checkpoints and weights go; again: go on")] = None,
     models: Annotated[list[Path] | None, typer.Option(help="Hugging Face folder; again for a second one")] = None,
-    model_layers: Annotated[int, typer.Option(help="of the default model: fewer are quicker, and worse")] = 30,
+    model_layers: Annotated[int, typer.Option(min=1, max=30, help="of the default model: fewer are worse")] = 30,
     placement: Annotated[str, typer.Option(help="of the frozen models: gpu, cpu, ...; auto chooses")] = "auto",
     texts: Annotated[Path | None, typer.Option(help="one sentence a line; default: Shakespeare's")] = None,
-    count: Annotated[int, typer.Option(help="sentences to learn from")] = 720,
-    held_out: Annotated[int, typer.Option(help="sentences to be judged by")] = 48,
-    length: Annotated[int, typer.Option(help="tokens of a sentence, at most")] = 14,
-    latents: Annotated[int, typer.Option(help="soft tokens that stand for a sentence")] = 4,
-    epochs: int = 1,
-    global_batch: Annotated[int, typer.Option(help="samples in a step, over all ranks")] = 16,
+    count: Annotated[int, typer.Option(min=1, help="sentences to learn from")] = 720,
+    held_out: Annotated[int, typer.Option(min=1, help="sentences to be judged by")] = 48,
+    length: Annotated[int, typer.Option(min=2, help="tokens of a sentence, at most")] = 14,
+    latents: Annotated[int, typer.Option(min=1, help="soft tokens that stand for a sentence")] = 4,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 16,
     seed: int = 0,
-    width: int = 128,
+    width: Annotated[int, typer.Option(min=32, help="a multiple of 32")] = 128,
     learning_rate: float = 1e-3,
     gist_weight: float = 0.1,
 ) -> None:
     """Train what stands around frozen language models, then compare perplexities: with text, latents, nothing."""
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
-        folders = models or [run.once(smollm2, model_layers, per="node")]
-        data = read(texts, folders, held_out + count, length)
+        folders = [model_folder(each) for each in models or [run.once(smollm2, model_layers, per="node")]]
+        data = read(read_texts(texts, held_out + count, longest=length // 2), folders, length)
         dtype = torch.float32 if run.device.type == "cpu" else None
         place = None if placement == "auto" else placement
         frozen = [run.teacher(folder, placement=place, dtype=dtype).module for folder in folders]
@@ -162,7 +143,7 @@ def main(
                     loss = gist_weight * step.mean(1 - cosine_similarity(gist, (text * there[..., None]).sum(1)))
                     for lm, words, (soft, deep) in zip(frozen, tokens, written, strict=True):
                         every = there.new_ones(soft.shape[:2])
-                        loss = loss + step.mean(losses_of(lm, words, soft, every, deep), mask=words[:, 1:] >= 0)
+                        loss = loss + step.mean(losses_after(lm, words, soft, every, deep), mask=words[:, 1:] >= 0)
                     loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

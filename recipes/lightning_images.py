@@ -1,10 +1,11 @@
 """Images in a Lightning Trainer: progressive resizing, label smoothing, cosine; the same weights on any ranks."""
 
-import argparse
 import math
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torchmetrics.classification import MulticlassF1Score
 
 from samestep import current_setting, sample_rng
 from samestep.lightning import Logs, SameStep, layout, once
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
@@ -113,8 +116,20 @@ class Images(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def build(lr: float = 5e-3) -> tuple[nn.Module, Tensor]:
+    """The net and an example batch at its largest, for `samestep plan`."""
+    return Images(lr, warm_up=0.1).net, torch.zeros(2, 1, 16, 16)
+
+
+@app.command()
 def main(
-    out: Path, epochs: int, global_batch: int, micro_batch: int | None, lr: float, workers: int, seed: int
+    out: Annotated[Path, typer.Option(help="where logs and weights go")] = Path("runs/lightning_images"),
+    epochs: Annotated[int, typer.Option(min=1)] = 6,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 100,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="the most rows in the net at once")] = None,
+    lr: float = 5e-3,
+    workers: Annotated[int, typer.Option(min=0, help="data workers of each rank")] = 0,
+    seed: int = 0,
 ) -> None:
     """Train, growing the images from 8 to 16 pixels, and keep the weights."""
     torch.manual_seed(seed)
@@ -124,23 +139,13 @@ def main(
         seed=seed,
         settings=lambda epoch: 8 + 4 * min(2, 3 * epoch // epochs),
     )
-    trainer = Trainer(
-        max_epochs=epochs, callbacks=[same, Logs(out)], logger=False, enable_checkpointing=False, **layout()
-    )
-    module = Images(lr=lr, warm_up=0.1)
+    logs = Logs(out)
+    trainer = Trainer(max_epochs=epochs, callbacks=[same, logs], logger=False, enable_checkpointing=False, **layout())
+    module = Images(lr, warm_up=0.1)
     trainer.fit(module, datamodule=same.data(DigitsData(workers)))
-    once(
-        trainer, torch.save, {name: value.cpu() for name, value in module.net.state_dict().items()}, out / "weights.pt"
-    )
+    weights = {name: value.cpu() for name, value in module.net.state_dict().items()}
+    once(trainer, torch.save, weights, out / "weights.pt")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/lightning_images"), help="where logs and weights go")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--global-batch", type=int, default=100, help="samples in a step, over all ranks")
-    parser.add_argument("--micro-batch", type=int, help="the most rows that go through the net at once")
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--workers", type=int, default=0, help="data workers of each rank")
-    parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    app()

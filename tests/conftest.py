@@ -28,6 +28,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[warm.Ranks]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this session keeps models that were unpacked, as XDG_CACHE_HOME: once for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(ranks: warm.Ranks) -> Iterator[None]:
     """Fail a test that leaves a variable, a thread, a process, a file or a process group."""

@@ -90,7 +90,7 @@ def test_a_rank_knows_the_launcher_that_names_itself_and_one_that_is_gone_alread
     assert find_launcher({}) is None
 
 
-# In both a rank serves the store, not the launcher: a lost store would end an orphan as well, and quicker than our watch.
+# In both a rank serves the store, not the launcher: a lost store ends an orphan as well, and quicker than our watch.
 
 
 def by_samestep(folder: Path) -> Launch:

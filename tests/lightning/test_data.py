@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lightning.trained import closing, fit, fit_numbers, furthest, regression
+from tests.lightning.trained import closing, fit, fit_numbers, furthest, quiet, regression
 
 pytestmark = pytest.mark.slow
 
@@ -57,19 +57,22 @@ def test_micro_batches_change_nothing_and_the_last_partial_window_weighs_what_it
 
 
 def test_a_tail_smaller_than_the_world_counts_once(ranks):
-    (one,) = ranks(1, fit, 17, {}, {"max_epochs": 1})
-    with_warning = ranks.errors(2, fit, 17, {}, {"max_epochs": 1})
-    assert "the last step of each epoch has 1 sample(s) for 2 batch(es) on 2 rank(s)" in with_warning[0]
-    two = ranks(2, fit_despite_copies, 17)
-    assert furthest(one[0], two[0][0]) < 1e-6
-    assert two[0][2]["train/loss_epoch"] == pytest.approx(one[2]["train/loss_epoch"], rel=1e-6)
+    ((one, unsaid),) = ranks(1, fit_despite_copies, 17)
+    (two, said), (_, silent) = ranks(2, fit_despite_copies, 17)
+    assert (unsaid, silent) == ([], [])
+    assert "the last step of each epoch has 1 sample(s) for 2 batch(es) on 2 rank(s)" in said[0]
+    assert furthest(one[0], two[0]) < 1e-6
+    assert two[2]["train/loss_epoch"] == pytest.approx(one[2]["train/loss_epoch"], rel=1e-6)
 
 
 def fit_despite_copies(n):
+    """A training, and what it warned of: copies of samples, on the first rank alone."""
     import warnings
 
-    warnings.filterwarnings("ignore", message="the last step of each epoch has")
-    return closing(fit_numbers, n, {}, {"max_epochs": 1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="the last step of each epoch has")
+        done = closing(fit_numbers, n, {}, {"max_epochs": 1})
+    return done, [str(each.message) for each in caught if "the last step" in str(each.message)]
 
 
 def test_drop_tail_leaves_out_the_smaller_step(ranks):
@@ -129,12 +132,30 @@ def test_a_run_saved_at_the_end_of_an_epoch_resumes_with_the_next(ranks, tmp_pat
     assert furthest(alone[0], resumed[0]) < 1e-6
 
 
-def test_a_checkpoint_of_another_global_batch_is_refused(ranks, tmp_path):
-    place = str(tmp_path / "mid.ckpt")
-    ranks(1, save_midway, 29, {}, {"max_epochs": 1}, place, 1, False)
-    (error,) = ranks.errors(1, fit, 29, {"global_batch": 4}, {"max_epochs": 2}, place)
-    assert "the checkpoint's position has global_batch=8 and this training has global_batch=4" in error
-    assert "pass SameStep(global_batch=8)" in error
+@pytest.mark.parametrize("saved_at", [1, 3], ids=["midway", "at the end of an epoch"])
+def test_a_checkpoint_of_another_run_is_refused_before_the_first_step(ranks, tmp_path, saved_at):
+    place = str(tmp_path / "saved.ckpt")
+    ranks(1, save_midway, 29, {}, {"max_epochs": 1}, place, saved_at, False)
+    changes = {"global_batch": (29, {"global_batch": 4}, 8), "seed": (29, {"seed": 7}, 0), "n": (30, {}, 29)}
+    for name, (n, given, before) in changes.items():
+        error, steps_done = ranks(1, fit_refused, n, given, place)[0]
+        assert f"the checkpoint's position has {name}={before} and this training has {name}=" in error, name
+        assert ("pass SameStep(" in error) == (name != "n")
+        assert steps_done == 0
+
+
+def fit_refused(n, given, place):
+    """What a training says that may not go on from a checkpoint, and how many batches it had seen by then."""
+    from samestep.errors import StateError
+    from samestep.lightning import SameStep
+    from tests.lightning.trained import loader, make_trainer
+
+    same, module = SameStep(**{"global_batch": 8, **given}), regression()
+    with quiet(), pytest.raises(StateError) as refused:
+        make_trainer(callbacks=[same], max_epochs=2).fit(
+            module, datamodule=same.loaders(train=loader(n)), ckpt_path=place
+        )
+    return str(refused.value), len(module.seen)
 
 
 def fit_weighted():
@@ -220,6 +241,8 @@ def test_progressive_resizing_reaches_persistent_workers(ranks):
         ("scheduler", "Trainer.accumulate_grad_batches is 3 and a step of SameStep is 1 batch(es)"),
         ("alone", "the data of SameStep belongs to no Trainer yet"),
         ("worker_init", "worker_init_fn of the DataLoader of train_dataloader() is not used"),
+        ("dataset", "SameStep.data got a TensorDataset and takes a LightningDataModule, or a LightningModule"),
+        ("other_package", "Other is of the package pytorch_lightning, whose classes are others"),
     ],
 )
 def test_data_that_cannot_be_cut_exactly_is_refused(ranks, case, text):
@@ -229,6 +252,32 @@ def test_data_that_cannot_be_cut_exactly_is_refused(ranks, case, text):
 
 def test_fewer_validation_samples_than_ranks_are_refused(ranks):
     assert "an evaluation of 1 sample(s) cannot be cut over 2 ranks" in ranks.errors(2, misuse, "few")[0]
+
+
+def test_a_trainer_that_does_not_know_of_its_ranks_is_refused_before_data_is_read(ranks):
+    for error in ranks.errors(2, misuse, "no_layout"):
+        assert "WorldError" in error
+        assert (
+            "2 rank(s) were started and the Trainer has a world of 1, so that each rank would train for itself" in error
+        )
+        assert "pass Trainer(..., **layout()), with `from samestep.lightning import layout`" in error
+
+
+def layout_among(variables):
+    """What `layout()` says in a process that has these variables."""
+    import os
+
+    from samestep.lightning import layout
+
+    os.environ.update(variables)
+    return {name: value if isinstance(value, str | int) else type(value).__name__ for name, value in layout().items()}
+
+
+def test_processes_that_lightning_starts_by_itself_are_left_to_it(ranks):
+    alone = {"devices": "auto", "num_nodes": 1, "strategy": "auto"}
+    assert ranks(1, layout_among, {}) == [alone]
+    assert ranks(1, layout_among, {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}) == [alone]
+    assert ranks(2, layout_among, {}) == [{"devices": 2, "num_nodes": 1, "strategy": "DDPStrategy"}] * 2
 
 
 def misuse(case):
@@ -266,6 +315,12 @@ def _misuse(case):
     same = SameStep(global_batch=8, **given)
     if case == "alone":
         same.loaders(train=made).train_dataloader()
+    if case == "dataset":
+        same.data(data)
+    if case == "other_package":
+        same.data(type("Other", (type("Theirs", (), {"__module__": "pytorch_lightning.core.datamodule"}),), {})())
+    if case == "no_layout":
+        options = {"devices": 1, "strategy": "auto"}
     there = [] if case == "not_there" else [same]
     trainer = make_trainer(callbacks=[*there, *callbacks], **options)
     if case == "not_its_own":

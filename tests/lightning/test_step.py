@@ -128,21 +128,25 @@ def by_hand(n, epochs):
     return weights(module)
 
 
-def test_an_unchanged_module_learns_what_a_loop_by_hand_learns(ranks):
-    (hand,) = ranks(1, by_hand, 29, 2)
+@pytest.fixture(scope="module")
+def hand(ranks):
+    return ranks(1, by_hand, 29, 2)[0]
+
+
+def test_an_unchanged_module_learns_what_a_loop_by_hand_learns(ranks, hand):
     for size, given in ((1, {"micro_batch": 3}), (2, {"micro_batch": 3}), (3, {})):
         assert furthest(hand, ranks(size, fit, 29, given, {"max_epochs": 2})[0][0]) < 1e-6
 
 
-def fit_manually():
-    return closing(_fit_manually)
+def fit_manually(micro_batch=None):
+    return closing(_fit_manually, micro_batch)
 
 
-def _fit_manually():
+def _fit_manually(micro_batch):
     from samestep.lightning import SameStep
     from tests.lightning.trained import loader
 
-    same, module = SameStep(global_batch=8), regression()
+    same, module = SameStep(global_batch=8, micro_batch=micro_batch), regression()
     module.automatic_optimization = False
     loss = type(module).training_step
 
@@ -159,9 +163,19 @@ def _fit_manually():
     return weights(module)
 
 
-def test_manual_optimization_learns_the_same(ranks):
-    (hand,) = ranks(1, by_hand, 29, 2)
+def test_manual_optimization_learns_the_same(ranks, hand):
     assert furthest(hand, ranks(2, fit_manually)[0]) < 1e-6
+    assert furthest(hand, ranks(2, fit_manually, 4)[0]) < 1e-6  # a rank's four samples are one batch
+
+
+def test_manual_optimization_with_several_batches_a_step_is_refused(ranks):
+    for size, mine in ((1, 8), (2, 4)):
+        for error in ranks.errors(size, fit_manually, 3):
+            assert "Regression has manual optimization and steps once for each batch" in error
+            assert (
+                f"cuts the {mine} sample(s) of a rank in a step into {-(-mine // 3)} batches: leave micro_batch"
+                in error
+            )
 
 
 def fit_masked():
@@ -253,15 +267,16 @@ class Guided(nn.Module):
     The gate is zero, so the encoder's gradient is zero in any case: what is left is what an optimizer does to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.never = never
         self.encoder, self.net = nn.Linear(4, 8), nn.Linear(4, 8)
         self.register_buffer("gate", torch.zeros(()))
 
     def forward(self, inputs, labels):
         hidden = self.net(inputs)
-        if int(labels[0]) % 2:
+        if int(labels[0]) % 2 and not self.never:
             hidden = hidden + self.gate * self.encoder(inputs)
         return hidden.sum(-1)
 
@@ -278,7 +293,7 @@ def _fit_guided(unused, strategy):
         SameStep(global_batch=8, unused=unused),
         regression(0.1, torch.optim.AdamW, weight_decay=0.1, eps=1e-4),
     )
-    module.net = Guided()
+    module.net = Guided(never=unused == "error")  # on all ranks then, so that all raise and none waits
 
     def training_step(batch):
         inputs, labels = batch
@@ -306,9 +321,8 @@ def test_auto_gives_the_same_weights_on_any_number_of_ranks(ranks):
 
 def test_an_unused_parameter_is_named_on_one_rank_as_on_two(ranks):
     for size in (1, 2):
-        errors = ranks.errors(size, fit_guided, "error", None)
-        assert any("did not use 2 parameter(s) on rank" in error for error in errors)
-        assert any("net.encoder.weight, net.encoder.bias" in error for error in errors)
+        for rank, error in enumerate(ranks.errors(size, fit_guided, "error", None)):
+            assert f"step 0 did not use 2 parameter(s) on rank {rank}: net.encoder.weight, net.encoder.bias" in error
 
 
 def test_a_search_beside_auto_is_refused(ranks):

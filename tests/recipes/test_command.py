@@ -1,18 +1,23 @@
 """`samestep recipe`: what is listed, run and copied, in a checkout and from a wheel."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from samestep.cli.main import main
 from tests.conftest import REPOSITORY
+from tests.lightning.trained import quiet
 
 KNOWN = ", ".join(sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py")))
+LONG = 60 * "mine-" + ".py"
 
 MISTAKES = [
     ("run", f"no recipe was named: there are {KNOWN}"),
@@ -21,10 +26,15 @@ MISTAKES = [
     ("run --nproc-per-node 0 saliency", "--nproc-per-node 0 is impossible: type auto, gpu, cpu or a number from 1 up"),
     ("copy zzz", f"there is no recipe zzz: there are {KNOWN}"),
     ("copy digits --to here.py", "here.py exists and is not overwritten: move it away, or name another file with --to"),
+    (
+        "copy digits --to no/such/mine.py",
+        "there is no folder no/such: type `mkdir -p no/such` first, or name another file with --to",
+    ),
+    (f"copy digits --to {LONG}", f"{LONG} cannot be written (File name too long): name another file with --to"),
 ]
 
 
-@pytest.mark.parametrize(("typed", "complaint"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
+@pytest.mark.parametrize(("typed", "complaint"), MISTAKES, ids=[typed[:40] for typed, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2(typed, complaint, tmp_path, capsys):
     (tmp_path / "here.py").touch()
     assert main(["recipe", *typed.split()]) == 2
@@ -39,18 +49,50 @@ def test_every_recipe_is_listed_with_what_it_shows(capsys):
     assert all(len(line.split()) > 4 for line in lines)
 
 
+@pytest.mark.parametrize("name", KNOWN.split(", "))
+def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(name):
+    docs = REPOSITORY / "docs" / "recipes"
+    page = (docs / f"{name}.md").read_text()
+    plot = re.search(r"!\[.+\]\((\S+)\)", page)
+    assert plot, f"{name}.md shows no plot"
+    assert (docs / plot[1]).is_file()
+    assert f"samestep recipe run {name}" in page
+    assert re.search(r"^\|.*\d", page, re.MULTILINE), f"{name}.md has no table of figures"
+    assert re.search(r"^## What the seeds? did by hand$", page, re.MULTILINE)
+    assert f"[{name}]({name}.md)" in (docs / "index.md").read_text()
+    assert f"recipes/{name}.md" in (REPOSITORY / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("name", KNOWN.split(", "))
+def test_a_recipe_is_short_and_uses_public_names_alone(name):
+    text = (REPOSITORY / "recipes" / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 190, "no longer read in one sitting: move what is of general use to the library"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep"):
+            public = import_module(node.module).__all__
+            assert {alias.name for alias in node.names} <= set(public), f"{node.module} has {public}"
+
+
 def test_a_copy_is_the_recipe_itself(tmp_path, capsys):
     assert main(["recipe", "copy", "saliency"]) == 0
     assert (tmp_path / "saliency.py").read_bytes() == (REPOSITORY / "recipes" / "saliency.py").read_bytes()
     assert capsys.readouterr().out.startswith("saliency.py: run it with `samestep run saliency.py`")
     assert main(["recipe", "copy", "saliency", "--to", "mine.py"]) == 0
     assert (tmp_path / "mine.py").exists()
+    (tmp_path / "folder").mkdir()
+    assert main(["recipe", "copy", "saliency", "--to", "folder"]) == 0
+    assert (tmp_path / "folder" / "saliency.py").exists()
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("samestep.cli.recipe.find_spec", lambda name: None)
-    assert main(["recipe", "run", "digits"]) == 2
-    told = "samestep: the recipe digits needs more than samestep itself: pip install 'samestep[recipes]'\n"
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("digits", {"typer", "sklearn"}, "recipes"), ("lightning_images", {"lightning"}, "recipes,lightning")],
+)
+def test_without_the_extra_it_says_what_to_install(name, missing, extra, monkeypatch, capsys):
+    monkeypatch.setattr("samestep.cli.recipe.find_spec", lambda module: None if module in missing else object())
+    assert main(["recipe", "run", name]) == 2
+    packages = ", ".join(sorted(missing, reverse=True))
+    told = f"samestep: the recipe {name} needs {packages}, which is not installed: pip install 'samestep[{extra}]'\n"
     assert capsys.readouterr().err == told
 
 
@@ -61,25 +103,53 @@ def test_a_package_without_recipes_says_so(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: install samestep anew\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["cfg_diffusion", "digits", "distill", "latent_adapter", "progressive_images", "saliency"]
-)
-def test_a_recipe_says_what_its_options_mean(name):
-    script = REPOSITORY / "recipes" / f"{name}.py"
-    told = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
-    for option in ("--out", "--epochs", "--global-batch", "--seed"):
-        assert option in told.stdout, f"{name} has no {option}"
-    assert "over all ranks" in " ".join(told.stdout.replace("│", " ").split())
+@pytest.mark.slow
+def test_the_help_of_a_recipe_starts_no_ranks_and_leaves_no_folder(tmp_path, capfd):
+    assert main(["recipe", "run", "--nproc-per-node", "2", "digits", "--help"]) == 0
+    told = capfd.readouterr()
+    assert told.out.count("--global-batch") == 1
+    assert "logs in" not in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
+BAD = [
+    (name, option, value, low)
+    for name in KNOWN.split(", ")
+    for option, value, low in (("--epochs", "-1", 1), ("--epochs", "0", 1), ("--global-batch", "0", 1))
+] + [
+    ("cfg_diffusion", "--passes", "-3", 1),
+    ("cfg_diffusion", "--width", "8", 16),
+    ("distill", "--held-out", "2", 3),
+    ("latent_adapter", "--latents", "0", 1),
+    ("lightning_images", "--workers", "-1", 0),
+    ("progressive_images", "--size", "4", 8),
+    ("saliency", "--levels", "-1", 0),
+]
+
+
+def recipe_says(cases: list[tuple[str, ...]]) -> list[tuple[int, str]]:
+    """Exit code and text of recipes called with these words, without the frames around it. For a warm rank."""
+    from typer.testing import CliRunner
+
+    with quiet():
+        ended = [CliRunner().invoke(import_module(f"recipes.{name}").app, words) for name, *words in cases]
+    return [(each.exit_code, " ".join(re.sub("[│╭╮╰╯─]", " ", each.output).split())) for each in ended]
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_on_two_ranks_by_its_name(tmp_path):
-    command = [sys.executable, "-m", "samestep", "recipe", "run", "--nproc-per-node", "2", "--folder", "kept"]
-    ended = subprocess.run([*command, "saliency", "--epochs", "1"], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "the images and fixations of this run are SYNTHETIC" in ended.stdout
-    kept = {path.name for path in (tmp_path / "kept").iterdir()}
-    assert {"logs", "metrics.jsonl", "summary.json", "weights.pt", "maps.png", "synthetic"} <= kept
+def test_recipes_say_what_their_options_mean_and_which_numbers_they_take(ranks, tmp_path):
+    names = KNOWN.split(", ")
+    wrong = [(name, option, value) for name, option, value, _ in BAD]
+    (told,) = ranks(1, recipe_says, [(name, "--help") for name in names] + wrong)
+    for name, (code, text) in zip(names, told, strict=False):
+        assert code == 0
+        for option in ("--out", "--epochs", "--global-batch", "--seed"):
+            assert option in text, f"{name} has no {option}"
+        assert "over all ranks" in text
+    for (name, option, value, low), (code, text) in zip(BAD, told[len(names) :], strict=True):
+        assert code == 2, name
+        assert f"Invalid value for '{option}': Input should be greater than or equal to {low}" in text, (name, value)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

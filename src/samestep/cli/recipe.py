@@ -2,6 +2,8 @@
 
 import ast
 import shutil
+import subprocess
+import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +49,13 @@ def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
         raise LaunchError(f"no recipe was named: there are {', '.join(recipes())}")
     name, *arguments = typed["script"]
     path = find(name)
-    if find_spec("typer") is None:
-        raise LaunchError(f"the recipe {name} needs more than samestep itself: pip install 'samestep[recipes]'")
+    if missing := [module for module in _imported(path) if find_spec(module) is None]:
+        extra = "recipes,lightning" if "lightning" in missing else "recipes"
+        raise LaunchError(
+            f"the recipe {name} needs {', '.join(missing)}, which is not installed: pip install 'samestep[{extra}]'"
+        )
+    if {"-h", "--help"} & set(arguments):  # told by the script alone: no ranks, and no folder for what they would log
+        return subprocess.run([sys.executable, str(path), "--help"], check=False).returncode
     code = context.invoke(start, **{**typed, "module": False, "script": (str(path), *arguments)})
     assert isinstance(code, int)
     return code
@@ -56,14 +63,27 @@ def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
 
 @command.command("copy")
 @click.argument("name")
-@click.option("--to", "target", type=click.Path(path_type=Path), help="The file to write; default: NAME.py, here.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Path(path_type=Path),
+    help="The file to write, or the folder to write NAME.py into; default: here.",
+)
 def copy_recipe(name: str, target: Path | None) -> None:
     """Put the recipe NAME into this folder, to start from."""
     source = find(name)
     target = target or Path(source.name)
-    if target.exists():
-        raise LaunchError(f"{target} exists and is not overwritten: move it away, or name another file with --to")
-    shutil.copyfile(source, target)
+    try:
+        if target.is_dir():
+            target = target / source.name
+        if target.exists():
+            raise LaunchError(f"{target} exists and is not overwritten: move it away, or name another file with --to")
+        if not target.parent.is_dir():
+            make = f"type `mkdir -p {target.parent}` first"
+            raise LaunchError(f"there is no folder {target.parent}: {make}, or name another file with --to")
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise LaunchError(f"{target} cannot be written ({error.strerror}): name another file with --to") from error
     click.echo(f"{target}: run it with `samestep run {target}`, see its options with `python {target} --help`")
 
 
@@ -84,6 +104,17 @@ def find(name: str) -> Path:
         meant = f"; did you mean {near[0]}?" if near else ""
         raise LaunchError(f"there is no recipe {name}: there are {', '.join(known)}{meant}")
     return known[name]
+
+
+def _imported(path: Path) -> list[str]:
+    """The packages that a script imports at its top, each once."""
+    found: dict[str, None] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found.update(dict.fromkeys(alias.name.partition(".")[0] for alias in node.names))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found[node.module.partition(".")[0]] = None
+    return list(found)
 
 
 def _subject(path: Path) -> str:

@@ -1,17 +1,28 @@
 """Which sample, where, with which luck."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from samestep.data.hdf5 import HDF5Dataset
+# Imported when first asked for: h5py and Pillow come with extras, and torch costs seconds.
+_HOMES = {
+    "HDF5Dataset": "samestep.data.hdf5",
+    "ImageFiles": "samestep.data.images",
+    "LabelledImages": "samestep.data.images",
+    "cut_square": "samestep.data.images",
+    "pair_fixations": "samestep.data.fixations",
+    "read_images": "samestep.data.images",
+}
 
-__all__ = ["HDF5Dataset"]
+if TYPE_CHECKING:
+    from samestep.data.fixations import pair_fixations
+    from samestep.data.hdf5 import HDF5Dataset
+    from samestep.data.images import ImageFiles, LabelledImages, cut_square, read_images
+
+__all__ = ["HDF5Dataset", "ImageFiles", "LabelledImages", "cut_square", "pair_fixations", "read_images"]
 
 
 def __getattr__(name: str) -> object:
-    """Import HDF5Dataset when it is asked for: h5py comes with an extra."""
-    if name != "HDF5Dataset":
-        raise AttributeError(f"module 'samestep.data' has no attribute {name!r}")
-    from samestep.data.hdf5 import HDF5Dataset
-
-    return HDF5Dataset
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep.data' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

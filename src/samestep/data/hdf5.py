@@ -150,7 +150,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _open(path: Path, keys: tuple[str, ...]) -> _Handle:
-    h5py = _h5py()
+    h5py = require_h5py()
     file = _open_file(h5py, path)
     try:
         return _Handle(file, tuple(_open_column(h5py, file, path, key) for key in keys))
@@ -159,7 +159,8 @@ def _open(path: Path, keys: tuple[str, ...]) -> _Handle:
         raise
 
 
-def _h5py() -> ModuleType:
+def require_h5py() -> ModuleType:
+    """The package h5py, which comes with an extra."""
     try:
         import h5py
     except ModuleNotFoundError as error:

@@ -1,11 +1,12 @@
 """How the data of a Trainer is cut: exact loaders out of a user's, and how many batches a step has."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from samestep.data.order import Order
-from samestep.errors import DataError
+from samestep.errors import DataError, StepError
 from samestep.lightning.eval_loader import EvalLoader
 from samestep.lightning.reading import Reading, understand
 from samestep.lightning.train_loader import Settings, TrainLoader
@@ -35,8 +36,21 @@ class Cutter:
     def __init__(self, wish: Wish) -> None:
         self._wish = wish
         self.train: TrainLoader | None = None
+        self.saved: Mapping[str, int] = {}
+        """Of which run the checkpoint is that a Trainer resumes from; empty where it begins anew."""
         self._loaders: list[TrainLoader | EvalLoader] = []
         self._voice = Voice()
+
+    def check_module(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse micro-batches where the module steps by itself: it would step once for each of them."""
+        wish, mine = self._wish, -(-self._wish.global_batch // trainer.world_size)
+        if not module.automatic_optimization and wish.micro_batch is not None and mine > wish.micro_batch:
+            raise StepError(
+                f"{type(module).__name__} has manual optimization and steps once for each batch, and SameStep("
+                f"micro_batch={wish.micro_batch}) cuts the {mine} sample(s) of a rank in a step into "
+                f"{-(-mine // wish.micro_batch)} batches: leave micro_batch out, or let Lightning step "
+                "(automatic_optimization = True)"
+            )
 
     def train_loader(self, trainer: Trainer, loader: object) -> TrainLoader:
         """The loader of training; the Trainer is told how many batches a step has."""
@@ -48,6 +62,9 @@ class Cutter:
         self._tell_copies(cut)
         trainer.accumulate_grad_batches = cut.shape(0)[0]
         self.train = TrainLoader(trainer, reading, order, cut, wish.settings)
+        if self.saved:
+            self.train.check(self.saved)
+            self.saved = {}
         self._loaders.append(self.train)
         return self.train
 

@@ -102,6 +102,22 @@ class ExactData(LightningDataModule):
         return trainer
 
 
+def check_source(source: object) -> None:
+    """Refuse what has no loaders to be cut."""
+    if isinstance(source, LightningDataModule | LightningModule):
+        return
+    kind = type(source)
+    if any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
+        raise DataError(
+            f"{kind.__name__} is of the package pytorch_lightning, whose classes are others: import "
+            "LightningDataModule, LightningModule and Trainer from lightning.pytorch"
+        )
+    raise DataError(
+        f"SameStep.data got a {kind.__name__} and takes a LightningDataModule, or a LightningModule that has a "
+        "train_dataloader: for DataLoaders write same.loaders(train=DataLoader(dataset, batch_size=32, shuffle=True))"
+    )
+
+
 def hooks_of(source: LightningDataModule | LightningModule) -> Hooks:
     """The loaders that `source` defines."""
     return {name: getattr(source, name) for name in _LOADERS if is_overridden(name, source)}

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import DataError, StepError
 from samestep.lightning.cutter import Cutter, Wish
-from samestep.lightning.data import ExactData, hooks_for, hooks_of
+from samestep.lightning.data import ExactData, check_source, hooks_for, hooks_of
+from samestep.lightning.launched import check_layout
 from samestep.lightning.logged import Forgotten, bring_together
 from samestep.lightning.peers import gathered, settle
 from samestep.lightning.train_loader import Part, Settings
@@ -54,6 +55,7 @@ class SameStep(Callback):
 
     def data(self, source: LightningDataModule | LightningModule) -> LightningDataModule:
         """The data of `source`, which has train_dataloader and so on, cut exactly: pass it as `datamodule=`."""
+        check_source(source)
         whole = source if isinstance(source, LightningDataModule) else None  # a module's hooks Lightning calls itself
         return ExactData(hooks_of(source), whole, self._cutter, self)
 
@@ -94,6 +96,20 @@ class SameStep(Callback):
         self._losses.clear()
         parts = gathered(trainer, mine)
         return {step: sum(part.get(step, 0.0) for part in parts) for step in mine}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what would learn something else, before any data is read."""
+        check_layout(trainer)
+        if stage == "fit":
+            self._cutter.check_module(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on from this checkpoint must have alike; where it stands is in the loader's."""
+        return {} if self._cutter.train is None else dict(self._cutter.train.identity)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep it until the training data is there to be compared, before the first step."""
+        self._cutter.saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See that the data is exact, and watch for parameters that are not used."""

@@ -6,7 +6,7 @@ the step, and `Part.weight` says what its mean must weigh. The position is Light
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -100,29 +100,38 @@ class TrainLoader:
         """Where training stands, in steps: valid on any world size and any accumulation."""
         done = self._progress().processed
         step = self._cut.steps if done >= len(self) else done // self.count
-        cut = self._cut
-        return {"step": step, "seed": self._order.seed, "n": cut.n, "global_batch": cut.global_batch}
+        return {"step": step, **self.identity}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Turn the batches that Lightning counted on another layout into those of this one.
 
         A window of accumulation that was under way is begun anew: its gradients were not saved.
         """
-        for name, here, remedy in (
-            ("n", self._cut.n, "give the same dataset, or begin anew without ckpt_path"),
-            ("global_batch", self._cut.global_batch, f"pass SameStep(global_batch={state.get('global_batch')})"),
-            ("seed", self._order.seed, f"pass SameStep(seed={state.get('seed')})"),
-        ):
-            if state.get(name) != here:
-                raise StateError(
-                    f"the checkpoint's position has {name}={state.get(name)} and this training has {name}={here}: the "
-                    f"samples already seen would not be the same; {remedy}"
-                )
+        self.check(state)
         progress, place = self._progress(), self._batches_until(state["step"])
         # Saved in on_train_batch_end, a batch is processed and not yet completed; Lightning looks at the difference.
         lag = progress.processed - progress.completed
         progress.ready = progress.started = progress.processed = place
         progress.completed = place - lag
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What must be the same in a run that goes on from this one's checkpoints."""
+        return {"n": self._cut.n, "global_batch": self._cut.global_batch, "seed": self._order.seed}
+
+    def check(self, saved: Mapping[str, int]) -> None:
+        """Refuse to go on from a run with other data, another global batch or another seed."""
+        remedies = {
+            "n": "give the same dataset, or begin anew without ckpt_path",
+            "global_batch": f"pass SameStep(global_batch={saved.get('global_batch')})",
+            "seed": f"pass SameStep(seed={saved.get('seed')})",
+        }
+        for name, here in self.identity.items():
+            if saved.get(name) != here:
+                raise StateError(
+                    f"the checkpoint's position has {name}={saved.get(name)} and this training has {name}={here}: the "
+                    f"samples already seen would not be the same; {remedies[name]}"
+                )
 
     def close(self) -> None:
         """End the data workers."""

@@ -1,0 +1,108 @@
+"""`samestep plan RECIPE`: every recipe says what it needs, and none begins to train."""
+
+import json
+import sys
+
+import pytest
+
+from samestep.cli.main import main
+from tests.conftest import REPOSITORY
+
+KNOWN = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
+# Those that read no model from a file: what is made of SmolLM2 and MiniLM takes some seconds more.
+QUICK = [name for name in KNOWN if name not in ("distill", "latent_adapter")]
+
+
+@pytest.fixture(autouse=True)
+def _reads_scripts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces, Lightning the other
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    yield
+    for name in KNOWN:
+        sys.modules.pop(name, None)
+
+
+def planned(capsys, name, *own):
+    assert main(["plan", name, "--global-batch", "64", "--gpus", "h100:2", "--json", "--", *own]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_recipe_is_planned_by_its_name(name, capsys, tmp_path):
+    told = planned(capsys, name)
+    assert told["model"]["how"] == "traced without memory"
+    assert told["start"].startswith("samestep recipe run ")
+    assert told["start"].endswith(f" {name}")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("distill", []),
+        ("distill", ["--mode", "logits", "--layers", "1", "--teacher"]),
+        ("latent_adapter", ["--models"]),
+    ],
+    ids=["vectors", "words", "latents"],
+)
+def test_a_recipe_around_a_frozen_model_is_planned_too(name, own, capsys, smollm2_by_layers):
+    told = planned(capsys, name, *own, *([str(smollm2_by_layers[2])] if own else []))
+    assert sum(told["model"]["frozen"].values()) > sum(told["model"]["trainable"].values()) > 10**6
+    placed = {each["frozen"]: each["blocked"] for each in told["candidates"]}
+    if own[:1] == ["--mode"]:
+        return  # gradients pass through the student's own frozen words, which work alone does not tell from a teacher
+    passes = "gradients pass through the frozen parts, and run.teacher computes without"
+    assert placed["sharded"] == (passes if name == "latent_adapter" else None)
+
+
+def test_settings_of_a_recipe_follow_two_dashes(capsys):
+    small, large = (
+        planned(capsys, "progressive_images", *own)["model"]["weights"]
+        for own in ([], ["--net", "resnet50", "--width", "64", "--size", "224"])
+    )
+    assert large > 20 * small
+
+
+def test_a_setting_that_a_recipe_lacks_lists_those_it_has(capsys):
+    assert main(["plan", "saliency", "--global-batch", "64", "--gpus", "h100:2", "--", "--colour", "red"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("samestep: saliency cannot be called so (No such option '--colour'")
+    assert told.endswith("here --channels, --levels, --width, --height\n")
+
+
+def test_what_is_no_recipe_lists_those_that_are(capsys):
+    assert main(["plan", "salency", "--global-batch", "64"]) == 2
+    assert capsys.readouterr().err == (
+        "samestep: salency names no function and no recipe: type the module or file, a colon and the function, as in "
+        f"mylab:build, or train.py:build, or one of {', '.join(KNOWN)}\n"
+    )
+
+
+@pytest.fixture
+def other_recipes(tmp_path, monkeypatch):
+    def put(text):
+        (tmp_path / "bare.py").write_text(text)
+        monkeypatch.setattr("samestep.cli.recipe.recipes", lambda: {"bare": tmp_path / "bare.py"})
+
+    yield put
+    sys.modules.pop("bare", None)
+
+
+def test_a_recipe_without_a_build_says_what_to_do(capsys, other_recipes):
+    other_recipes('"""Nothing to build."""')
+    assert main(["plan", "bare", "--global-batch", "64"]) == 2
+    assert capsys.readouterr().err == (
+        "samestep: the recipe bare has no function build that gives its model and a batch: copy it with `samestep "
+        "recipe copy bare`, write one, and type bare.py:build\n"
+    )
+
+
+@pytest.mark.parametrize(("module", "extra"), [("nowhere", "recipes"), ("lightning_nowhere", "recipes,lightning")])
+def test_a_recipe_whose_packages_are_missing_says_what_to_install(capsys, other_recipes, module, extra):
+    other_recipes(f"import {module}")
+    assert main(["plan", "bare", "--global-batch", "64"]) == 2
+    assert capsys.readouterr().err == (
+        f"samestep: the recipe bare needs {module}, which is not installed: pip install 'samestep[{extra}]'\n"
+    )
