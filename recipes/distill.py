@@ -112,7 +112,7 @@ def main(
     teacher: Annotated[Path | None, typer.Option(help="a Hugging Face folder; default: MiniLM, or SmolLM2")] = None,
     teacher_placement: Annotated[str, typer.Option(help="cpu, gpu, served, cached, ...")] = "auto",
     teacher_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="logits that are sent or kept, served and cached")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="keep so many logits of each word, and their sum")] = None,
     texts: Annotated[Path | None, typer.Option(help="one sentence a line; default: Shakespeare's")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="sentences to learn from; default: by mode")] = None,
     held_out: Annotated[int | None, typer.Option(min=3, help="sentences to be judged by; default: by mode")] = None,

@@ -88,7 +88,7 @@ def command(
         _calibrate()
     asked = list(_what_if_machines(gpus, nodes)) if what_if else [_machines(gpus, nodes)]
     traces = Traces(wish, str(target), _find(str(target), arguments))
-    plans = [traces.plan_here(each) if here else traces.plan(each) for each, here in asked]
+    plans = [traces.plan(each, here=here) for each, here in asked]
     _print(plans, samples if what_if else None, as_json)
     context.exit(0 if any(found.chosen for found in plans) else 1)
 
@@ -100,14 +100,10 @@ class Traces:
         self._wish, self._name, self._build = wish, name, build
         self._known: dict[tuple[str, str], ModelFacts] = {}
 
-    def plan(self, machines: Machines) -> Plan:
-        """The choice on these machines."""
-        return self._planned(machines, self.facts(machines))
-
-    def plan_here(self, machines: Machines) -> Plan:
-        """The choice on machines of which one is this: times are measured on its GPU."""
-        made = self.plan(machines)
-        if made.chosen is None or machines.device.kind != "cuda":
+    def plan(self, machines: Machines, *, here: bool) -> Plan:
+        """The choice on these machines; where one of them is here, times are measured on its GPU."""
+        made = self._planned(machines, self.facts(machines))
+        if made.chosen is None or machines.device.kind != "cuda" or not here:
             return made
         with _patience(f"running operations of {self._name} on this GPU, one by one"):
             from samestep.measure.timing import time_here
