@@ -75,6 +75,7 @@ def meet(steps, told_at):
                 if calling.reached():
                     met.append((at, run.sum(len(news))))
                     news.clear()
+                    calling.beaten()
     finally:
         call._LATE_SECONDS, call._LOOK_SECONDS = late, look
     return met

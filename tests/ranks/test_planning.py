@@ -1,8 +1,10 @@
 """A run that plans by itself: live hardware, a traced step, one choice for all ranks, the same weights."""
 
 import json
+import os
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +14,20 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.facts.machine_words import machines_of
+from samestep.facts.world import World
 from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.choose import plan
+from samestep.ranks.sharing import tightest_share
 from samestep.run import planning
-from samestep.run.planning import tell
+from samestep.run.planning import Site, tell
+from samestep.wrap.precision import choose_numbers, see_arithmetic
+from samestep.wrap.wrap import Wish
 
 LUCK = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(96, 20, 64, generator=LUCK), torch.randint(0, 10, (96,), generator=LUCK))
 EXAMPLE = (torch.zeros(8, 20, 64), torch.zeros(8, dtype=torch.long))
+EXAMPLE_OF_FOUR = torch.zeros(4, 4)
+FP32 = choose_numbers([see_arithmetic(torch.device("cpu"), "fp32", False)])
 OVERHEAD = 300 * 2**20  # that a plan counts for a process on the CPU
 
 
@@ -50,7 +58,8 @@ def room(free):
     """A device with so many bytes for a model beside what each process takes; None: as it is."""
     before = planning._free, planning.CUDA_MARGIN
     if free is not None:
-        planning._free, planning.CUDA_MARGIN = lambda device: float(OVERHEAD + free), 0.0
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a node share what is free on its CPU
+        planning._free, planning.CUDA_MARGIN = lambda device: float(sharing * (OVERHEAD + free)), 0.0
     try:
         yield
     finally:
@@ -159,3 +168,24 @@ def test_memory_is_compared_where_the_device_tells_it():
         == "plan: 1.0 GiB were estimated and 1.1 GiB came (+12%); 0.5 s a step were estimated and 0.4 s came (-20%)"
     )
     assert tell({"planned_seconds": 0.5}) == ""
+
+
+def free_of_a_rank(free):
+    with room(None), Run(global_batch=8) as run:
+        return tightest_share(run._link, "looking for room", run.device, free)
+
+
+def test_ranks_of_one_device_share_what_is_free_there(ranks):
+    assert ranks(1, free_of_a_rank, 6e9) == [6e9]
+    assert ranks(2, free_of_a_rank, 6e9) == [3e9, 3e9]
+    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == [6e9, 6e9]
+
+
+def test_nodes_with_unlike_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+    world = World(rank=0, size=3, local_size=2, nodes=2)
+    found = planning._machines(world, 2**33)
+    assert (found.devices, found.per_node, found.nodes) == (3, 1, 3)
+    site = Site(SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given))
+    made = planning._decide(site, nn.Linear(4, 4), Wish(), EXAMPLE_OF_FOUR, "AdamW", 2**33)
+    assert made.chosen.layout.ranks == 3

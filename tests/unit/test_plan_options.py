@@ -1,6 +1,6 @@
 """Parameters of a build function as options of the command line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,6 +51,31 @@ def test_a_dataclass_is_typed_by_its_fields_and_a_list_as_often_as_needed():
     assert called(function=made) == (Preset("small", 8), None)
     typed = ["--net", "large", "--folders", "a", "--folders", "b"]
     assert called(*typed, function=made) == (Preset("large", 8), [Path("a"), Path("b")])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """With a list of its own."""
+
+    widths: list[int] = field(default_factory=lambda: [64, 64])
+    depth: Literal[1, 2] = 1
+
+
+def test_a_list_that_was_not_typed_keeps_its_default_and_a_literal_its_kind():
+    def made(shape: Shape = Shape(), depth_of_all: Literal[3, 4] = 3):  # noqa: B008  # it is frozen
+        return shape, depth_of_all
+
+    assert called(function=made) == (Shape(), 3)
+    assert called("--widths", "8", "--depth", "2", "--depth-of-all", "4", function=made) == (Shape([8], 2), 4)
+
+
+def test_a_list_without_a_default_must_be_typed():
+    def made(widths: list[int]):
+        return widths
+
+    assert called("--widths", "8", "--widths", "9", function=made) == [8, 9]
+    with pytest.raises(PlanError, match=r"lab:build cannot be called so \(Missing option '--widths'.*here --widths"):
+        called(function=made)
 
 
 def test_what_is_called_need_not_be_a_function_and_keeps_its_name():

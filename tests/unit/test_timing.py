@@ -135,6 +135,14 @@ def test_a_model_that_looks_at_values_is_not_timed():
     assert time_model(facts, build, machines_of("cpu:1"), CPU, 4, FP32) == facts
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_a_norm_over_the_batch_is_timed_with_more_rows_than_one(micro_batch):
+    facts = trace_model(images, precision="fp32", target="cpu")
+    timed = time_model(facts, images, machines_of("cpu:1"), CPU, micro_batch, FP32).timed
+    assert timed is not None
+    assert [samples for samples, _ in timed.points] == [2, 4]
+
+
 def test_the_host_is_timed_with_a_few_samples_and_without_weights():
     found = host_seconds(words, CPU, None, score, channels_last=False)
     assert found is not None

@@ -57,12 +57,16 @@ def _options(parameter: inspect.Parameter) -> Iterator[click.Option]:
 
 
 def _value(parameter: inspect.Parameter, typed: dict[str, object]) -> object:
-    if not _is_record(parameter.default):
-        given = typed[parameter.name]
-        several = isinstance(given, tuple)
-        return list(cast("tuple[object, ...]", given)) or parameter.default if several else given
-    changed = {field.name: typed[field.name] for field in dataclasses.fields(parameter.default)}
-    return dataclasses.replace(parameter.default, **changed)
+    record = parameter.default
+    if not _is_record(record):
+        return _given(typed[parameter.name], record)
+    fields = [field.name for field in dataclasses.fields(record)]
+    return dataclasses.replace(record, **{name: _given(typed[name], getattr(record, name)) for name in fields})
+
+
+def _given(typed: object, default: object) -> object:
+    """What was typed; of a list that was not typed at all, the default."""
+    return list(cast("tuple[object, ...]", typed)) or default if isinstance(typed, tuple) else typed
 
 
 def _is_record(value: object) -> bool:
@@ -73,7 +77,7 @@ def _option(name: str, annotation: object, default: object) -> click.Option:
     kind = _kind(annotation, default)
     flag = f"--{name.replace('_', '-')}"
     if get_origin(kind) is list:
-        return click.Option([flag, name], type=_click_type(get_args(kind)[0]), multiple=True)
+        return click.Option([flag, name], type=_click_type(get_args(kind)[0]), multiple=True, required=default is _NONE)
     if default is _NONE:
         return click.Option([flag, name], type=_click_type(kind), required=True)
     if kind is bool:
@@ -94,7 +98,7 @@ def _kind(annotation: object, default: object) -> object:
 
 def _click_type(kind: object) -> "click.ParamType[Any, Any]":  # quoted: older ones take no arguments
     if get_origin(kind) is Literal:
-        return click.Choice([str(choice) for choice in get_args(kind)])
+        return click.Choice(get_args(kind))  # gives the value, not its text
     known: dict[object, click.ParamType[Any, Any]] = {
         int: click.INT,
         float: click.FLOAT,

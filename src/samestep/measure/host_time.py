@@ -11,12 +11,12 @@ from samestep.data.tree import map_tensors
 from samestep.errors import PlanError
 from samestep.measure.shapes import FloatsOnMeta
 from samestep.measure.subject import Build, Loss, Subject, build_subject
+from samestep.measure.trace import FEWEST
 from samestep.wrap.frozen import frozen_parts, keep_frozen_in_eval
 from samestep.wrap.precision import use_channels_last
 
 # What the user's own code may raise on weights that it does not expect, as it is or told by us.
 _CANNOT = (PlanError, RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
-_FEW = 2  # samples: one row is a case of its own for BatchNorm
 _WARM, _TIMED = 3, 7
 
 
@@ -42,12 +42,12 @@ def host_seconds(
 
 
 def _timed(subject: Subject, device: torch.device, dtype: torch.dtype | None) -> float:
-    batch, spans = subject.batch(_FEW), list[float]()
+    batch, spans = subject.batch(FEWEST), list[float]()
     for _ in range(_WARM + _TIMED):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         since = time.perf_counter()
-        set_micro_batch(torch.zeros(_FEW, dtype=torch.long))
+        set_micro_batch(torch.zeros(FEWEST, dtype=torch.long))
         with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
             value = subject.compute_loss(batch)
         value.backward()

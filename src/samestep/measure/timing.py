@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from samestep.errors import PlanError
 from samestep.facts.machines import Machines
 from samestep.facts.model import ModelFacts, Op, Timed
 from samestep.measure.calls import Call, Cost, Shape
@@ -11,7 +12,7 @@ from samestep.measure.host_time import host_seconds
 from samestep.measure.operations import Work
 from samestep.measure.replay import replay
 from samestep.measure.subject import Build, Loss
-from samestep.measure.trace import trace_calls
+from samestep.measure.trace import FEWEST, trace_calls
 from samestep.plan.speed import op_seconds
 from samestep.torch_private import cannot_be_traced
 from samestep.wrap.precision import Numbers, check_wish, choose_numbers, see_arithmetic, set_fp32_products
@@ -41,12 +42,12 @@ def time_model(
 
     As they were where the model cannot be traced, or where nobody has kernels to run.
     """
-    sizes = sorted({max(1, micro_batch // 2), max(2, micro_batch)})
+    sizes = sorted({max(FEWEST, micro_batch // 2), max(2 * FEWEST, micro_batch)})
     kind = "cuda" if device.type == "cuda" else "cpu"
     try:
         works = trace_calls(build, sizes, precision=numbers.name, loss=loss, target=kind, channels_last=channels_last)
     except Exception as error:
-        if cannot_be_traced(error):
+        if cannot_be_traced(error) or isinstance(error, PlanError):  # as in a step of another size than was planned by
             return facts
         raise
     restore = set_fp32_products(numbers)
@@ -58,6 +59,7 @@ def time_model(
     host = host_seconds(build, device, numbers.dtype, loss, channels_last) if _runs_whole(facts, device) else None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what follows counts on it
+        torch.cuda.reset_peak_memory_stats(device)  # or the probe would count as training's
     how = f"{facts.how}; its operations timed on this device"
     return replace(facts, timed=Timed(machines.device.name, points, host), how=how)
 

@@ -33,7 +33,8 @@ from samestep.wrap.recompute import recompute_blocks
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTO = {"cuda": "bf16", "cpu": "fp32"}
-_FEWEST = 2  # samples: one row is a case of its own for BatchNorm, and for kernels
+FEWEST = 2
+"""Samples that a step is looked at with, at least: one row is a case of its own for BatchNorm, and for kernels."""
 # What a user wrote, by the operation that it comes down to.
 _ASKED = {
     "aten._local_scalar_dense.default": ".item(), float() or `if` of a tensor",
@@ -112,14 +113,14 @@ def _facts(build: Build, loss: Loss | None, terms: Terms, wish: _Wish) -> ModelF
                 raise
             why = first_line(error)
         how = (
-            f"measured with real micro-batches of {_FEWEST} and {2 * _FEWEST} samples on the CPU, since a step looks "
+            f"measured with real micro-batches of {FEWEST} and {2 * FEWEST} samples on the CPU, since a step looks "
             f"at values, which a trace has not ({_ASKED.get(why, why)})"
         )
         subject = build_subject(build, loss)
         _set_up(subject, wish)
         # as many bytes as bf16, whose kernels some CPUs claim to have and die of
         real = replace(terms, dtype=None if terms.dtype is None else torch.float16)
-        return _look(subject, real, wish, 2 * _FEWEST, how)
+        return _look(subject, real, wish, 2 * FEWEST, how)
 
 
 def trace_calls(
@@ -165,7 +166,7 @@ def _trace(subject: Subject, terms: Terms, wish: _Wish, how: str) -> ModelFacts:
     _set_up(subject, wish)
     with without_memory(), WholeNumbers():
         bare = replace(subject, example=to_shapes(subject.model, subject.example))
-        return _look(bare, terms, wish, 2 * max(_FEWEST, subject.samples), how)
+        return _look(bare, terms, wish, 2 * max(FEWEST, subject.samples), how)
 
 
 def _set_up(subject: Subject, wish: _Wish) -> None:

@@ -86,7 +86,7 @@ def plan(
     if not fitting:
         return Plan(task, None, tuple(rest), advise(task, rest, _fitting_on))
     best = _best(fitting)
-    told = [replace(each, reason=_lost(each, best)) for each in fitting if each is not best]
+    told = [replace(each, reason=_lost(each, best, fitting[0].time.total)) for each in fitting if each is not best]
     chosen = replace(best, reason=_won(task, best, told))
     return Plan(task, chosen, (chosen, *told, *rest))
 
@@ -215,10 +215,9 @@ def _asks(candidate: Candidate) -> tuple[int, int]:
     return layout.offload + layout.recompute + (layout.frozen is not None) + (layout.shards > 1), candidate.memory.total
 
 
-def _lost(candidate: Candidate, best: Candidate) -> str:
-    times = candidate.time.total / best.time.total
-    slow = f"{times:.2f} times the seconds of the chosen"
-    if times <= AS_FAST:
+def _lost(candidate: Candidate, best: Candidate, fastest: float) -> str:
+    slow = f"{candidate.time.total / best.time.total:.2f} times the seconds of the chosen"
+    if candidate.time.total <= fastest * AS_FAST:
         more = "memory" if _asks(candidate)[0] == _asks(best)[0] else "settings"
         return f"{slow}: as fast, with more {more}"
     part, extra = _slowest(candidate, best)
@@ -234,7 +233,8 @@ def _slowest(candidate: Candidate, best: Candidate) -> tuple[str, float]:
 
 def _won(task: Task, best: Candidate, others: Sequence[Candidate]) -> str:
     used, has = bytes_text(best.memory.total), bytes_text(task.machines.device.memory_free)
-    rest = f"the fastest of {len(others) + 1} that fit" if others else "the only one that fits"
+    among = "about the fastest" if any(each.time.total < best.time.total for each in others) else "the fastest"
+    rest = f"{among} of {len(others) + 1} that fit" if others else "the only one that fits"
     return (
         f"{rest}: {best.time.total:.3g} s a step, {used} of {has} free on a device, {task.margin:.0%} left as a margin"
     )

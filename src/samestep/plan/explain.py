@@ -33,15 +33,6 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
     return [_row(candidate, plan) for candidate in plan.candidates]
 
 
-def line(plan: Plan) -> str:
-    """The decision and its reason in one line, as a run says it."""
-    if plan.chosen is None:
-        return f"plan: nothing fits on {plan.task.machines.words}; {plan.advice[0] if plan.advice else ''}".rstrip("; ")
-    chosen = plan.chosen
-    cut = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
-    return f"plan: {chosen.layout.name}, global batch {plan.task.global_batch} as {cut} ({chosen.reason})"
-
-
 def bar(plan: Plan, width: int) -> list[Segment]:
     """A device's memory as parts of `width` characters: the chosen candidate's, what is free, left, or others hold."""
     assert plan.chosen is not None

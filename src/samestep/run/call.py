@@ -33,7 +33,7 @@ class Call:
         self._boundary = self._round = 0
         self._promised: int | None = None
         self._meeting: int | None = None
-        self._beaten = time.monotonic()
+        self._beaten, self._coming = time.monotonic(), False
         self._changed = threading.Condition()
         self._closed = threading.Event()
         if self._store is not None:
@@ -42,7 +42,7 @@ class Call:
 
     def beaten(self) -> None:
         """The pulse has come: it is in time again."""
-        self._beaten = time.monotonic()
+        self._beaten, self._coming = time.monotonic(), False
 
     def reached(self) -> bool:
         """Count a step boundary; whether the pulse was called for here, which is so on all ranks or on none."""
@@ -58,7 +58,7 @@ class Call:
                     seen = self._link.look_around(since, seen, self._link.timeout)
             if self._boundary < self._meeting:
                 return False
-            self.beaten()  # it comes now: nobody is to call for the next one meanwhile
+            self._coming = True  # nobody is to call for the next one until all have come to this
             self._promised, self._meeting, self._round = None, None, self._round + 1
             return True
 
@@ -76,7 +76,7 @@ class Call:
         return _LOOK_SECONDS
 
     def _is_late(self) -> bool:
-        return time.monotonic() - self._beaten > _LATE_SECONDS
+        return not self._coming and time.monotonic() - self._beaten > _LATE_SECONDS
 
     def _join(self) -> None:
         assert self._store is not None

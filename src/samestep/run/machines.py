@@ -24,15 +24,16 @@ def machines_of_ranks(world: World) -> Machines:
     """The same as the ranks of a run have it: on a CPU they share cores and memory."""
     found, ranks = machines_seen(world.nodes), world.local_size
     cores = min(found.cores, ranks * torch.get_num_threads())
-    own = found.device if found.device.kind != "cpu" else _part(found.device, cores / found.cores / ranks)
+    own = found.device
+    if own.kind == "cpu":
+        own = replace(_part(own, cores / found.cores / ranks), memory=own.memory // ranks)
     return replace(found, device=own, cores=cores)
 
 
 def _part(device: Device, share: float) -> Device:
-    """What one rank has of a processor that several compute on, or that it does not use in full."""
+    """How fast one rank computes on a processor that it shares with others, or does not use in full."""
     return replace(
         device,
-        memory=int(device.memory * share),
         rates={dtype: rate * share for dtype, rate in device.rates.items()},
         bandwidth=device.bandwidth * share,
         measured={

@@ -21,6 +21,7 @@ from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.candidate import Candidate
 from samestep.plan.choose import Plan, plan
 from samestep.ranks.link import Link
+from samestep.ranks.sharing import tightest_share
 from samestep.run.machines import machines_of_ranks
 from samestep.units import bytes_text
 from samestep.wrap.precision import Numbers
@@ -80,7 +81,7 @@ def decide(site: Site, model: nn.Module, wish: Wish, example: object | None, opt
     settled = site.link.alone or wish.strategy is not None or site.device.type != "cuda"
     if example is None and settled:
         return None
-    free = min(float(part[0]) for part in site.link.exchange("planning", [_free(site.device)]))
+    free = tightest_share(site.link, "planning", site.device, _free(site.device))
     return cast(Decision, site.once(_decide, site, model, wish, example, optimizer, int(free)))
 
 
@@ -155,13 +156,19 @@ def _counted(site: Site, machines: Machines, model: nn.Module, wish: Wish, examp
 
 
 def _machines(world: World, free: int) -> Machines:
-    """This run's own devices: as many a node as it has ranks there, with what the tightest rank has free."""
+    """This run's own devices: as many a node as it has ranks there, with what the tightest rank has free.
+
+    Where nodes have unlike numbers of ranks, each rank counts as a node of its own: nothing is faster than the network.
+    """
     found = machines_of_ranks(world)
-    return replace(found, device=replace(found.device, memory_free=free), per_node=world.local_size)
+    found = replace(found, device=replace(found.device, memory_free=free))
+    if world.size == world.nodes * world.local_size:
+        return replace(found, per_node=world.local_size)
+    return replace(found.of_size(1, world.size), host_memory=found.host_memory // world.local_size)
 
 
 def _free(device: torch.device) -> float:
-    """Bytes for this rank; what a GPU says to be free lacks this process's context, which a plan counts."""
+    """Bytes that are free where this rank computes; a GPU's lack this process's context, which a plan counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT + torch.cuda.memory_reserved(device)
     return read_hardware().memory_available

@@ -1,15 +1,13 @@
 """Which placement a teacher gets where the user names none: the fastest that fits, with the table of all."""
 
 import textwrap
-import zlib
 from dataclasses import dataclass, replace
 from typing import Final
-
-import torch
 
 from samestep.errors import TeacherError
 from samestep.plan.explain import TEACHER_TITLES, teacher_rows
 from samestep.plan.teacher import Setting, TeacherFacts, TeacherPlan, placement_cost, weigh_placements
+from samestep.ranks.sharing import tightest_share
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Wish
 from samestep.teacher.needs import needs_of
@@ -44,10 +42,9 @@ class Choice:
 
 def choose_placement(ground: Ground, frozen: Frozen, wish: Wish) -> Choice:
     """The fastest placement that fits the tightest rank, decided by the first rank for all, and why."""
-    told = [[float(value) for value in part] for part in ground.link.exchange("choosing a placement", _rooms(ground))]
-    sharing = {rank: sum(other[2:] == mine[2:] for other in told) for rank, mine in enumerate(told)}
-    device = int(min(mine[0] / sharing[rank] for rank, mine in enumerate(told)))
-    host = int(min(mine[1] for mine in told))
+    act = "choosing a placement"
+    device = int(tightest_share(ground.link, act, ground.device, float(device_room(ground.device))))
+    host = int(min(float(part[0]) for part in ground.link.exchange(act, [float(host_room())])))
 
     def choose() -> Choice:
         """Weigh all placements; on the first rank only, as machines and examples may differ."""
@@ -63,14 +60,6 @@ def choose_placement(ground: Ground, frozen: Frozen, wish: Wish) -> Choice:
             "dtype=, larger or more GPUs, or name a placement= to try it all the same"
         )
     return choice
-
-
-def _rooms(ground: Ground) -> list[float]:
-    """Free bytes of this rank's device and of its node; and which node and device they are, as ranks may share one."""
-    cuda = ground.device.type == "cuda"
-    name = getattr(torch.cuda.get_device_properties(ground.device), "uuid", "") if cuda else ""
-    mark = zlib.crc32(f"{ground.device} {name}".encode())
-    return [float(device_room(ground.device)), float(host_room()), float(ground.link.world.node), float(mark)]
 
 
 def _weigh(setting: Setting, frozen: Frozen, wish: Wish, device: int, host: int) -> Choice:
