@@ -5,6 +5,8 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
+# Much of a test is waiting for processes, so two files of tests run at a time; `make SIDE_BY_SIDE= test` runs one.
+SIDE_BY_SIDE := -n 2 --dist loadfile
 SOURCES := src tests tools recipes benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -21,7 +23,7 @@ demo: $(READY)  ## train on one rank and on two, and show that both learnt the s
 	@$(BIN)/python tools/demo.py
 
 test: $(READY) slurm nodes data  ## run every test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # The tests of SLURM start a real one. Where it may not be installed they are skipped, and pytest says so at its end.
 slurm:  ## install SLURM for its tests, where this user may (Debian and Ubuntu, as root)
@@ -45,7 +47,7 @@ data:  ## install Fashion-MNIST for the test of a recipe, where this user may (D
 	    > /dev/null || echo "it could not be installed: the test on it will be skipped"; fi
 
 fast: $(READY)  ## run the tests that take no more than a few seconds each
-	@$(BIN)/python -m pytest -m 'not slow'
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
 check: $(READY)  ## format, lint, types, layers and the tree in README, without changing anything
 	$(BIN)/ruff format --check .
