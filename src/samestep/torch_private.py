@@ -1,10 +1,11 @@
 """What torch does not offer in public yet, or offers by other names in other versions; wrapped here alone."""
 
 import inspect
+import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -87,9 +88,19 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params if group is not None else ()
 
 
-def without_memory() -> AbstractContextManager[object]:
-    """Let tensors be made and computed with by shape alone; those that have memory already may take part."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def without_memory() -> Generator[None]:
+    """Let tensors be made and computed with by shape alone; those that have memory already may take part.
+
+    Torch logs every operation that fails so with its whole stack, beside the exception that is raised and told.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
 
 
 def with_memory() -> AbstractContextManager[object]:

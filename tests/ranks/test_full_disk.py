@@ -1,5 +1,6 @@
 """Runs whose own folder lies on a disk that fills up: what goes on, what is an error, what is lost."""
 
+import os
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import TensorDataset
 from samestep import Run, read_metrics
 from samestep.checkpoint.catalog import newest_sound
 from samestep.data.audit import audit
+from samestep.errors import LogError
 from samestep.sinks import appended
 from tests.small_disk import SmallDisk, small_disk
 
@@ -97,3 +99,21 @@ def test_a_disk_that_is_read_only_from_the_start_costs_logs_and_refuses_checkpoi
     assert any("log.txt lacks" in text and "the disk is read-only: choose another folder" in text for text in warned[0])
     told = ranks.errors(size, train, disk, (), (3,), False)
     assert all("failed: the disk is read-only: choose another folder; the checkpoints already" in text for text in told)
+
+
+def begin(folder):
+    with Run(global_batch=4, folder=folder):
+        return "begun"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_folder_that_cannot_be_made_is_refused_at_the_start_on_every_rank(ranks, tmp_path, size):
+    (tmp_path / "taken").write_text("")
+    for told in ranks.errors(size, begin, tmp_path / "taken" / "run"):
+        assert f"taken/run cannot be made: {tmp_path / 'taken'} is a file; name another folder" in told
+
+
+def test_a_folder_that_may_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
+    with pytest.raises(LogError, match=r"run's folder .*new/run cannot be made: .* may not be written; name another"):
+        begin(tmp_path / "new" / "run")

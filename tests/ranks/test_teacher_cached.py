@@ -1,6 +1,7 @@
 """A teacher whose outputs are kept: computed once a sample, read on any world size, never given for other inputs."""
 
 import json
+import math
 import os
 import signal
 from contextlib import contextmanager, nullcontext
@@ -31,11 +32,13 @@ def cache(tmp_path):
 
 
 class Counted(Teacher):
-    """Counts the rows that it computes."""
+    """Counts the rows that it computes, and takes its process with it when there are too many."""
 
-    rows = 0
+    rows, most = 0, math.inf
 
     def forward(self, tokens):
+        if Counted.rows > Counted.most:
+            os.kill(os.getpid(), signal.SIGKILL)
         Counted.rows += len(tokens)
         return super().forward(tokens)
 
@@ -84,14 +87,8 @@ def test_another_world_size_reads_what_the_first_computed_and_loads_no_teacher(r
 
 
 def killed_midway(path, cache):
-    class Dying(Counted):
-        def forward(self, tokens):
-            if Counted.rows > 8:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().forward(tokens)
-
-    Counted.rows = 0
-    train_with(path, {"placement": "cached", "cache": cache}, build=Dying, epochs=1)
+    Counted.rows, Counted.most = 0, 8
+    train_with(path, {"placement": "cached", "cache": cache}, build=Counted, epochs=1)
 
 
 def test_what_a_killed_run_has_kept_is_used_by_the_next(ranks, weights, cache):
@@ -177,7 +174,7 @@ def test_inputs_that_are_augmented_at_random_are_refused(ranks, weights, cache, 
 def learn_others(path, cache):
     """Another run, with other data."""
     with Run(global_batch=7) as run:
-        teacher = run.teacher(Teacher, weights=path, placement="cached", cache=cache)
+        teacher = run.teacher(Counted, weights=path, placement="cached", cache=cache)
         for epoch in run.shard(TensorDataset(tokens().flip(0))).epochs(1):
             for step in epoch:
                 for (batch,) in step:
@@ -214,6 +211,7 @@ def test_a_cache_of_another_teacher_is_refused_on_all_ranks(ranks, weights, cach
         assert "give another folder with cache=, or remove this one" in text
     assert "its dtype is None and this one's is torch.bfloat16" in ranks.errors(1, reopen_in_half, weights, cache)[0]
     assert "its top_k is None and this one's is 3" in ranks.errors(1, reopen_compressed, weights, cache)[0]
+    assert "its module is Counted and this one's is Teacher" in ranks.errors(1, reopen, weights, cache)[0]
 
 
 def test_a_folder_that_is_no_cache_is_refused(ranks, weights, cache):
@@ -304,7 +302,7 @@ def outside(path, cache):
 
 
 def test_what_cannot_be_kept_by_sample_is_refused(ranks, weights, cache):
-    told = {use: ranks.errors(1, use, weights, cache)[0] for use in (pooled, other_rows, outside)}
+    told = {use: ranks.errors(1, use, weights, cache / use.__name__)[0] for use in (pooled, other_rows, outside)}
     assert "the teacher gives a tensor of shape () for 7 samples, and a cache keeps one row for each" in told[pooled]
     assert "the teacher got tensors of shapes [(14, 6)] for the 7 samples of this batch" in told[other_rows]
     assert "placement='cached' keeps outputs by sample and was called where there is none: call" in told[outside]
@@ -327,7 +325,7 @@ def full(cache):
 
 def full_disk(path, cache):
     with Run(global_batch=7) as run:
-        teacher = run.teacher(Teacher, weights=path, placement="cached", cache=cache, inner="cpu")
+        teacher = run.teacher(Counted, weights=path, placement="cached", cache=cache, inner="cpu")
         for epoch in run.shard(TensorDataset(tokens())).epochs(1):
             for number, step in enumerate(epoch):
                 for (batch,) in step:
@@ -343,7 +341,7 @@ def test_a_cache_that_cannot_grow_says_so_and_keeps_what_it_has(ranks, weights, 
     assert kept(cache) == 14
     rows = ranks(1, learn, weights, cache, 1)[0][1]
     assert N - 14 <= rows <= N
-    assert json.loads((cache / "teacher.json").read_text())["format"] == 2
+    assert json.loads((cache / "teacher.json").read_text())["format"] == 3
 
 
 class Named(nn.Module):

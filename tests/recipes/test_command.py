@@ -30,6 +30,10 @@ MISTAKES = [
         "copy digits --to no/such/mine.py",
         "there is no folder no/such: type `mkdir -p no/such` first, or name another file with --to",
     ),
+    (
+        "copy digits --to nosub/",
+        "there is no folder nosub: type `mkdir -p nosub` first, or name a file that ends in .py",
+    ),
     (f"copy digits --to {LONG}", f"{LONG} cannot be written (File name too long): name another file with --to"),
 ]
 

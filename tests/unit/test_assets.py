@@ -82,6 +82,9 @@ def test_texts_come_from_all_over_a_file_or_shakespeare(tmp_path):
     (tmp_path / "ten.txt").write_text("\n\n".join(f"line {number}" for number in range(10)))
     assert read_texts(tmp_path / "ten.txt", 5) == ["line 0", "line 2", "line 4", "line 6", "line 8"]
     assert len(read_texts(tmp_path / "ten.txt", 50)) == 10
+    (tmp_path / "none.txt").write_text("\n \n")
+    with pytest.raises(DataError, match=r"none.txt holds no line of text: expected is a text file with one sentence a"):
+        read_texts(tmp_path / "none.txt", 5)
     found = read_texts(None, 7, longest=6)
     assert len(found) == len(set(found)) == 7
     assert max(len(text.split()) for text in found) <= 6

@@ -109,6 +109,10 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
         (":build", ":build names no function: type the module or file"),
         ("planlab:buld", "planlab has no function buld: it has build, Block, convolutions, broken"),
         ("planlab:number", "planlab:number is a int, not a function: name one that returns a model and a batch"),
+        (
+            "./planlab:build",
+            "./planlab is no name of a module: type it as in import, or the file as in ./planlab.py:build",
+        ),
         ("none.py:build", "there is no file none.py in HERE: name a file and a function in it, as in mylab:build, or"),
         (
             "nolab:build",

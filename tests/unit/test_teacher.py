@@ -171,14 +171,18 @@ def overwrite(path):
         ("one.safetensors", cut, "is no whole file of safetensors .*copy or download it anew"),
         ("one.safetensors", overwrite, "is no whole file of safetensors"),
         ("one.safetensors", lambda path: path.write_bytes(b""), "is empty: copy or download it anew"),
-        ("one.safetensors", lambda path: path.unlink(), "there is no such file or folder; give a .safetensors file"),
+        (
+            "one.safetensors",
+            lambda path: path.unlink(),
+            "no such file or folder here, and nothing is downloaded; give a ",
+        ),
         ("one.pt", cut, "cannot be read as a file of tensors"),
         ("one.pt", lambda path: torch.save([1, 2], path), "holds list and no plain mapping of names to tensors"),
         ("one.pt", lambda path: torch.save(nn.Linear(1, 1), path), "holds more than tensors; write it with"),
         ("shards", lambda path: next(path.glob("*2-of*")).unlink(), "lacks 1 of 3 shards that .* lists: .*2-of"),
         ("shards", lambda path: cut(next(path.glob("*2-of*"))), "is no whole file of safetensors"),
         ("shards", lambda path: next(path.glob("*.json")).write_text("{"), "is no index of shards"),
-        ("shards", lambda path: shutil.rmtree(path) or path.mkdir(), r"holds no weights but \[\]: give a .safetensors"),
+        ("shards", lambda path: shutil.rmtree(path) or path.mkdir(), r"holds nothing: give a .safetensors"),
     ],
 )
 def test_a_harmed_file_is_named_with_what_to_do(run, form, harm, told):
@@ -186,6 +190,18 @@ def test_a_harmed_file_is_named_with_what_to_do(run, form, harm, told):
     harm(path)
     with pytest.raises(TeacherError, match=told):
         run.teacher(Speaker, weights=path)
+
+
+def test_a_file_in_the_old_format_of_torch_is_read(run, tmp_path):
+    torch.save(speaker().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(run.teacher(Speaker, weights=tmp_path / "old.pt")(words()), speaker()(words()))
+
+
+def test_a_state_is_no_path_and_is_not_printed(run):
+    with pytest.raises(TeacherError, match=r"^weights= got a OrderedDict: give the path of a .safetensors file"):
+        run.teacher(Speaker, weights=speaker().state_dict())
+    with pytest.raises(TeacherError, match=r"^weights= is empty: give the path of a .safetensors file"):
+        run.teacher(Speaker, weights="")
 
 
 def test_shards_without_an_index_are_joined_and_must_not_overlap(run):

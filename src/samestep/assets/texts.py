@@ -17,4 +17,6 @@ def read_texts(path: str | Path | None, count: int, longest: int = 20) -> list[s
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     else:
         raise DataError(f"{path} is no file: expected is a text file with one sentence a line")
+    if not lines:
+        raise DataError(f"{path} holds no line of text: expected is a text file with one sentence a line")
     return lines[:: max(1, len(lines) // count)][:count]

@@ -48,6 +48,8 @@ def find_function(words: str) -> Callable[..., object]:
         raise PlanError(
             f"{words} names no function: type the module or file, a colon and the function, as in {_EXAMPLE}"
         )
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise PlanError(f"{place} is no name of a module: type it as in import, or the file as in {place}.py:{name}")
     module = _of_file(Path(place)) if place.endswith(".py") else _of_module(place)
     found: object = getattr(module, name, None)
     if found is None:

@@ -73,6 +73,10 @@ def copy_recipe(name: str, target: Path | None) -> None:
     """Put the recipe NAME into this folder, to start from."""
     source = find(name)
     target = target or Path(source.name)
+    if target.suffix != ".py" and not target.is_dir():
+        raise LaunchError(
+            f"there is no folder {target}: type `mkdir -p {target}` first, or name a file that ends in .py"
+        )
     try:
         if target.is_dir():
             target = target / source.name

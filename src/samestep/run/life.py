@@ -1,5 +1,6 @@
 """A run from its start to its end: what was asked for, what is open while it lives, what is left when it is over."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
 from samestep.data.ledger import next_generation
-from samestep.errors import GroupError
+from samestep.errors import GroupError, LogError
 from samestep.facts.world import deadline, environment, folder_was_typed, read_world, refuse_if_looked_at, run_folder
 from samestep.launch.orphan import LauncherWatch
 from samestep.log import Voice
@@ -247,6 +248,16 @@ def _check_alike(link: Link, asked: Asked) -> None:
 
 def _choose_folder(wish: Path | None) -> Path:
     if wish is not None:
-        return wish.absolute()
+        return _that_can_be_made(wish.absolute())
     script = Path(sys.argv[0]).stem or "run"
     return Path("runs").absolute() / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _that_can_be_made(folder: Path) -> Path:
+    """The folder, unless all that a run writes would be lost there; one whose disk is full now may have room later."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if not nearest.is_dir():
+        raise LogError(f"the run's folder {folder} cannot be made: {nearest} is a file; name another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise LogError(f"the run's folder {folder} cannot be made: {nearest} may not be written; name another folder")
+    return folder

@@ -190,6 +190,7 @@ class Run(Group):
 
         `build` makes the module, or is the folder of a Hugging Face model. `placement` says where it is to be ("gpu",
         "cpu", "offload", ...); None chooses and says why, by the work of an example where `build` returns one as well.
+        `temperature` is that of the loss which top-k logits are for; without `top_k` it changes nothing.
         """
         wish = teaching.Wish(dtype, device_map, top_k, servers, inner, cache, temperature)
         around = partial(setting_here, self._link.world, self._life.asked.global_batch)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,9 @@ def open_weights(path: str | Path) -> Weights:
     if place.is_dir():
         place = _in_folder(place)
     if not place.exists():
-        raise TeacherError(f"weights={str(path)!r}: there is no such file or folder; {_WANTED}")
+        raise TeacherError(
+            f"weights={str(path)!r}: there is no such file or folder here, and nothing is downloaded; {_WANTED}"
+        )
     if place.is_dir():
         return Weights(place, _unlisted_shards(place))
     if place.name.endswith(_INDEX):
@@ -122,7 +125,8 @@ def _in_folder(folder: Path) -> Path:
     if list(folder.glob("*.safetensors")):
         return folder
     held = sorted(entry.name for entry in folder.iterdir())[:8]
-    raise TeacherError(f"the folder {folder} holds no weights but {held}: {_WANTED}")
+    told = f"no weights but {held}" if held else "nothing"
+    raise TeacherError(f"the folder {folder} holds {told}: {_WANTED}")
 
 
 def _listed_shards(index: Path) -> dict[str, Path]:
@@ -176,7 +180,8 @@ def _map(path: Path) -> Callable[[str], torch.Tensor]:
 def _torch_file(path: Path) -> dict[str, torch.Tensor]:
     """The state in a file of torch.save; nothing but tensors is unpickled, so that no code in it can run."""
     with _reading(path):
-        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # torch's old format, before 1.6, cannot be mapped: each process reads it into memory of its own
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     for wrapper in _WRAPPERS:
         if isinstance(held, Mapping) and isinstance(held.get(wrapper), Mapping):
             held = held[wrapper]
