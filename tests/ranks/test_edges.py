@@ -102,7 +102,9 @@ def test_a_model_is_wrapped_once():
     with Run(global_batch=4) as run:
         model = torch.nn.Linear(1, 1)
         run.wrap(model)
-        with pytest.raises(WrapError, match=r"got a function, which is no torch.nn.Module: wrap the model that trains"):
+        with pytest.raises(
+            WrapError, match=r"got a function, which is no torch.nn.Module: wrap what trains; a teacher is"
+        ):
             run.wrap(lambda x: x)
         with pytest.raises(WrapError, match="Linear has parameters that are wrapped already: a model is wrapped once"):
             run.wrap(model)

@@ -8,12 +8,35 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    CLIPConfig,
+    CLIPModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5Model,
+)
 
 from samestep.assets import minilm
 from samestep.errors import TeacherError
 from samestep.teacher import Student, pooled
 
 QUERY = "encoder.layer.{}.attention.self.query.weight"
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(autouse=True)
+def _what_transformers_lets_torch_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 def test_a_narrow_student_is_widened_and_begins_from_nothing():
@@ -71,3 +94,98 @@ def test_a_file_without_what_a_student_begins_with_is_told(tmp_path):
     text = "holds no embeddings.word_embeddings.weight, with which a student of BertModel would begin: give width="
     with pytest.raises(TeacherError, match=re.escape(text)):
         Student(tmp_path, learns="features", layers=1)
+
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+# A model, how its configuration makes four small layers, and what its layers are called there.
+MODELS = {
+    GPT2LMHeadModel: (GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=20, n_positions=8), "transformer.h"),
+    GPT2Model: (GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=20, n_positions=8), "h"),
+    DistilBertModel: (
+        DistilBertConfig(n_layers=4, dim=16, hidden_dim=32, n_heads=2, vocab_size=20, max_position_embeddings=8),
+        "transformer.layer",
+    ),
+    LlamaForCausalLM: (LlamaConfig(num_hidden_layers=4, vocab_size=20, **LLAMA), "model.layers"),
+    Qwen2ForCausalLM: (Qwen2Config(num_hidden_layers=4, vocab_size=20, **LLAMA), "model.layers"),
+}
+CASES = [(kind, "features") for kind in MODELS] + [
+    (kind, "logits") for kind in (GPT2LMHeadModel, GPT2Model, LlamaForCausalLM, Qwen2ForCausalLM)
+]
+
+
+def saved(kind, config, folder):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = kind(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "learns"), CASES)
+def test_layers_come_from_all_over_the_depth_whatever_the_architecture_calls_them(tmp_path, kind, learns):
+    config, layers = MODELS[kind]
+    teacher = saved(kind, config, tmp_path)
+    student = Student(tmp_path, learns=learns, layers=2)
+    (mine,) = [part for part in student.body.modules() if isinstance(part, torch.nn.ModuleList)]
+    theirs = teacher.get_submodule(layers)
+    assert len(mine) == 2
+    for layer, at in zip(mine, (0, 3), strict=True):
+        wanted = dict(theirs[at].named_parameters())
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter, wanted[name]), (name, at)
+    assert torch.equal(student.body.get_input_embeddings().weight, teacher.get_input_embeddings().weight)
+    assert student.blocks() == (type(theirs[0]),)
+    assert student(TOKENS, torch.ones_like(TOKENS)).shape == ((2, 6, 20) if learns == "logits" else (2, 16))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_student_draws_what_it_drops(tmp_path, kind):
+    saved(kind, MODELS[kind][0], tmp_path)
+    student = Student(tmp_path, learns="features", layers=2).train()
+    before = torch.get_rng_state()
+    found = [student(TOKENS, torch.ones_like(TOKENS)) for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_narrow_student_of_any_of_them_is_narrow_within(tmp_path, kind):
+    saved(kind, MODELS[kind][0], tmp_path)
+    student = Student(tmp_path, learns="features", layers=2, width=32)
+    assert student(TOKENS, torch.ones_like(TOKENS)).shape == (2, 16)
+    assert max(max(p.shape) for p in student.body.get_submodule(f"{student._stack()}.0").parameters()) == 128
+
+
+STRANGE = {
+    "it has an encoder and a decoder, and a student has one stack of layers": (
+        T5Model,
+        T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=20),
+        "features",
+    ),
+    "its configuration has no hidden_size": (
+        CLIPModel,
+        CLIPConfig(
+            text_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20},
+            vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
+        ),
+        "features",
+    ),
+    "AutoModelForCausalLM of transformers": (DistilBertModel, MODELS[DistilBertModel][0], "logits"),
+    "its layers should be one list of 2, and its lists are encoder.albert_layer_groups of 1": (
+        AlbertModel,
+        AlbertConfig(
+            hidden_size=16, embedding_size=8, num_attention_heads=2, intermediate_size=32, num_hidden_layers=4
+        ),
+        "features",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", STRANGE)
+def test_an_architecture_that_has_no_one_stack_of_layers_is_refused(tmp_path, why):
+    kind, config, learns = STRANGE[why]
+    saved(kind, config, tmp_path)
+    text = f"no student can be made of {tmp_path}, a {config.model_type!r}: {why}"
+    with pytest.raises(TeacherError, match=re.escape(text)) as caught:
+        Student(tmp_path, learns=learns, layers=2)
+    assert "or build the student yourself, which any module can be" in str(caught.value)

@@ -12,7 +12,7 @@ from samestep import Run
 from samestep.errors import TeacherError
 from samestep.facts.machine_words import machines_of
 from samestep.facts.world import World
-from samestep.plan.teacher import Setting
+from samestep.plan.teacher import Placement, Setting, _best, _tell
 from samestep.run.taught import setting_here
 from samestep.teacher.choose import choose_placement
 from samestep.teacher.frozen import Frozen
@@ -186,3 +186,17 @@ def test_ranks_on_one_processor_share_its_rates():
     assert four.machines.cores >= alone.machines.cores >= 1
     half = replace(four, ranks=2, machines=replace(four.machines, nodes=1))
     assert half.devices_per_rank == 2
+
+
+def test_what_is_as_fast_is_so_beside_the_fastest_and_not_beside_the_chosen():
+    setting = Setting(machines_of("h100:1"), 1, 4, 4)
+    times = {"gpu": (40, 1.0), "offload": (10, 1.015), "disk": (5, 1.03), "cpu": (1, 3.0)}
+    every = [Placement(name, size, 0, seconds, True, "") for name, (size, seconds) in times.items()]
+    chosen = _best(every, 1.02, setting)
+    assert chosen.name == "offload", "as fast as the fastest, with less memory"
+    assert [_tell(each, chosen, 1.02).why for each in every] == [
+        "as fast, with no less memory than offload",
+        "the fastest that fits",
+        "a little slower than offload",
+        "3.0 times as slow as offload",
+    ]

@@ -30,6 +30,16 @@ class Slotted:
     count: int = field(default=3, init=False)
 
 
+class Plain:
+    """A base without slots, so that instances have a dictionary beside the slots of a class below."""
+
+
+@dataclass(slots=True)
+class SlottedBelow(Plain):
+    logits: object
+    loss: object = None
+
+
 class Named(NamedTuple):
     logits: object
     hidden: object
@@ -185,6 +195,46 @@ class Dying:
         raise AssertionError("it was run at its end")
 
 
+class Watching:
+    """A descriptor of the user's, whose code is never run."""
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            raise AttributeError  # so that a dataclass sees no default
+        raise AssertionError("it was asked")
+
+    def __set__(self, instance, value):
+        raise AssertionError("it was set")
+
+
+@dataclass
+class Watched:
+    logits: object = Watching()
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"its own way to look {name} up was run")
+
+
+class Slots:
+    __slots__ = ("_logits",)
+
+
+@dataclass
+class Standing(Slots):
+    """A field that stands for a slot of another name."""
+
+    __slots__ = ()
+    logits: object
+
+    @property
+    def logits(self):
+        raise AssertionError("the property was run")
+
+    @logits.setter
+    def logits(self, value):
+        raise AssertionError("the property was set")
+
+
 HERE = __name__
 
 
@@ -197,6 +247,14 @@ def test_code_of_a_named_class_is_never_run(monkeypatch):
     assert (type(found), found.logits) == (Checked, ONE)
     mapping = make_mapping(f"{HERE}:CheckedDict", {"logits": ONE}, [], {})
     assert (type(mapping), dict(mapping)) == (CheckedDict, {"logits": ONE})
+
+
+def test_slots_beside_a_dictionary_are_filled_and_nothing_else_is_run():
+    found = sent(SlottedBelow(ONE, 2))
+    assert (type(found), found.logits, found.loss) == (SlottedBelow, ONE, 2)
+    watched = make_record(f"{HERE}:Watched", {"logits": ONE})
+    assert object.__getattribute__(watched, "__dict__") == {"logits": ONE}
+    assert make_record(f"{HERE}:Standing", {"logits": ONE}) == types.SimpleNamespace(logits=ONE)
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ def test_a_dtype_in_words_gets_the_one_of_torch(typed, right):
 def test_paths_are_text_or_paths(tmp_path):
     check_weights(tmp_path)
     check_weights(None)
-    with pytest.raises(TeacherError, match=r"^weights=3 is a int: give the path of a .safetensors file, a folder of"):
+    with pytest.raises(TeacherError, match=r"^weights= got a int: give the path of a .safetensors file, a folder of"):
         check_weights(3)
-    assert refusal("cached", cache=3) == "cache=3 is a int: give a folder, such as cache='outputs'"
+    assert refusal("cached", cache=3) == "cache= got a int: give a folder, such as cache='outputs'"
     assert refusal("gpu", cache=Path("kept")).startswith("cache='kept' means nothing with placement='gpu'")
 
 
@@ -126,7 +126,7 @@ def test_the_refusals_reach_whoever_calls_run_teacher(tmp_path):
     weights = save(speaker(), "one.safetensors")
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         for wrong, told in (
-            ({"weights": 3}, "weights=3 is a int"),
+            ({"weights": 3}, "weights= got a int"),
             ({"dtype": "bf16"}, "say dtype=torch.bfloat16"),
             ({"placement": "served", "servers": 0}, "servers=0 is no count"),
             ({"placement": "cpu", "servers": 2}, "servers=2 means nothing with placement='cpu'"),
@@ -170,3 +170,39 @@ def test_the_choice_reckons_with_what_is_given_and_with_what_is_made_on_the_way(
         assert few.output_per_sample == positions * (3 * (4 + 8) + 4)
         assert few.output_per_sample + few.working_per_sample == whole.output_per_sample
         assert whole.working_per_sample == 0
+
+
+NEAR = {
+    "CPU": "'cpu'",
+    "Offload": "'offload'",
+    "gpu:0": "'gpu'",
+    "cuda:1": "'gpu'",
+    "sequentialy": "'sequential'",
+    "shard": "'sharded'",
+    " disk": "'disk'",
+    "disk-offload": "'disk'",
+    "Auto": "None, which chooses",
+}
+
+
+@pytest.mark.parametrize("typed", NEAR)
+def test_a_word_that_is_nearly_one_gets_the_right_one(typed):
+    right = NEAR[typed]
+    told = refusal(typed)
+    assert told.startswith(f"placement={typed!r} is no placement: say placement={right}; there are gpu, cpu, ")
+    told = refusal(None, device_map=typed)
+    assert told.startswith(f"device_map={typed!r} is one word: say placement={right}; device_map= is a dict of ")
+
+
+def test_a_word_that_is_near_to_none_gets_them_all():
+    assert refusal("moon").startswith("placement='moon' is no placement: there are gpu, cpu, balanced")
+    told = refusal(None, device_map="moon")
+    assert told.startswith("device_map='moon' is one word: placement= is one of gpu, cpu, balanced, ")
+    assert told.endswith("; device_map= is a dict of modules and devices, for placement='custom'")
+
+
+def test_a_temperature_changes_nothing_without_top_k(tmp_path):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        weights = save(speaker(), "one.safetensors")
+        one, two = (run.teacher(Speaker, weights=weights, placement="cpu", temperature=t) for t in (1.0, 2.0))
+        assert torch.equal(one(words()), two(words()))

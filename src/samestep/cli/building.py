@@ -43,13 +43,7 @@ def script_of(words: str) -> str:
 
 def find_function(words: str) -> Callable[..., object]:
     """Import what stands before the colon, from the current folder first, and take what stands behind it."""
-    place, colon, name = words.rpartition(":")
-    if not colon or not place or not name:
-        raise PlanError(
-            f"{words} names no function: type the module or file, a colon and the function, as in {_EXAMPLE}"
-        )
-    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise PlanError(f"{place} is no name of a module: type it as in import, or the file as in {place}.py:{name}")
+    place, name = _split(words)
     module = _of_file(Path(place)) if place.endswith(".py") else _of_module(place)
     found: object = getattr(module, name, None)
     if found is None:
@@ -60,6 +54,18 @@ def find_function(words: str) -> Callable[..., object]:
             f"{words} is a {type(found).__name__}, not a function: name one that returns a model and a batch"
         )
     return found
+
+
+def _split(words: str) -> tuple[str, str]:
+    """The module or file, and the function."""
+    place, colon, name = words.rpartition(":")
+    if not colon or not place or not name:
+        raise PlanError(
+            f"{words} names no function: type the module or file, a colon and the function, as in {_EXAMPLE}"
+        )
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise PlanError(f"{place} is no name of a module: type it as in import, or the file as in {place}.py:{name}")
+    return place, name
 
 
 def _of_recipe(name: str) -> Callable[..., object]:

@@ -10,6 +10,7 @@ from samestep.plan.speed import CORE_RATE, HOST_BANDWIDTH, collective_seconds, h
 from samestep.units import bytes_text
 
 _FILLED = 0.9  # of what is free on a device, for `sequential`
+_TOLD = 1.05  # what is less slow than this would be told as 1.0 times as slow
 _SAME = 1.02  # two placements closer than this are equally fast: the one that takes less memory is better
 
 
@@ -121,18 +122,19 @@ def weigh_placements(setting: Setting, teacher: TeacherFacts) -> TeacherPlan:
     weighed = [_weigh(name, cost(setting, teacher), setting, teacher) for name, cost in _COSTS.items()]
     weighed += [_weigh_cached(weighed, setting, teacher)]
     weighed += [replace(weighed[0], name="custom", fits=False, why="a device map of your own: never chosen by itself")]
-    chosen = _best([placement for placement in weighed if placement.fits], setting)
-    told = [_tell(placement, chosen) for placement in weighed]
+    fitting = [placement for placement in weighed if placement.fits]
+    limit = min((placement.seconds for placement in fitting), default=0.0) * _SAME
+    chosen = _best(fitting, limit, setting)
+    told = [_tell(placement, chosen, limit) for placement in weighed]
     told.sort(
         key=lambda placement: (chosen is None or placement.name != chosen.name, not placement.fits, placement.seconds)
     )
     return TeacherPlan(told[0] if chosen else None, tuple(told))
 
 
-def _best(fitting: list[Placement], setting: Setting) -> Placement | None:
-    """The fastest; of those as fast as it, the one that takes least memory of a node, and of its devices."""
-    fastest = min((placement.seconds for placement in fitting), default=0.0)
-    near = [placement for placement in fitting if placement.seconds <= fastest * _SAME]
+def _best(fitting: list[Placement], limit: float, setting: Setting) -> Placement | None:
+    """Of those as fast as the fastest, the one that takes least memory of a node, and of its devices."""
+    near = [placement for placement in fitting if placement.seconds <= limit]
     devices = setting.machines.per_node
     return min(near, key=lambda each: (each.per_gpu * devices + each.per_node, each.per_gpu), default=None)
 
@@ -293,11 +295,13 @@ def _weigh_cached(weighed: list[Placement], setting: Setting, teacher: TeacherFa
     return Placement("cached", first.per_gpu, first.per_node, seconds, not why, why)
 
 
-def _tell(placement: Placement, chosen: Placement | None) -> Placement:
+def _tell(placement: Placement, chosen: Placement | None, limit: float) -> Placement:
     if placement.why or chosen is None:
         return placement
     if placement.name == chosen.name:
         return replace(placement, why="the fastest that fits")
+    if placement.seconds <= limit:
+        return replace(placement, why=f"as fast, with no less memory than {chosen.name}")
     times = placement.seconds / chosen.seconds if chosen.seconds else 1.0
-    slower = f"{times:.1f} times as slow" if times > _SAME else "as fast, with no less memory"
-    return replace(placement, why=f"{slower} as {chosen.name}" if times > _SAME else f"{slower} than {chosen.name}")
+    slower = f"{times:.1f} times as slow as" if times >= _TOLD else "a little slower than"
+    return replace(placement, why=f"{slower} {chosen.name}")

@@ -18,7 +18,7 @@ def wrap_model(
     engine, link, device = life.engine, life.link, life.choice.device
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # what scripts pass is not typed
         raise WrapError(
-            f"run.wrap got a {type(model).__name__}, which is no torch.nn.Module: wrap the model that trains; a teacher "
+            f"run.wrap got a {type(model).__name__}, which is no torch.nn.Module: wrap what trains; a teacher "
             "is frozen, and is called as it is"
         )
     if any(known.owns(parameter) for known in engine.models for parameter in model.parameters()):

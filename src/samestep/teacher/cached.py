@@ -16,7 +16,7 @@ from samestep.teacher.cached_digest import row_digests
 from samestep.teacher.cached_files import Entry, RowReader, RowWriter, pack_row, unpack_row
 from samestep.teacher.carry import carry
 from samestep.teacher.choose import choose_placement
-from samestep.teacher.fingerprint import fingerprint
+from samestep.teacher.fingerprint import fingerprint, recipe
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Placed, Wish
 from samestep.teacher.outputs import compressed, put_together, take_apart
@@ -26,7 +26,7 @@ from samestep.teacher.together import together
 _FOLDER: Final = "teacher-cache"
 _ABOUT: Final = "teacher.json"
 _DRAFTS: Final = f".{_ABOUT}.*"
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _STALE_SECONDS: Final = 60.0  # a draft that is older than this belongs to nobody any more
 
 
@@ -186,6 +186,7 @@ def _about(frozen: Frozen, wish: Wish) -> dict[str, object]:
         "dtype": str(wish.dtype),
         "top_k": wish.top_k,
         "temperature": None if wish.top_k is None else wish.temperature,
+        **recipe(frozen),
     }
 
 

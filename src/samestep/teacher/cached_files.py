@@ -1,13 +1,15 @@
 """The files of a cache: rows of outputs that are only ever added, by one writer a file, and read by all ranks.
 
 A row is in the cache when its record stands in the index, which is written after the row itself. A process that is
-killed therefore leaves at most bytes that no record names, and the next one begins files of its own.
+killed therefore leaves at most bytes that no record names, and the next one begins files of its own; so does one that
+could not write, with the next row.
 """
 
 import json
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -56,10 +58,10 @@ class RowWriter:
     """Adds rows to files that are this process's alone; they appear with the first row."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._stem = folder / f"rank-{rank:05}-{secrets.token_hex(4)}"
+        self._folder, self._rank = folder, rank
         self._rows: int | None = None
         self._index: int | None = None
-        self._end = 0
+        self._begin_anew()
 
     def add(self, shard: str, epoch: int, index: int, digest: tuple[int, int], row: bytes) -> Entry:
         """Write one row, then its record."""
@@ -68,12 +70,10 @@ class RowWriter:
         record = np.array([fields], dtype=_RECORD)
         record["seal"] = _seals(record)
         try:
-            rows, records = self._open()
-            _write(rows, row)
-            _write(records, record.tobytes())
+            self._write(row, record.tobytes())
         except OSError as error:
             raise TeacherError(
-                f"the cache {self._stem.parent} cannot be written: {in_words(error)}, or give another folder with "
+                f"the cache {self._folder} cannot be written: {in_words(error)}, or give another folder with "
                 "cache=; the rows already there stay good"
             ) from error
         self._end += len(row)
@@ -81,10 +81,27 @@ class RowWriter:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._rows, self._index):
-            if file is not None:
-                os.close(file)
-        self._rows = self._index = None
+        files, self._rows, self._index = (self._rows, self._index), None, None
+        with ExitStack() as closing:  # the second also where closing the first fails
+            for file in files:
+                if file is not None:
+                    closing.callback(os.close, file)
+
+    def _begin_anew(self) -> None:
+        """Let the next row be the first of files that are not there yet."""
+        with suppress(OSError):  # what failed before is to be told, not that it fails at closing too
+            self.close()
+        self._stem = self._folder / f"rank-{self._rank:05}-{secrets.token_hex(4)}"
+        self._end = 0
+
+    def _write(self, row: bytes, record: bytes) -> None:
+        try:
+            rows, records = self._open()
+            _write(rows, row)
+            _write(records, record)
+        except BaseException:
+            self._begin_anew()  # half of it may be there: no place behind it is where the next record would say
+            raise
 
     def _open(self) -> tuple[int, int]:
         if self._rows is None or self._index is None:

@@ -1,10 +1,16 @@
-"""Whether all ranks hold the same teacher."""
+"""Whether all ranks hold the same teacher.
+
+A cache asks the same of the run that filled it, and of the module's code too, which all ranks have from one script.
+"""
 
 import hashlib
+import inspect
+import sys
 
 from samestep.errors import TeacherError
 from samestep.ranks.link import Link
 from samestep.teacher.frozen import Frozen, computed
+from samestep.teacher.hugging_face import configuration
 from samestep.teacher.sample import sample
 from samestep.teacher.together import together
 
@@ -28,6 +34,25 @@ def fingerprint(frozen: Frozen) -> str:
     return digest.hexdigest()
 
 
+def recipe(frozen: Frozen) -> dict[str, object]:
+    """What outputs depend on beside weights and inputs: the module's class, and its code or its configuration.
+
+    The code is that of all classes in the module, and of those they are made of, where it can be read, beside which
+    class stands where. What they call elsewhere is not seen.
+    """
+    module = frozen.skeleton()
+    parts = {name: type(part) for name, part in module.named_modules(remove_duplicate=False)}
+    frozen.take_back(module)
+    configured = configuration(frozen.build)
+    told = [f"{name} {kind.__qualname__}" for name, kind in parts.items()]
+    told += [_source(kind) for kind in dict.fromkeys(base for part in parts.values() for base in part.__mro__)]
+    return {
+        "module": type(module).__qualname__,
+        "code": _digest("\n".join(told)) if configured is None else None,
+        "config.json": None if configured is None else _digest(configured),
+    }
+
+
 def check_alike(link: Link, frozen: Frozen) -> None:
     """Raise on every rank where some hold another teacher than the others."""
     if link.alone:
@@ -43,3 +68,17 @@ def check_alike(link: Link, frozen: Frozen) -> None:
             f"ranks hold different teachers: {told}; give all ranks the same files, and let build() make the same "
             "module on each"
         )
+
+
+def _source(kind: type) -> str:
+    """The text of a class, or nothing: torch's and Python's change by version, what was typed at a prompt has none."""
+    if kind.__module__.partition(".")[0] in {"torch", *sys.stdlib_module_names}:
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -47,7 +47,7 @@ class Wish:
     cache: str | Path | None = None
     """Where outputs are kept, for `cached`; None: in the run's folder."""
     temperature: float = 1.0
-    """The temperature of the loss that top-k logits are for."""
+    """The temperature of the loss that top-k logits are for; without `top_k` it changes nothing."""
 
 
 class Placed(Protocol):

@@ -64,6 +64,13 @@ class _FromFolder:
         return model
 
 
+def configuration(build: Build) -> str | None:
+    """The text of what a module is configured with, however it is laid out; None where no folder makes the module."""
+    if not isinstance(build, _FromFolder):
+        return None
+    return json.dumps(json.loads((build.folder / "config.json").read_text()), sort_keys=True)
+
+
 def _architecture(folder: Path) -> str:
     path = folder / "config.json"
     if not path.is_file():

@@ -10,7 +10,8 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from types import SimpleNamespace
+from inspect import getattr_static
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, Final
 
 _OWN_NEW: Final = (object.__new__, dict.__new__, OrderedDict.__new__)
@@ -101,12 +102,31 @@ def make_record(name: str, items: Mapping[str, object]) -> object:
     if {field.name for field in fields(kind)} != set(items):
         return SimpleNamespace(**items)
     made = object.__new__(kind)
+    return made if _fill(made, items) else SimpleNamespace(**items)
+
+
+def _fill(made: object, items: Mapping[str, object]) -> bool:
+    """Give an instance its fields, in slots or in its dictionary; whether that can be without running any code of its.
+
+    It cannot where a property stands for a slot of another name.
+    """
+    has = _attributes(made)
     for key, value in items.items():
-        if hasattr(made, "__dict__"):
-            vars(made)[key] = value
+        if isinstance(getattr_static(type(made), key, None), MemberDescriptorType):
+            object.__setattr__(made, key, value)  # into its slot, though it be frozen
+        elif has is None:
+            return False
         else:
-            object.__setattr__(made, key, value)  # into its slots, though it be frozen
-    return made
+            has[key] = value
+    return True
+
+
+def _attributes(made: object) -> dict[str, object] | None:
+    """The dictionary of an instance, if it has one, not by its class's own way to look things up."""
+    try:
+        return object.__getattribute__(made, "__dict__")
+    except AttributeError:
+        return None
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from samestep.teacher.outputs import Form, put_together
 from samestep.teacher.served_address import address_of
 from samestep.teacher.served_process import Order, ServingProcess
 from samestep.teacher.served_server import Server, load
-from samestep.teacher.served_wire import GONE, Wire, call_in
+from samestep.teacher.served_wire import GONE, Wire, call_in, packed
 from samestep.teacher.together import together
 from samestep.units import bytes_text
 
@@ -106,7 +106,8 @@ class Served:
     def _ask(self, ready: Ready, args: object, kwargs: object) -> tuple[Form, list[torch.Tensor]]:
         assert self._wire is not None
         with ready():
-            self._wire.send((args, kwargs), "the teacher's input")
+            question = packed((args, kwargs), "the teacher's input")
+        self._wire.send(question)
         return self._wire.receive_parts()
 
     def _gone(self) -> str:
@@ -131,13 +132,14 @@ class Asked:
     def result(self) -> object:
         """The outputs, on this rank's device."""
         rank, patience = self._ground.link.world.rank, self._ground.link.timeout
-        try:
-            form, tensors = self._answer.result(timeout=patience)
-        except TimeoutError as error:
+        # Not result(timeout=...): a socket whose other end lost its power raises TimeoutError too.
+        if not wait([self._answer], timeout=patience).done:
             raise TeacherError(
                 f"rank {rank} waits for the teacher of {self._where} since {patience:.0f} s: if a forward pass takes "
                 "that long, give it time with Run(step_timeout=...), or use servers= to share the work"
-            ) from error
+            )
+        try:
+            form, tensors = self._answer.result()
         except GONE as error:
             raise TeacherError(
                 f"rank {rank} asked the teacher of {self._where}, which is gone ({error}): it died or was killed, "

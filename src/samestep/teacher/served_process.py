@@ -105,27 +105,31 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what build() prints must not be taken for the answer
     sys.path[:] = pickle.loads(_read(sys.stdin.buffer))
-    try:
-        told, server = _open(_read(sys.stdin.buffer))
-    except Exception as error:  # noqa: BLE001  # the rank that started this process raises it
-        told, server = {"error": f"{type(error).__name__}: {error}", "unknown": _is_unknown(error)}, None
+    told, server = _open(_read(sys.stdin.buffer))
     print(json.dumps(told), file=out, flush=True)
     sys.stdin.buffer.read(len(_END))
     if server is not None:
         server.close()
 
 
-def _open(recipe: bytes) -> tuple[dict[str, Any], Server]:
-    order, build = pickle.loads(recipe)
-    # names were checked by the rank, with what may be left over in the files
-    frozen = Frozen(build, open_weights(order.weights), ignored=lambda name: True)
-    server = Server(load(frozen, order.device, order.wish), order.device, order.wish, order.host, order.callers)
+def _open(recipe: bytes) -> tuple[dict[str, Any], Server | None]:
+    """The server and where it listens; or what failed, which the rank that started this process raises."""
+    try:
+        order, build = pickle.loads(recipe)
+    except Exception as error:  # noqa: BLE001  # importing a module runs it
+        return _failure(error, unknown=True), None
+    try:
+        # names were checked by the rank, with what may be left over in the files
+        frozen = Frozen(build, open_weights(order.weights), ignored=lambda name: True)
+        server = Server(load(frozen, order.device, order.wish), order.device, order.wish, order.host, order.callers)
+    except Exception as error:  # noqa: BLE001  # whatever build() raises
+        return _failure(error, unknown=False), None
     return {"address": server.address, "key": server.key.hex()}, server
 
 
-def _is_unknown(error: Exception) -> bool:
-    """Whether `build` could not be found where it was said to be."""
-    return isinstance(error, AttributeError | ImportError)
+def _failure(error: Exception, unknown: bool) -> dict[str, Any]:
+    """`unknown`: whether `build` could not be found where it was said to be."""
+    return {"error": f"{type(error).__name__}: {error}", "unknown": unknown}
 
 
 def _unknown(build: Build, why: str) -> str:

@@ -15,7 +15,7 @@ from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Wish
 from samestep.teacher.outputs import compressed
 from samestep.teacher.served_address import Address, open_door
-from samestep.teacher.served_wire import GONE, Wire, answer_call, hang_up
+from samestep.teacher.served_wire import GONE, Wire, answer_call, hang_up, packed
 
 _JOIN_SECONDS: Final = 5.0
 
@@ -75,23 +75,25 @@ class Server:
             wire.close()
 
     def _serve(self, wire: Wire) -> None:
-        # A stream of its own: on the default one its kernels would wait for those of training.
-        cuda = self._device.type == "cuda"
-        stream = torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()
-        with stream, torch.no_grad(), contextlib.suppress(*GONE):
+        with contextlib.closing(wire), self._own_stream(), torch.no_grad(), contextlib.suppress(*GONE):
             while True:
                 self._answer(wire, wire.receive())
 
+    def _own_stream(self) -> contextlib.AbstractContextManager[object]:
+        """A stream of its own: on the default one its kernels would wait for those of training."""
+        cuda = self._device.type == "cuda"
+        return torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()
+
     def _answer(self, wire: Wire, request: object) -> None:
-        try:
+        try:  # an OSError in here is the teacher's own, of a file it reads; only below does it mean that a caller left
             args, kwargs = carry(request, self._device)
             with self._turn:
                 outputs = compressed(self._module(*args, **kwargs), self._wish.top_k, self._wish.temperature)
-            wire.send(outputs, "the teacher's output")
-        except GONE:
-            raise
+            answer = packed(outputs, "the teacher's output")
         except Exception as error:  # noqa: BLE001  # it is the caller's to raise
             wire.refuse(f"the teacher failed on its server: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        else:
+            wire.send(answer)
 
 
 def load(frozen: Frozen, device: torch.device, wish: Wish) -> nn.Module:

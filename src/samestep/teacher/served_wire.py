@@ -15,8 +15,12 @@ from samestep.teacher.outputs import Form, as_bytes, from_bytes, put_together, s
 _LENGTH: Final = 8  # bytes that say how long the head of a message is
 _NONCE: Final = 32
 _HANDSHAKE_SECONDS: Final = 30.0
+# A node that lost its power says nothing more: silent for half a minute it is asked, and half a minute later given up.
+_ALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 GONE: Final = (OSError, EOFError)
 """What a wire raises when the other end is no longer there."""
+Message = list[bytes | memoryview]
+"""A tree of tensors as it travels: its head, then the bytes of each tensor."""
 
 
 class Wire:
@@ -25,18 +29,19 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:  # not every system lets one choose
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, tree: object, what: str) -> None:
-        """Send a tree of tensors; `what` names it where it cannot be sent, and then nothing is."""
-        form, tensors = take_apart(tree, what)
-        data = [as_bytes(tensor) for tensor in tensors]  # before the head: behind it a failure would be read as data
-        self._send_head({"form": form, "tensors": [signature(tensor) for tensor in tensors]})
-        for part in data:
+    def send(self, message: Message) -> None:
+        """Send what `packed` made of a tree of tensors."""
+        for part in message:
             self._socket.sendall(part)
 
     def refuse(self, text: str) -> None:
         """Send the reason why there is no answer."""
-        self._send_head({"error": text})
+        self._socket.sendall(_framed({"error": text}))
 
     def receive(self) -> object:
         """The next tree, its tensors on the CPU; TeacherError where the other end refused."""
@@ -54,10 +59,6 @@ class Wire:
         """Hang up, also where another thread waits on either end."""
         hang_up(self._socket)
 
-    def _send_head(self, head: dict[str, Any]) -> None:
-        data = json.dumps(head).encode()
-        self._socket.sendall(len(data).to_bytes(_LENGTH, "little") + data)
-
     def _receive_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
         data = torch.empty(torch.Size(shape).numel() * getattr(torch, dtype).itemsize, dtype=torch.uint8)
         self._fill(data.numpy().data)
@@ -74,6 +75,13 @@ class Wire:
             if not read:
                 raise EOFError("the connection was closed")
             room = room[read:]
+
+
+def packed(tree: object, what: str) -> Message:
+    """A tree of tensors as a wire sends it, whole before any of it is sent; `what` names it where it cannot be."""
+    form, tensors = take_apart(tree, what)
+    head = _framed({"form": form, "tensors": [signature(tensor) for tensor in tensors]})
+    return [head, *(as_bytes(tensor) for tensor in tensors)]
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -110,6 +118,11 @@ def answer_call(connection: socket.socket, key: bytes) -> Wire | None:
         connection.close()
         return None
     return Wire(connection)
+
+
+def _framed(head: dict[str, Any]) -> bytes:
+    data = json.dumps(head).encode()
+    return len(data).to_bytes(_LENGTH, "little") + data
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

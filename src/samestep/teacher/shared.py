@@ -70,6 +70,11 @@ def share_memory(ground: Ground, frozen: Frozen, dtype: torch.dtype | None, writ
     return Copy(get, memory, "in shared memory")
 
 
+def aligned(length: int) -> int:
+    """Bytes that a tensor takes among others, so that the next begins where it should."""
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
 def host_room() -> int:
     """Bytes of host memory that can still be taken, by this machine's count and by its control group's."""
     left = read_limits().memory_left
@@ -81,7 +86,7 @@ def _lay_out(frozen: Frozen, dtype: torch.dtype | None) -> tuple[dict[str, int],
     at, starts = 0, dict[str, int]()
     for name in frozen.names():
         starts[name] = at
-        at += -(-frozen.bytes_of(name, dtype) // _ALIGNMENT) * _ALIGNMENT
+        at += aligned(frozen.bytes_of(name, dtype))
     return starts, max(at, 1)
 
 

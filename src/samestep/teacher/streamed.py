@@ -16,13 +16,12 @@ from samestep.teacher.frozen import Frozen, inside, settle
 from samestep.teacher.ground import Ground, Placed, Wish
 from samestep.teacher.pinned import pin, unpin
 from samestep.teacher.reading import copy_mapped, open_reader
-from samestep.teacher.shared import Copy, map_files, share_memory
+from samestep.teacher.shared import Copy, aligned, map_files, share_memory
 from samestep.teacher.together import together
 from samestep.teacher.whole import device_room
 from samestep.units import bytes_text
 
 _SLOTS: Final = 2  # one computes, one is filled: a third would not make the copies any earlier
-_ALIGNMENT: Final = 64
 
 
 @dataclass(eq=False)
@@ -228,7 +227,7 @@ def _lay_out(frozen: Frozen, wish: Wish, part: str) -> list[Piece]:
     for name in dict.fromkeys(frozen.source(tensor) for tensor in frozen.saved() if inside(tensor, part)):
         length = frozen.bytes_of(name, wish.dtype)
         pieces.append(Piece(name, frozen.weights.shape(name), frozen.dtype(name, wish.dtype), at, length))
-        at += -(-length // _ALIGNMENT) * _ALIGNMENT
+        at += aligned(length)
     return pieces
 
 

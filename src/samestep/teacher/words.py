@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Final
@@ -82,15 +83,17 @@ def check_weights(weights: object) -> None:
 
 def _check_placement(placement: str | None, wish: Wish) -> None:
     if isinstance(wish.device_map, str):
+        right = _right_word(wish.device_map)
+        meant = f"placement= is one of {', '.join(PLACEMENTS)}" if right is None else f"say placement={right}"
         raise TeacherError(
-            f"device_map={wish.device_map!r} is one word: say placement={_right_word(wish.device_map)}; device_map= is "
-            "a dict of modules and devices, for placement='custom'"
+            f"device_map={wish.device_map!r} is one word: {meant}; device_map= is a dict of modules and devices, for "
+            "placement='custom'"
         )
     _check_kind("placement", placement, str)
     _check_kind("device_map", wish.device_map, Mapping)
     if placement is not None and placement not in PLACEMENTS:
         right = _right_word(placement)
-        meant = f"say placement={right}; " if right != repr(placement) else ""
+        meant = "" if right is None else f"say placement={right}; "
         raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {', '.join(PLACEMENTS)}")
     if wish.device_map is not None and placement not in (None, "custom"):
         raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
@@ -132,8 +135,9 @@ def _check_temperature(temperature: object) -> None:
 
 
 def _check_path(name: str, path: object, wanted: str) -> None:
-    if not isinstance(path, str | Path):
-        raise TeacherError(f"{name}={path!r} is a {type(path).__name__}: give {wanted}")
+    if not isinstance(path, str | Path) or not str(path):
+        told = "is empty" if isinstance(path, str) else f"got a {type(path).__name__}"
+        raise TeacherError(f"{name}= {told}: give {wanted}")
 
 
 def _check_dtype(dtype: object) -> None:
@@ -148,6 +152,9 @@ def _check_dtype(dtype: object) -> None:
         raise TeacherError(f"dtype={dtype} holds no fractions: use torch.bfloat16, torch.float16 or torch.float32")
 
 
-def _right_word(typed: str) -> str:
-    right = _RIGHT_WORDS.get(str(typed).lower().partition(":")[0], typed)
-    return right if " " in str(right) else repr(right)
+def _right_word(typed: str) -> str | None:
+    """What was meant by a word, as it is to be typed: the same written otherwise, another library's, or a near one."""
+    word = typed.strip().lower().partition(":")[0].replace("-", "_")
+    near = [word] if word in PLACEMENTS else get_close_matches(word, PLACEMENTS, n=1)
+    right = _RIGHT_WORDS.get(word, near[0] if near else None)
+    return right if right is None or " " in right else repr(right)
