@@ -18,7 +18,8 @@ from samestep.sinks.console import Cadence, LineConsole, fit, open_console
 from samestep.sinks.pace import Pace
 
 PRELUDE = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
 from samestep.sinks.console import open_console
 console = open_console(sys.stdout)
 """

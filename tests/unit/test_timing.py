@@ -103,16 +103,18 @@ def test_operations_for_which_there_is_no_memory_are_reckoned():
 def test_together_they_take_about_as_long_as_the_step():
     build = lambda: (nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(256, 512))  # noqa: E731
     facts = trace_model(build, precision="fp32", target="cpu")
-    timed = time_model(facts, build, machines_of("cpu:1"), CPU, 256, FP32).timed
-    assert timed is not None
-    assert [samples for samples, _ in timed.points] == [128, 256]
     model, batch = build()
-    spans = []
-    for _ in range(5):
-        since = time.perf_counter()
-        model(batch).sum().backward()
-        spans.append(time.perf_counter() - since)
-    assert min(spans) / 3 < timed.at(256) < 3 * max(spans)
+    told, came = [], []
+    for _ in range(4):  # the least of several: others may compute at the same time
+        timed = time_model(facts, build, machines_of("cpu:1"), CPU, 256, FP32).timed
+        assert timed is not None
+        assert [samples for samples, _ in timed.points] == [128, 256]
+        told.append(timed.at(256))
+        for _ in range(5):
+            since = time.perf_counter()
+            model(batch).sum().backward()
+            came.append(time.perf_counter() - since)
+    assert min(came) / 3 < min(told) < 3 * min(came)
 
 
 def test_the_device_is_named_so_that_times_count_for_it_alone():
