@@ -1,7 +1,6 @@
 """Distillation: a small student learns from a large frozen teacher, which stands wherever it fits best."""
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from samestep import Run
 from samestep.assets import minilm, model_folder, read_texts, smollm2
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
-from samestep.teacher import Student, pooled
+from samestep.teacher import Student, Timed, pooled
 
 Mode = Literal["features", "logits"]
 # By mode: the default teacher, layers of the student, sentences to learn from and to be judged by. Two minutes each.
@@ -32,59 +31,45 @@ def read(lines: list[str], folder: Path, length: int) -> TensorDataset:
     return TensorDataset(made["input_ids"], made["attention_mask"], torch.arange(len(lines)))
 
 
+def taught(mode: Mode, given: Any, mask: Tensor) -> Any:
+    """Of what the teacher gives, what is learnt: logits, or one vector for each sentence."""
+    return given["logits"] if mode == "logits" else pooled(given["last_hidden_state"], mask)
+
+
+def distances(mode: Mode, mine: Tensor, theirs: Any, temperature: float = 2.0) -> Tensor:
+    """How far the student is from its teacher, for each token or for each sentence."""
+    return distill_loss(mine, theirs, temperature) if mode == "logits" else match_features(mine, theirs, by="cosine")
+
+
 def build(
-    teacher: Path | None = None,
-    mode: Mode = "features",
-    layers: int | None = None,
-    width: int | None = None,
-    length: int = 20,
+    teacher: Path | None = None, mode: Mode = "features", layers: int | None = None, length: int = 20
 ) -> tuple[nn.ModuleDict, tuple[Tensor, Tensor], Callable[..., Tensor]]:
     """Student and teacher, an example batch and what is learnt from both, for `samestep plan`."""
     usual, few, *_ = USUAL[mode]
     folder, kind = teacher or usual(), AutoModelForCausalLM if mode == "logits" else AutoModel
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     frozen = kind.from_config(config, dtype=config.dtype).requires_grad_(False)
-    student = Student(folder, learns=mode, layers=layers or few, width=width)
+    both = nn.ModuleDict({"student": Student(folder, learns=mode, layers=layers or few), "teacher": frozen})
 
     def loss(both: nn.ModuleDict, batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.no_grad():
-            given = both["teacher"](*batch)
-        mine = both["student"](*batch)
-        if mode == "logits":
-            return distill_loss(mine, given.logits, 2.0)
-        return match_features(mine, pooled(given.last_hidden_state, batch[1]), by="cosine")
+            given = taught(mode, both["teacher"](*batch), batch[1])
+        return distances(mode, both["student"](*batch), given)
 
     tokens = torch.zeros(2, length, dtype=torch.long)
-    return nn.ModuleDict({"student": student, "teacher": frozen}), (tokens, torch.ones_like(tokens)), loss
-
-
-class Timed:
-    """A function that knows how long it took."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.seconds = function, 0.0
-
-    def __call__(self, *batch: Tensor) -> Any:
-        """What the function gives, once it is there."""
-        began = time.perf_counter()
-        given = self.function(*batch)
-        if batch[0].is_cuda:
-            torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - began
-        return given
+    return both, (tokens, torch.ones_like(tokens)), loss
 
 
 def judge_vectors(run: Run, both: list[Timed], test: Any, count: int, width: int) -> dict[str, float]:
     """The cosine to the teacher's vectors, and Pearson's r of similarities with the teacher's over all pairs."""
     made = torch.zeros(2, count, width, device=run.device)
 
-    def distances() -> Iterator[Tensor]:
+    def differences() -> Iterator[Tensor]:
         for tokens, mask, number in test:
-            mine, theirs = (function(tokens, mask) for function in both)
-            made[:, number] = torch.stack([mine, theirs])
-            yield match_features(mine, theirs, by="cosine")
+            made[:, number] = torch.stack([function(tokens, mask) for function in both])
+            yield distances("features", *made[:, number])
 
-    cosine = 1 - run.mean(distances())
+    cosine = 1 - run.mean(differences())
     whole = run.all_reduce(made, "sum").cpu()  # each rank made its part of them
     return {"correlation": similarity_correlation(*whole), "cosine": cosine}
 
@@ -99,7 +84,7 @@ def judge_words(run: Run, both: list[Timed], test: Any, temperature: float) -> d
             if not isinstance(theirs, Tensor):
                 del known["teacher_perplexity"]  # top-k logits do not tell it
             told = {name: next_token_losses(each, tokens)[mask[:, 1:].bool()] for name, each in known.items()}
-            yield {"divergence": distill_loss(mine, theirs, temperature)[mask.bool()]} | told
+            yield {"divergence": distances("logits", mine, theirs, temperature)[mask.bool()]} | told
 
     found = run.means(losses())
     return {name: value if name == "divergence" else math.exp(value) for name, value in found.items()}
@@ -139,8 +124,7 @@ def main(
         tutor = run.teacher(folder, placement=place, dtype=dtype, top_k=top_k, temperature=temperature)
 
         def ask(tokens: Tensor, mask: Tensor) -> Any:
-            given = tutor(input_ids=tokens, attention_mask=mask)
-            return given["logits"] if causal else pooled(given["last_hidden_state"], mask)
+            return taught(mode, tutor(input_ids=tokens, attention_mask=mask), mask)
 
         student = Student(folder, learns=mode, layers=layers or few, width=width)
         model = run.wrap(student, checkpoint=student.blocks() if gradient_checkpointing else ())
@@ -163,11 +147,9 @@ def main(
         for epoch in train.epochs(epochs):
             for step in epoch:
                 for tokens, mask, _ in step:
-                    given, mine = ask(tokens, mask), model(tokens, mask)
-                    if causal:
-                        step.mean(distill_loss(mine, given, temperature), mask=mask.bool()).backward()
-                    else:
-                        step.mean(match_features(mine, given, by="cosine")).backward()
+                    given = ask(tokens, mask)
+                    losses = distances(mode, model(tokens, mask), given, temperature)
+                    step.mean(losses, mask=mask.bool() if causal else None).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()

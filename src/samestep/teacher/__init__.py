@@ -1,17 +1,18 @@
 """Frozen models that teach: one copy, in the right place."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samestep.teacher.student import Student, pooled
+    from samestep.teacher.timed import Timed
 
-__all__ = ["Student", "pooled"]
+__all__ = ["Student", "Timed", "pooled"]
+_HOMES = {"Student": "student", "Timed": "timed", "pooled": "student"}
 
 
 def __getattr__(name: str) -> object:
     """Import what a student is made of when it is asked for."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'samestep.teacher' has no attribute {name!r}; it has {', '.join(__all__)}")
-    from samestep.teacher import student
-
-    return getattr(student, name)
+    return getattr(import_module(f"samestep.teacher.{_HOMES[name]}"), name)
