@@ -38,6 +38,7 @@ def test_latents_tell_the_real_model_which_text_it_is(ranks, tmp_path, smollm2_b
     assert latents < another / 1.5  # what is learnt of the language alone would help with any text
 
 
+@pytest.mark.slow
 def test_each_latent_begins_as_its_stretch_of_the_text(smollm2_by_layers):
     config = AutoConfig.from_pretrained(smollm2_by_layers[1])
     writer = latent_adapter.Writer([config], latents=2, width=32, longest=8).eval()

@@ -57,6 +57,7 @@ def test_a_recipe_around_a_frozen_model_is_planned_too(name, own, capsys, smollm
     assert placed["sharded"] == (passes if name == "latent_adapter" else None)
 
 
+@pytest.mark.slow
 def test_settings_of_a_recipe_follow_two_dashes(capsys):
     small, large = (
         planned(capsys, "progressive_images", *own)["model"]["weights"]
