@@ -85,5 +85,5 @@ def test_ranks_that_do_not_wait_for_each_other_meet_at_the_same_boundaries(ranks
     first, *others = ranks(3, meet, 600, {0: (100,), 1: (300, 301), 2: (500,)})
     assert all(each == first for each in others)
     assert sum(told for _, told in first) == 4
-    assert first[0][0] > 100
-    assert first[-1][0] > 500
+    assert first[0][0] >= 100  # the thread may look between the news and the boundary that it came before
+    assert first[-1][0] >= 500
