@@ -16,7 +16,7 @@ from samestep import Run, sample_rng
 from samestep.assets import captioned_images
 from samestep.nn import ConditioningDropout, guided, transformer, unmask, unmasking_luck
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def spell(captions: list[str]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:

@@ -9,10 +9,10 @@ import torch
 import typer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import minilm, model_folder, read_texts, smollm2
+from samestep.assets import minilm, model_folder, read_texts, smollm2, tokenized
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
 from samestep.teacher import Student, Timed, pooled
 
@@ -20,15 +20,7 @@ Mode = Literal["features", "logits"]
 # By mode: the default teacher, layers of the student, sentences to learn from and to be judged by. Two minutes each.
 USUAL = {"features": (minilm, 2, 16_000, 400), "logits": (smollm2, 4, 1200, 100)}
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def read(lines: list[str], folder: Path, length: int) -> TensorDataset:
-    """Tokens of sentences (n, length), which of them are there, and numbers."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    made = tokenizer(lines, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-    return TensorDataset(made["input_ids"], made["attention_mask"], torch.arange(len(lines)))
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def taught(mode: Mode, given: Any, mask: Tensor) -> Any:
@@ -116,15 +108,18 @@ def main(
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         folder = run.once(usual, per="node") if teacher is None else model_folder(teacher)
         held_out = held_out or tested
-        data = read(read_texts(texts, held_out + (count or most)), folder, length)
+        lines = read_texts(texts, held_out + (count or most))
+        data = TensorDataset(*tokenized(lines, folder, length), torch.arange(len(lines)))
         learnt, judged = TensorDataset(*data[held_out:]), TensorDataset(*data[:held_out])
-        place = None if teacher_placement == "auto" else teacher_placement
         by_device = torch.float32 if run.device.type == "cpu" else None  # a GPU takes what the file holds
         dtype = getattr(torch, teacher_dtype) if teacher_dtype else by_device
-        tutor = run.teacher(folder, placement=place, dtype=dtype, top_k=top_k, temperature=temperature)
+        some = data[:global_batch][:2]
+        tutor = run.teacher(
+            folder, placement=teacher_placement, dtype=dtype, top_k=top_k, temperature=temperature, example=some
+        )
 
         def ask(tokens: Tensor, mask: Tensor) -> Any:
-            return taught(mode, tutor(input_ids=tokens, attention_mask=mask), mask)
+            return taught(mode, tutor(tokens, mask), mask)
 
         student = Student(folder, learns=mode, layers=layers or few, width=width)
         model = run.wrap(student, checkpoint=student.blocks() if gradient_checkpointing else ())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,24 +11,13 @@ import typer
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from torch.utils.data import TensorDataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import model_folder, read_texts, smollm2
+from samestep.assets import model_folder, read_texts, smollm2, tokenized
 from samestep.nn import embedded, losses_after, prefix_shape, transformer
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def read(lines: list[str], folders: list[Path], length: int) -> TensorDataset:
-    """Tokens of each text for every model (n, length), -1 behind its end; then those of another text for the first."""
-    columns: list[Tensor] = []
-    for folder in folders:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        rows = [[start, *tokenizer(line).input_ids][:length] for line in lines]
-        columns.append(torch.tensor([row + [-1] * (length - len(row)) for row in rows]))
-    return TensorDataset(*columns, columns[0].roll(1, 0))
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 class Writer(nn.Module):
@@ -119,10 +109,13 @@ def main(
     """Train what stands around frozen language models, then compare perplexities: with text, latents, nothing."""
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         folders = [model_folder(each) for each in models or [run.once(smollm2, model_layers, per="node")]]
-        data = read(read_texts(texts, held_out + count, longest=length // 2), folders, length)
+        lines = read_texts(texts, held_out + count, longest=length // 2)
+        read = [tokenized(lines, folder, length, begin=True) for folder in folders]
+        columns = [tokens.where(there > 0, -1) for tokens, there in read]
+        data = TensorDataset(*columns, columns[0].roll(1, 0))  # and another text, for the first model
         dtype = torch.float32 if run.device.type == "cpu" else None
-        place = None if placement == "auto" else placement
-        frozen = [run.teacher(folder, placement=place, dtype=dtype).module for folder in folders]
+        place = partial(run.teacher, placement=placement, dtype=dtype)
+        frozen = [place(at, example=some[:global_batch]).module for at, (some, _) in zip(folders, read, strict=True)]
         configs = [AutoConfig.from_pretrained(folder, local_files_only=True) for folder in folders]
         model = run.wrap(Writer(configs, latents, width, length))
         # Adapters begin as what is right for the text itself: faster, they would forget it before they learn more.

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassF1Score
 from samestep import current_setting, sample_rng
 from samestep.lightning import Logs, SameStep, layout, once
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 class Digits(Dataset[tuple[Tensor, int]]):

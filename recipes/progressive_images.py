@@ -18,7 +18,7 @@ from samestep import Run, current_setting, sample_numpy_rng
 from samestep.data import LabelledImages, cut_square, read_images
 from samestep.nn import class_counts, class_scores, resnet
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from samestep.assets import write_scenes
 from samestep.data import HDF5Dataset, pair_fixations
 from samestep.nn import fixation_counts, fixation_density, saliency_measures
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 class Saliency(nn.Module):

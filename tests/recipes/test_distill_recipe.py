@@ -3,7 +3,6 @@
 import pytest
 
 from recipes import distill
-from samestep.assets import minilm
 from samestep.errors import DataError
 from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
@@ -60,10 +59,3 @@ def test_a_path_that_is_no_teacher_says_what_is_expected(tmp_path):
         distill.main(out=tmp_path / "out", teacher=tmp_path / "half")
     with pytest.raises(DataError, match=r"no\.txt is no file: expected is a text file with one sentence a line"):
         distill.main(out=tmp_path / "out", texts=tmp_path / "no.txt")
-
-
-def test_sentences_become_tokens_of_one_length():
-    tokens, mask, numbers = distill.read(["to be", "or not to be"], minilm(), 8).tensors
-    assert mask.sum(1).tolist() == [4, 6]  # with a word before and one behind
-    assert tokens.shape == (2, 8)
-    assert numbers.tolist() == [0, 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from samestep.assets import captioned_images, minilm, model_folder, packages, read_texts, sentences, smollm2
+from samestep.assets import captioned_images, minilm, model_folder, packages, read_texts, sentences, smollm2, tokenized
 from samestep.errors import DataError
 
 smollm2_module = importlib.import_module("samestep.assets.smollm2")  # the package has a function of this name
@@ -29,6 +29,40 @@ def test_the_sentence_encoder_is_a_folder_that_transformers_reads():
     folder = minilm()
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 6
     assert (folder / "tokenizer.json").is_file()
+
+
+@pytest.fixture
+def transformers(tmp_path, monkeypatch):
+    """The package, whose import would set a variable for all tests after it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return importlib.import_module("transformers")
+
+
+@pytest.mark.usefixtures("transformers")
+def test_texts_become_tokens_of_one_length():
+    tokens, there = tokenized(["to be", "or not to be", "that is the question whether it is nobler"], minilm(), 8)
+    assert there.sum(1).tolist() == [4, 6, 8]  # with a token before and one behind
+    assert tokens.shape == (3, 8)
+    assert tokens[:, 0].unique().numel() == 1
+    assert tokens[0, 3] == tokens[2, 7]  # the one behind stays where a text is cut
+    assert tokens[0, 4:].tolist() == [0] * 4
+
+
+def test_a_text_begins_once(tmp_path, transformers):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<s>": 0, "to": 1, "be": 2}
+    maker = Tokenizer(models.WordLevel(words, unk_token="be"))
+    maker.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=maker, eos_token="<s>").save_pretrained(tmp_path / "without")
+    maker.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=maker, bos_token="<s>", eos_token="<s>").save_pretrained(
+        tmp_path / "with"
+    )
+    for folder in ("with", "without"):
+        tokens, there = tokenized(["to be", "be to be to be"], tmp_path / folder, 4, begin=True)
+        assert tokens.tolist() == [[0, 1, 2, 0], [0, 2, 1, 2]]
+        assert there.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_wrong_device_map_is_told_with_the_right_names(run, device_map, told):
     [
         ("cuda", "'gpu'"),
         ("cuda:1", "'gpu'"),
-        ("auto", "None, which"),
+        ("automatic", "'auto'"),
         ("ram", "'cpu'"),
         ("nvme", "'disk'"),
         ("FSDP", "'sharded'"),
@@ -143,7 +143,7 @@ def test_a_wrong_device_map_is_told_with_the_right_names(run, device_map, told):
 )
 def test_a_wrong_word_gets_the_right_one(run, typed, right):
     with pytest.raises(
-        TeacherError, match=f"placement='{typed}' is no placement: say placement={right}.* there are gpu, cpu"
+        TeacherError, match=f"placement='{typed}' is no placement: say placement={right}.* there are auto, gpu, cpu"
     ):
         run.teacher(Speaker, weights="nowhere", placement=typed)
     with pytest.raises(TeacherError, match=f"device_map='{typed}' is one word: say placement={right}"):
@@ -151,7 +151,7 @@ def test_a_wrong_word_gets_the_right_one(run, typed, right):
 
 
 def test_an_unknown_word_lists_all_and_a_map_needs_custom(run):
-    with pytest.raises(TeacherError, match="placement='moon' is no placement: there are gpu, cpu, balanced"):
+    with pytest.raises(TeacherError, match="placement='moon' is no placement: there are auto, gpu, cpu, balanced"):
         run.teacher(Speaker, weights="nowhere", placement="moon")
     with pytest.raises(TeacherError, match="placement='cpu' takes no device_map: use placement='custom'"):
         run.teacher(Speaker, weights="nowhere", placement="cpu", device_map={"": "cpu"})

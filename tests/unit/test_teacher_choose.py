@@ -103,10 +103,19 @@ def test_examples_may_be_a_tensor_or_what_the_call_takes_in_order():
         assert (needs.facts.bytes, needs.facts.dtype) == (40, "bfloat16")
 
 
-def test_a_module_built_with_an_example_teaches_like_any(tmp_path):
+@pytest.mark.parametrize("build", [shown_speaker, lambda: (*shown_speaker(), lambda model, batch: model(batch))])
+def test_a_module_built_with_an_example_teaches_like_any(tmp_path, capsys, build):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
-        teacher = run.teacher(shown_speaker, weights=save(speaker(), "one.safetensors"))
+        teacher = run.teacher(build, weights=save(speaker(), "one.safetensors"), placement="auto")
         assert torch.equal(teacher(words()), speaker()(words()))
+    assert "work: counted with an example of 8 sample(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("build", [Speaker, shown_speaker])
+def test_an_example_that_is_given_counts_before_that_of_build(tmp_path, capsys, build):
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        run.teacher(build, weights=save(speaker(), "one.safetensors"), example={"words": words()[:3]})
+    assert "work: counted with an example of 3 sample(s)" in capsys.readouterr().out
 
 
 def test_work_is_assumed_where_there_is_no_example():
@@ -132,9 +141,9 @@ def test_what_is_no_layer_stays_on_the_device_while_layers_stream():
 def test_an_example_that_does_not_pass_is_refused(tmp_path, example):
     with (
         Run(global_batch=4, folder=tmp_path / "run") as run,
-        pytest.raises(TeacherError, match=r"the example batch that build.. returned does not pass through Speaker by"),
+        pytest.raises(TeacherError, match=r"the example batch does not pass through Speaker by"),
     ):
-        run.teacher(lambda: (Speaker(), example), weights=save(speaker(), "one.safetensors"))
+        run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), example=example)
 
 
 def choose(run, monkeypatch, words="h100:4", room=80 * GIB, host=500 * GIB, ranks=4, times=1):

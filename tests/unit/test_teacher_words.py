@@ -118,7 +118,7 @@ def test_paths_are_text_or_paths(tmp_path):
 def test_placements_are_words_and_device_maps_are_dicts(wrong, kind):
     (name,) = wrong
     told = refusal(wrong.get("placement"), device_map=wrong.get("device_map"))
-    assert told.startswith(f"{name}= got a {kind}: placement= is a word, one of gpu, cpu, ")
+    assert told.startswith(f"{name}= got a {kind}: placement= is a word, one of auto, gpu, cpu, ")
     assert told.endswith("device_map= is a dict of modules and devices, for placement='custom'")
 
 
@@ -127,6 +127,14 @@ def test_the_refusals_reach_whoever_calls_run_teacher(tmp_path):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         for wrong, told in (
             ({"weights": 3}, "weights= got a int"),
+            (
+                {"placment": "cpu"},
+                r"run.teacher takes no placment=: did you mean placement=\? beside build ",
+            ),
+            (
+                {"moon": 1},
+                "run.teacher takes no moon=: beside build it takes weights, placement, .* cache$",
+            ),
             ({"dtype": "bf16"}, "say dtype=torch.bfloat16"),
             ({"placement": "served", "servers": 0}, "servers=0 is no count"),
             ({"placement": "cpu", "servers": 2}, "servers=2 means nothing with placement='cpu'"),
@@ -181,7 +189,7 @@ NEAR = {
     "shard": "'sharded'",
     " disk": "'disk'",
     "disk-offload": "'disk'",
-    "Auto": "None, which chooses",
+    "Auto": "'auto'",
 }
 
 
@@ -189,15 +197,15 @@ NEAR = {
 def test_a_word_that_is_nearly_one_gets_the_right_one(typed):
     right = NEAR[typed]
     told = refusal(typed)
-    assert told.startswith(f"placement={typed!r} is no placement: say placement={right}; there are gpu, cpu, ")
+    assert told.startswith(f"placement={typed!r} is no placement: say placement={right}; there are auto, gpu, cpu, ")
     told = refusal(None, device_map=typed)
     assert told.startswith(f"device_map={typed!r} is one word: say placement={right}; device_map= is a dict of ")
 
 
 def test_a_word_that_is_near_to_none_gets_them_all():
-    assert refusal("moon").startswith("placement='moon' is no placement: there are gpu, cpu, balanced")
+    assert refusal("moon").startswith("placement='moon' is no placement: there are auto, gpu, cpu, balanced")
     told = refusal(None, device_map="moon")
-    assert told.startswith("device_map='moon' is one word: placement= is one of gpu, cpu, balanced, ")
+    assert told.startswith("device_map='moon' is one word: placement= is one of auto, gpu, cpu, balanced, ")
     assert told.endswith("; device_map= is a dict of modules and devices, for placement='custom'")
 
 

@@ -13,12 +13,14 @@ from samestep.assets.texts import read_texts
 _HOMES = {
     "captioned_images": "samestep.assets.captioned",
     "scene": "samestep.assets.scenes",
+    "tokenized": "samestep.assets.tokens",
     "write_scenes": "samestep.assets.scenes",
 }
 
 if TYPE_CHECKING:
     from samestep.assets.captioned import captioned_images
     from samestep.assets.scenes import scene, write_scenes
+    from samestep.assets.tokens import tokenized
 
 __all__ = [
     "captioned_images",
@@ -28,6 +30,7 @@ __all__ = [
     "scene",
     "sentences",
     "smollm2",
+    "tokenized",
     "write_scenes",
 ]
 

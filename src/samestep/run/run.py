@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from samestep.run.wrapping import wrap_model
 from samestep.teacher import ground as teaching
 from samestep.teacher.frozen import Build
 from samestep.teacher.teacher import Teacher
+from samestep.teacher.words import check_special
 from samestep.wrap.precision import Precision
 from samestep.wrap.wrap import Strategy, Unused, Wish
 
@@ -179,20 +180,21 @@ class Run(Group):
         weights: str | Path | None = None,
         placement: str | None = None,
         dtype: torch.dtype | None = None,
-        device_map: Mapping[str, str] | None = None,
         top_k: int | None = None,
-        servers: int | None = None,
-        inner: str | None = None,
-        cache: str | Path | None = None,
         temperature: float = 1.0,
+        example: object = None,
+        **special: Unpack[teaching.Special],
     ) -> Teacher:
         """A frozen model with the weights of a file, called like a module; nothing of it trains or is saved.
 
         `build` makes the module, or is the folder of a Hugging Face model. `placement` says where it is to be ("gpu",
-        "cpu", "offload", ...); None chooses and says why, by the work of an example where `build` returns one as well.
-        `temperature` is that of the loss which top-k logits are for; without `top_k` it changes nothing.
+        "cpu", "offload", ...); None or "auto" chooses and says why, by the work of `example`: a tensor, a tuple of
+        arguments or a dict of keywords, such as it will be called with.
+        `temperature` is that of the loss which top-k logits are for; without `top_k` it changes nothing. What only some
+        placements know: `device_map` of "custom", `servers` of "served", `cache` of "cached", `inner` of the last two.
         """
-        wish = teaching.Wish(dtype, device_map, top_k, servers, inner, cache, temperature)
+        check_special(special)
+        wish = teaching.Wish(dtype, top_k, temperature, example, **special)
         around = partial(setting_here, self._link.world, self._life.asked.global_batch)
         ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once, around)
         return take_teacher(self._life.engine, ground, build, weights, placement, wish)

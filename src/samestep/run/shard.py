@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class Shard:
             if self._epoch == number:  # the loop over its steps was left early
                 self._epoch, self._step = number + 1, 0
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Any]:
         """Everything once, in the order of the dataset, in batches of this rank; nothing padded counts."""
         whole = self._pass()
         setting = self._setting(self._engine.epoch)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -150,7 +150,7 @@ class Step:
     def __len__(self) -> int:
         return self.place.micro_batches
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Any]:
         if self._current is not None or self.done:
             raise StepError(f"step {self.number} was iterated twice: its micro-batches can be had once")
         self._engine.begin_micro_batches()

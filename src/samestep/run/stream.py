@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class Stream:
             if self._epoch == number:  # the loop over its steps was left early
                 self._epoch, self._step, self._place = number + 1, 0, None
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Any]:
         """Everything once, in batches of this rank; not for sharded models, whose ranks need equally many batches."""
         if self._engine.lockstep:
             raise DataError(

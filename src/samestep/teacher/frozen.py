@@ -12,7 +12,7 @@ from samestep.errors import TeacherError
 from samestep.teacher.sample import sample
 from samestep.teacher.weights import Weights
 
-Build = Callable[[], nn.Module | tuple[nn.Module, object]]
+Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
 _SHOWN: Final = 5  # names in a message
 _DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _MISSING: Final = "name(s) of the module are not in the file"
@@ -182,7 +182,8 @@ def _skeleton(build: Build) -> tuple[nn.Module, object]:
         ) from error
     finally:
         hook.remove()
-    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    given: tuple[Any, ...] = (*made, None) if isinstance(made, tuple) else (made, None)
+    module, example = given[:2]  # a loss behind them is for `samestep plan`
     _refuse_unusable(module)
     return module.eval().requires_grad_(False), example
 

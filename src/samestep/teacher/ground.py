@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -29,16 +29,29 @@ class Ground:
     """Looks at the machine and tells what trains around the teacher; None where no placement is to be chosen."""
 
 
+class Special(TypedDict, total=False):
+    """What of run.teacher(...) means something to one or two placements only; Wish says what."""
+
+    device_map: Mapping[str, str] | None
+    servers: int | None
+    inner: str | None
+    cache: str | Path | None
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the user asked for in run.teacher(...), beside what is to be built."""
 
     dtype: torch.dtype | None = None
     """What the weights are turned into; None: as the file holds them."""
-    device_map: Mapping[str, str] | None = None
-    """Modules and their devices, for `custom`."""
     top_k: int | None = None
     """How many of the largest logits are given, and sent or kept; None: all."""
+    temperature: float = 1.0
+    """The temperature of the loss that top-k logits are for; without `top_k` it changes nothing."""
+    example: object = None
+    """A batch such as the teacher will be called with, to count its work; None: what `build` returns beside it."""
+    device_map: Mapping[str, str] | None = None
+    """Modules and their devices, for `custom`."""
     servers: int | None = None
     """How many ranks or processes hold the teacher, for `served`; None: one."""
     inner: str | None = None
@@ -46,8 +59,6 @@ class Wish:
     "process", None: ranks serve."""
     cache: str | Path | None = None
     """Where outputs are kept, for `cached`; None: in the run's folder."""
-    temperature: float = 1.0
-    """The temperature of the loss that top-k logits are for; without `top_k` it changes nothing."""
 
 
 class Placed(Protocol):

@@ -83,7 +83,7 @@ def _assume(frozen: Frozen, wish: Wish, module: nn.Module, dtype: torch.dtype) -
     """Two operations a parameter: at every position of a text, and once where there is no embedding to read one."""
     parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.names())
     words = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    show = "let build() return (module, example batch) to count it"
+    show = "give run.teacher(..., example=batch) to count it"
     if words:
         told = f"2 operations a parameter at each of {_POSITIONS} positions of a sample: {show}"
         whole = max(words) * dtype.itemsize
@@ -110,9 +110,9 @@ def _count(frozen: Frozen, wish: Wish, module: nn.Module) -> _Sample:
         raise
     except Exception as error:
         raise TeacherError(
-            f"the example batch that build() returned does not pass through {type(module).__name__} by its shapes "
-            f"alone ({str(error).splitlines()[0] if str(error) else type(error).__name__}): return one that the "
-            "teacher can be called with, or the module alone, and the work of a sample is assumed"
+            f"the example batch does not pass through {type(module).__name__} by its shapes alone "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): give one that the teacher can be "
+            "called with, or none, and the work of a sample is assumed"
         ) from error
     whole, given = (sum(leaf.nbytes for leaf in _leaves(tree)) // rows for tree in (outputs, few))
     told = f"counted with an example of {rows} sample(s)"

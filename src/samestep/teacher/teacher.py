@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -124,11 +125,14 @@ def open_teacher(
     ground: Ground, build: Build | str | Path, weights: str | Path | None, placement: str | None, wish: Wish
 ) -> Teacher:
     """Build, check and place a teacher; a common act of all ranks, which succeeds or fails on all."""
+    placement = None if placement == "auto" else placement
     check_wish(placement, wish)
     check_weights(weights)
     if wish.device_map is not None:
         placement = "custom"
     frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
+    if wish.example is not None:
+        frozen.example, wish = wish.example, replace(wish, example=None)  # a serving process would have no use for it
     check_alike(ground.link, frozen)
     stopwatch = None
     if placement is None:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from samestep.errors import TeacherError
-from samestep.teacher.ground import Wish
+from samestep.teacher.ground import Special, Wish
 
 _HERE: Final = "samestep.teacher"
 # Each in a module of its own, which is loaded when it is asked for.
@@ -27,13 +27,14 @@ PLACEMENTS: Final[dict[str, str]] = {
     "cached": f"{_HERE}.cached:place",
 }
 """Where the function of each placement is found."""
+_WORDS: Final = ("auto", *PLACEMENTS)
+_LISTED: Final = ", ".join(_WORDS)
 
 # What other libraries call these, or what people type for them.
 _RIGHT_WORDS: Final[dict[str, str]] = {
     "cuda": "gpu",
     "device": "gpu",
-    "auto": "None, which chooses",
-    "none": "None, which chooses",
+    "none": "auto",
     "ram": "cpu",
     "host": "cpu",
     "shared": "cpu",
@@ -56,6 +57,16 @@ _INSIDE: Final[dict[str, tuple[str, ...]]] = {
     "cached": tuple(name for name in PLACEMENTS if name not in ("cached", "custom")),
 }
 """What `inner=` may be."""
+
+
+def check_special(given: Mapping[str, object]) -> None:
+    """Refuse a keyword that run.teacher does not take."""
+    known = ("weights", "placement", "dtype", "top_k", "temperature", "example", *Special.__annotations__)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}=? " if near else ""
+            raise TeacherError(f"run.teacher takes no {name}=: {meant}beside build it takes {', '.join(known)}")
 
 
 def check_wish(placement: str | None, wish: Wish) -> None:
@@ -84,7 +95,7 @@ def check_weights(weights: object) -> None:
 def _check_placement(placement: str | None, wish: Wish) -> None:
     if isinstance(wish.device_map, str):
         right = _right_word(wish.device_map)
-        meant = f"placement= is one of {', '.join(PLACEMENTS)}" if right is None else f"say placement={right}"
+        meant = f"placement= is one of {_LISTED}" if right is None else f"say placement={right}"
         raise TeacherError(
             f"device_map={wish.device_map!r} is one word: {meant}; device_map= is a dict of modules and devices, for "
             "placement='custom'"
@@ -94,7 +105,7 @@ def _check_placement(placement: str | None, wish: Wish) -> None:
     if placement is not None and placement not in PLACEMENTS:
         right = _right_word(placement)
         meant = "" if right is None else f"say placement={right}; "
-        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {', '.join(PLACEMENTS)}")
+        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {_LISTED}")
     if wish.device_map is not None and placement not in (None, "custom"):
         raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
 
@@ -102,7 +113,7 @@ def _check_placement(placement: str | None, wish: Wish) -> None:
 def _check_kind(name: str, given: object, kind: type) -> None:
     if given is not None and not isinstance(given, kind):
         raise TeacherError(
-            f"{name}= got a {type(given).__name__}: placement= is a word, one of {', '.join(PLACEMENTS)}; "
+            f"{name}= got a {type(given).__name__}: placement= is a word, one of {_LISTED}; "
             "device_map= is a dict of modules and devices, for placement='custom'"
         )
 
@@ -155,6 +166,6 @@ def _check_dtype(dtype: object) -> None:
 def _right_word(typed: str) -> str | None:
     """What was meant by a word, as it is to be typed: the same written otherwise, another library's, or a near one."""
     word = typed.strip().lower().partition(":")[0].replace("-", "_")
-    near = [word] if word in PLACEMENTS else get_close_matches(word, PLACEMENTS, n=1)
+    near = [word] if word in _WORDS else get_close_matches(word, _WORDS, n=1)
     right = _RIGHT_WORDS.get(word, near[0] if near else None)
-    return right if right is None or " " in right else repr(right)
+    return None if right is None else repr(right)
