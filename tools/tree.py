@@ -20,7 +20,7 @@ FOLDERS = {
     "docs": "Quickstart, one page a task, the errors, the reference.",
     "benchmarks": "One script a claim of speed.",
     "tools": "What make calls: the demo and this tree.",
-    "tests": "By what a test needs: unit, ranks, launch, e2e, lint, architecture, gpu.",
+    "tests": "By what a test needs: unit, ranks, launch, elastic, slurm, recipes, lightning, e2e, architecture, gpu.",
 }
 
 
