@@ -1,6 +1,6 @@
 """How the data of a Trainer is cut: exact loaders out of a user's, and how many batches a step has."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
@@ -38,7 +38,7 @@ class Cutter:
         self.train: TrainLoader | None = None
         self.saved: Mapping[str, int] = {}
         """Of which run the checkpoint is that a Trainer resumes from; empty where it begins anew."""
-        self._loaders: list[TrainLoader | EvalLoader] = []
+        self._loaders: dict[str, list[TrainLoader | EvalLoader]] = {}
         self._voice = Voice()
 
     def check_module(self, trainer: Trainer, module: LightningModule) -> None:
@@ -65,21 +65,33 @@ class Cutter:
         if self.saved:
             self.train.check(self.saved)
             self.saved = {}
-        self._loaders.append(self.train)
+        self._replace("train_dataloader", [self.train])
         return self.train
 
-    def eval_loader(self, trainer: Trainer, loader: object, hook: str) -> EvalLoader:
-        """One loader of an evaluation."""
-        reading = understand(loader, hook, self._voice.warn_once)
-        made = EvalLoader(trainer, reading, self._wish.seed, self._wish.settings)
-        self._loaders.append(made)
+    def eval_loaders(self, trainer: Trainer, loaders: Sequence[object], hook: str) -> list[EvalLoader]:
+        """The loaders of an evaluation."""
+        made: list[EvalLoader] = []
+        for loader in loaders:
+            reading = understand(loader, hook, self._voice.warn_once)
+            if reading.weights is not None:
+                self._voice.warn_once(
+                    f"the WeightedRandomSampler of {hook}() is not used: an evaluation reads every sample once; weigh "
+                    "classes in the metric instead"
+                )
+            made.append(EvalLoader(trainer, reading, self._wish.seed, self._wish.settings))
+        self._replace(hook, made)
         return made
 
     def close(self) -> None:
         """End the data workers."""
-        for loader in self._loaders:
+        for hook in list(self._loaders):
+            self._replace(hook, [])
+
+    def _replace(self, hook: str, made: Sequence[TrainLoader | EvalLoader]) -> None:
+        """Lightning may ask for loaders anew at every epoch: the workers of those before have nothing more to do."""
+        for loader in self._loaders.get(hook, []):
             loader.close()
-        self._loaders.clear()
+        self._loaders[hook] = list(made)
 
     def _cut(self, trainer: Trainer, reading: Reading) -> Cut:
         """The Trainer's accumulation is a wish for smaller batches; like micro_batch it does not change the step."""

@@ -37,8 +37,18 @@ class ExactData(LightningDataModule):
             setattr(self, name, made[name])
         if whole is not None:
             self.prepare_data_per_node = whole.prepare_data_per_node
+            self._log_hyperparams = whole._log_hyperparams  # pyright: ignore[reportPrivateUsage]  # save_hyperparameters sets it
             for name in _TRANSFER:
                 setattr(self, name, getattr(whole, name))
+
+    def __getattr__(self, name: str) -> object:
+        """What else the user's has: modules ask `trainer.datamodule` for its classes, and Lightning for its hparams."""
+        whole = self.__dict__.get("_whole")
+        if whole is None:
+            raise AttributeError(
+                f"the data of SameStep has no attribute {name!r}, and comes from no LightningDataModule"
+            )
+        return getattr(whole, name)
 
     def prepare_data(self) -> None:
         """The user's own."""
@@ -87,8 +97,8 @@ class ExactData(LightningDataModule):
     def _evaluation(self, hook: str) -> EvalLoader | list[EvalLoader]:
         given, trainer = self._hooks[hook](), self._checked()
         if isinstance(given, list | tuple):
-            return [self._cutter.eval_loader(trainer, loader, hook) for loader in given]
-        return self._cutter.eval_loader(trainer, given, hook)
+            return self._cutter.eval_loaders(trainer, given, hook)
+        return self._cutter.eval_loaders(trainer, [given], hook)[0]
 
     def _checked(self) -> Trainer:
         trainer = self.trainer

@@ -33,12 +33,13 @@ class Logs(Callback):
         self.folder = Path(folder)
         self._sinks: tuple[MetricsFile, TextLog] | None = None
         self._rates: dict[int, dict[str, float]] = {}
+        self._last: int | None = None
         self._known: dict[str, float] = {}
         self._began = time.monotonic()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files; where the first rank cannot, every rank hears why."""
-        self._began = time.monotonic()
+        self._began, self._last = time.monotonic(), None
         once(trainer, self._open)
         if self._sinks is not None:
             trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
@@ -51,7 +52,8 @@ class Logs(Callback):
         names = [f"/{at}" for at in range(len(rates))] if len(rates) > 1 else [""]
         which = next((at for at, one in enumerate(trainer.optimizers) if one is optimizer), 0)
         other = f"/optimizer{which}" if which else ""
-        kept = self._rates.setdefault(_number(trainer), {})
+        self._last = _number(trainer)
+        kept = self._rates.setdefault(self._last, {})
         kept.update({f"train/learning_rate{other}{name}": rate for name, rate in zip(names, rates, strict=True)})
 
     def on_train_batch_end(
@@ -102,7 +104,7 @@ class Logs(Callback):
         self._known.update(values)
         if values and self._sinks is not None:
             for sink in self._sinks:
-                sink.write(max(trainer.global_step - 1, 0), values)
+                sink.write(self._last or 0, values)
 
     def _close(self, trainer: Trainer, status: str) -> None:
         if self._sinks is None:
@@ -110,7 +112,7 @@ class Logs(Callback):
         sinks, self._sinks = self._sinks, None
         summary: Mapping[str, object] = {
             "status": status,
-            "steps": trainer.global_step,
+            "steps": trainer.global_step if self._last is None else self._last + 1,
             "epochs": trainer.current_epoch,
             "world_size": trainer.world_size,
             "seconds": round(time.monotonic() - self._began, 1),

@@ -1,5 +1,6 @@
 """The callback that keeps a Trainer to the laws: exact data, the exact gradient, exact values of an epoch."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,11 +9,14 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import DataError, StepError
 from samestep.lightning.cutter import Cutter, Wish
 from samestep.lightning.data import ExactData, check_source, hooks_for, hooks_of
+from samestep.lightning.follow import follow
+from samestep.lightning.late import Late
 from samestep.lightning.launched import check_layout
 from samestep.lightning.logged import Forgotten, bring_together
 from samestep.lightning.peers import gathered, settle
@@ -52,6 +56,9 @@ class SameStep(Callback):
         self._losses: dict[int, Tensor | float] = {}
         self._gradients: Gradients | None = None
         self._forgotten: Forgotten | None = None
+        self._late: Late | None = None
+        self._weighing: RemovableHandle | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def data(self, source: LightningDataModule | LightningModule) -> LightningDataModule:
         """The data of `source`, which has train_dataloader and so on, cut exactly: pass it as `datamodule=`."""
@@ -102,6 +109,8 @@ class SameStep(Callback):
         check_layout(trainer)
         if stage == "fit":
             self._cutter.check_module(trainer, pl_module)
+        for hook in ("on_validation_batch_end", "on_test_batch_end"):
+            self._undo.append(follow(pl_module, hook, partial(_after_evaluation_batch, trainer)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that goes on from this checkpoint must have alike; where it stands is in the loader's."""
@@ -112,13 +121,15 @@ class SameStep(Callback):
         self._cutter.saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See that the data is exact, and watch for parameters that are not used."""
+        """See that the data is exact, and watch for parameters that are not used, or not by DDP."""
         if self._cutter.train is None or trainer.train_dataloader is not self._cutter.train:
             raise DataError(
                 "SameStep is among the callbacks and the training data is not its own: pass "
                 "trainer.fit(module, datamodule=same.data(datamodule)), or same.loaders(train=..., val=...)"
             )
         self._losses.clear()
+        if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
+            self._late = Late(pl_module)
         # Sharded parameters receive their gradients otherwise, and manual optimization leaves some out on purpose.
         watched = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
         if self.unused != "leave" and pl_module.automatic_optimization and watched:
@@ -128,6 +139,8 @@ class SameStep(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Tell modules such as ConditioningDropout which samples they see."""
         set_micro_batch(self.part.make_keys)
+        if batch_idx == 0 and self._gradients is not None:
+            self._gradients.watch()  # an epoch's begin is when callbacks unfreeze
         if not self.part.real:
             self._forgotten = Forgotten(trainer)
 
@@ -136,18 +149,22 @@ class SameStep(Callback):
         batches = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         factor = self.part.share() * trainer.world_size * batches
         if factor != 1.0:
-            loss.register_hook(partial(torch.mul, factor))
+            self._weighing = loss.register_hook(partial(torch.mul, factor))
         if self._gradients is not None:
             self._gradients.begin()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look after parameters that this backward pass did not reach."""
+        """Look after parameters that this backward pass did not reach, and those of which DDP does not know."""
+        if self._weighing is not None:
+            self._weighing.remove()  # manual optimization may send the same loss through again
+            self._weighing = None
         missing = self._gradients.missing() if self._gradients is not None else {}
-        if not missing:
-            return
-        if self.unused == "error":
+        if missing and self.unused == "error":
             refuse(missing, self.part.number, trainer.global_rank)
-        fill(missing)
+        if missing:
+            fill(missing)
+        if self._late is not None:
+            self._late.average(trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -173,37 +190,31 @@ class SameStep(Callback):
         """Let the process end cleanly, if training was its last act."""
         settle(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Bring together what validation has logged, before Lightning reads it after the last batch."""
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        if batch_idx == batches[dataloader_idx] - 1:
-            bring_together(trainer)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Bring together what a test has logged."""
-        if batch_idx == trainer.num_test_batches[dataloader_idx] - 1:
-            bring_together(trainer)
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown then."""
+        self._let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the data workers, and leave the module as it was."""
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._cutter.close()
         if self._gradients is not None:
             self._gradients.remove()
-            self._gradients = None
+        self._gradients = self._late = self._forgotten = None
+        while self._undo:
+            self._undo.pop()()
         set_micro_batch(None)
+
+
+def _after_evaluation_batch(
+    trainer: Trainer, outputs: object, batch: object, batch_idx: int, dataloader_idx: int = 0
+) -> None:
+    """Bring together what an evaluation has logged, before Lightning reads it after the last batch."""
+    if trainer.sanity_checking:
+        batches = trainer.num_sanity_val_batches
+    else:
+        batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+    if batch_idx == batches[dataloader_idx] - 1:
+        bring_together(trainer)

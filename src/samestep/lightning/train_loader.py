@@ -93,8 +93,8 @@ class TrainLoader:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in an epoch."""
-        return self._cut.steps
+        """Optimizer steps in an epoch, which limit_train_batches may end early."""
+        return int(min(self._cut.steps, -(-self._trainer.num_training_batches // self.count)))
 
     def state_dict(self) -> dict[str, int]:
         """Where training stands, in steps: valid on any world size and any accumulation."""
@@ -156,7 +156,7 @@ class TrainLoader:
                 if not part.real:  # all ranks need equally many backward passes
                     chosen = indices[part.pad - start : part.pad - start + 1]
                 keys = partial(self._keys, epoch, chosen)
-                number, last = epoch * self._cut.steps + index, at == len(parts) - 1
+                number, last = epoch * self.steps + index, at == len(parts) - 1
                 asked.append(Part(number, end - begin, part.real, last, chosen.tolist(), keys))
                 yield Request(epoch, chosen, setting)
 

@@ -42,13 +42,20 @@ class Gradients:
     """Which trainable parameters have received a gradient since the backward pass began."""
 
     def __init__(self, module: LightningModule) -> None:
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._module = module
+        self._parameters: dict[str, nn.Parameter] = {}
         self._seen: dict[str, nn.Parameter] = {}
-        self._hooks: list[RemovableHandle] = [
-            # called for every parameter at every step: this one runs no line of Python
-            parameter.register_post_accumulate_grad_hook(partial(self._seen.__setitem__, name))
-            for name, parameter in self._parameters.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch what trains now and is not watched yet."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self._parameters:
+                self._parameters[name] = parameter
+                # called for every parameter at every step: this one runs no line of Python
+                hook = parameter.register_post_accumulate_grad_hook(partial(self._seen.__setitem__, name))
+                self._hooks.append(hook)
 
     def begin(self) -> None:
         """A backward pass begins."""
