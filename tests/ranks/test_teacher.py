@@ -143,6 +143,42 @@ def test_different_teachers_are_noticed(ranks, tmp_path):
         assert "give all ranks the same files" in text
 
 
+def ask_by_rank(weights, *options):
+    """Each rank asks in its own way."""
+    with Run(global_batch=4, folder="logs", start_timeout=30) as run:
+        run.teacher(Speaker, weights=weights, **options[run.rank])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"placement": "cpu"}, {"placement": "served"}, "[0] say placement='cpu'; rank(s) [1] say placement='served';"),
+        ({"placement": "gpu"}, {}, "rank(s) [0] say placement='gpu'; rank(s) [1] say placement='auto';"),
+        ({}, {"dtype": torch.bfloat16}, "rank(s) [0] say dtype=None; rank(s) [1] say dtype=torch.bfloat16;"),
+        ({}, {"top_k": 3}, "rank(s) [0] say top_k=None; rank(s) [1] say top_k=3;"),
+    ],
+)
+def test_ranks_that_ask_for_different_teachers_are_told_in_what_they_differ(ranks, tmp_path, first, second, told):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    for text in ranks.errors(2, ask_by_rank, weights, first, second):
+        assert "TeacherError: ranks ask for different teachers: rank(s) [0] say" in text
+        assert told in text
+        assert "say the same on each" in text
+
+
+def ask_for_devices_of_its_own(weights):
+    """A map names the devices of a rank, which are not those of another."""
+    with Run(global_batch=4, folder="logs") as run:
+        device_map = {"": "cpu"} if run.first else {"": "cpu", "blocks.1": "cpu"}
+        return run.teacher(Speaker, weights=weights, device_map=device_map)(words())
+
+
+def test_each_rank_may_have_a_device_map_of_its_own(ranks, tmp_path):
+    plain = speaker()
+    for found in ranks(2, ask_for_devices_of_its_own, save(plain, tmp_path / "teacher.safetensors")):
+        assert torch.equal(found, plain(words()))
+
+
 def test_a_file_that_is_harmed_for_all_fails_on_all(ranks, tmp_path):
     save(speaker(), tmp_path / "0.safetensors")
     (tmp_path / "0.safetensors").write_bytes(b"{")

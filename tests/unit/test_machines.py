@@ -140,6 +140,8 @@ def test_live_memory_is_asked_for_and_rates_come_from_the_sheet():
     assert found.device.rates == SHEETS["h100"].device.rates
     assert found.within_node == 450e9
     assert found.host_memory == 48 * GIB
+    assert found.source == "this machine: 2 x NVIDIA H100 80GB HBM3"
+    assert found.device.source == SHEETS["h100"].device.source  # of the rates: the machine is named once
 
 
 def test_a_gpu_of_the_same_name_with_other_memory_keeps_its_own():

@@ -1,6 +1,7 @@
 """The decision: memory and time by hand, what is chosen, what is refused with which numbers, and what always holds."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -292,6 +293,16 @@ def test_where_nothing_fits_it_says_what_would():
     )
 
 
+def test_where_one_larger_gpu_does_not_do_it_says_how_many_would():
+    found = plan(machines_of("t4:1"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    assert found.chosen is None
+    assert found.advice[0] == "no number of t4 up to 64 would do"
+    count, name = re.fullmatch(r"(\d+) x (\S+) \(.* GiB\) would do, with (?:fsdp|zero2).*", found.advice[1]).groups()
+    assert int(count) > 1
+    there = plan(machines_of(f"{name}:{count}"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    assert there.chosen is not None
+
+
 def test_one_sample_that_is_too_large_needs_a_smaller_sample():
     found = plan(machines(1, gib=8), model(gib=0.1, per_sample=1000 * GIB, blocks=0), 8)
     assert found.advice[0] == "no number of plain up to 64 would do"
@@ -436,7 +447,8 @@ def test_what_to_type_starts_the_script_or_the_recipe(words, nodes, file, recipe
     on = machines_of(words, nodes)
     on = replace(on, device=replace(on.device, memory=80 * GIB, memory_free=80 * GIB))
     large = model(per_sample=30 * MIB)
-    for script, typed in (("lab/train.py", file), ("saliency", recipe)):
+    spaced = file.replace("lab/train.py", "'my lab/train.py'")
+    for script, typed in (("lab/train.py", file), ("my lab/train.py", spaced), ("saliency", recipe)):
         assert plan(on, large, 256, asked=Asked(script)).start == typed
 
 

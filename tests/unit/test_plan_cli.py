@@ -213,13 +213,16 @@ def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
 def test_a_calibration_alone_is_told_to_a_program_too(lab, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(lab))
     measured = Calibration("cpu", 1, {"float32": ((1e6, 1e9), (1e9, 1e11))}, 1e10, 2e10, None, 2e-6, "2025-01-31")
-    monkeypatch.setattr("samestep.measure.calibrate.calibrate", lambda device: measured)
+    monkeypatch.setattr("samestep.measure.calibrate.calibrate", lambda device, say: say("copies") or measured)
     assert main(["plan", "--calibrate", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["device"], told["copy"]) == ("cpu", 1e10)
     assert Path(told["path"]).is_file()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it prints to for a terminal
     assert main(["plan", "--calibrate"]) == 0
-    assert capsys.readouterr().out.startswith("cpu: TFLOP/s in products float32 0.1; copies 10 GB/s, from the host 20")
+    out, err = capsys.readouterr()
+    assert out.startswith("cpu: TFLOP/s in products float32 0.1; copies 10 GB/s, from the host 20")
+    assert "measuring this machine, for less than a minute: copies" in err
 
 
 def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
@@ -320,3 +323,21 @@ def test_where_nothing_fits_the_command_ends_with_1(lab, capsys):
 if __name__ == "__main__":
     for case, drawn in CASES.items():
         (GOLDEN / f"plan_{case}.txt").write_text(printed(drawn))
+
+
+def test_options_of_the_function_among_ours_are_told_where_they_belong(capsys):
+    assert main(["plan", "mylab:build", "--global-batch", "8", "--layers", "12"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("samestep: there is no option --layers: there are --blocks, ")
+    assert err.endswith("; options of the function follow `--`\n")
+
+
+def test_what_the_users_module_prints_is_no_part_of_the_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+    monkeypatch.chdir(tmp_path)
+    loud = LAB.replace("def build():", "print('imported')\n\ndef build():\n    print('built')")
+    Path("loud.py").write_text(loud)
+    assert main(["plan", "loud.py:build", "--global-batch", "8", "--gpus", "h100:1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"]["name"] == "Sequential"
+    assert "imported\nbuilt\n" in err

@@ -4,13 +4,16 @@ import copy
 import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from samestep import Run
-from samestep.errors import TeacherError
+from samestep.cli.main import main
+from samestep.errors import GroupError, TeacherError
 from samestep.teacher.blocks import blocks
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Wish
@@ -69,6 +72,72 @@ def test_another_dtype_is_what_to_would_have_given(run, placement):
         assert torch.equal(found, plain(words()))
 
 
+def test_a_run_that_is_not_started_has_no_teacher():
+    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+        Run(global_batch=4).teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="cpu")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "who"),
+    [
+        ("module.", ", as DistributedDataParallel leaves them: save model.module.state_dict(), or"),
+        ("_orig_mod.", ", as torch.compile leaves them: save model._orig_mod.state_dict(), or"),
+        ("net.body.", "'net.body.': save model.net.body.state_dict(), or take it off once"),
+    ],
+)
+def test_a_state_from_around_the_model_is_told_with_what_to_save_instead(run, prefix, who):
+    state = {f"{prefix}{name}": tensor for name, tensor in speaker().state_dict().items()}
+    torch.save({**state, "loss.weight": torch.ones(3)}, "around.pt")  # Lightning saves more than the model
+    with pytest.raises(
+        TeacherError, match=f"holds the weights of Speaker under names that begin with '{prefix}'"
+    ) as no:
+        run.teacher(Speaker, weights="around.pt", placement="cpu")
+    assert who in str(no.value)
+    # what it says to type is Python
+    torch.save({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}, "inside.pt")
+    assert f"{{name.removeprefix('{prefix}'): tensor for name, tensor in state.items()" in str(no.value)
+    assert torch.equal(run.teacher(Speaker, weights="inside.pt", placement="cpu")(words()), speaker()(words()))
+
+
+def test_weights_of_a_part_of_the_module_are_told_with_the_part(run):
+    weights = save(speaker(), "one.safetensors")
+    with pytest.raises(
+        TeacherError, match=r"weights of a part of Sequential, .* '0.' there: let build\(\) return .*\.0$"
+    ):
+        run.teacher(lambda: nn.Sequential(Speaker()), weights=weights, placement="cpu")
+
+
+def test_a_checkpoint_of_a_run_is_told_with_the_command_that_exports_it(run, tmp_path):
+    with torch.random.fork_rng():
+        checkpoint = run.restore("a run", model=run.wrap(speaker()))
+    checkpoint.save()
+    run.barrier()
+    checkpoint.wait()
+    [place] = Path("a run").glob("step-*")
+    for given, named in (("a run", "a run"), (place, place), (next(place.glob("rank-*.safetensors")), place)):
+        command = f"samestep checkpoint export '{tmp_path / named}' --to teacher.safetensors"
+        with pytest.raises(TeacherError, match=f"is a checkpoint of samestep, .* type `{command}` and give that file"):
+            run.teacher(Speaker, weights=given, placement="cpu")
+    assert main(["checkpoint", "export", "a run", "--to", str(place / "model.safetensors")]) == 0
+    assert torch.equal(run.teacher(Speaker, weights=place, placement="cpu")(words()), speaker()(words()))
+
+
+@pytest.mark.parametrize("placement", ["gpu", "served"])
+def test_inputs_of_another_dtype_than_the_weights_are_told_where_a_call_fails(run, placement):
+    save_file(nn.Linear(3, 2).state_dict(), "one.safetensors")
+    teacher = run.teacher(lambda: nn.Linear(3, 2), weights="one.safetensors", placement=placement, dtype=torch.bfloat16)
+    with pytest.raises((RuntimeError, TeacherError), match="dtype") as no:
+        teacher(torch.ones(4, 3))
+    assert no.value.__notes__ == [
+        "the teacher's weights are torch.bfloat16 and its inputs here torch.float32: give inputs with "
+        ".to(torch.bfloat16), or run.teacher(..., dtype=torch.float32)"
+    ]
+    assert teacher(torch.ones(4, 3).to(torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises((RuntimeError, TeacherError)) as no:
+        teacher(torch.ones(4, 7).to(torch.bfloat16))
+    assert not getattr(no.value, "__notes__", [])
+
+
 def test_outputs_need_no_gradient_and_may_still_teach(run):
     teacher = run.teacher(Speaker, weights=save(speaker(), "one.safetensors"))
     found = teacher(words())
@@ -121,6 +190,7 @@ def test_a_teacher_that_fits_no_device_is_refused(run):
     [
         ({"": "cpu", "block.1": "cpu"}, r"device_map names 'block.1', which is no module .* like \['blocks.1'"),
         ({"embed": "cpu", "blocks": "cpu"}, r"gives no device to 2 module\(s\): \['', 'head'\]; add them"),
+        ({"": "cpu", 1: "cpu"}, r"device_map names 1, which is no module of the teacher: its names are like"),
         ({"": "cuda:7"}, r"device_map puts '' on 'cuda:7': the devices here are \[.*'cpu'\]"),
         ({}, "placement='custom' needs device_map="),
     ],
@@ -178,7 +248,11 @@ def overwrite(path):
         ),
         ("one.pt", cut, "cannot be read as a file of tensors"),
         ("one.pt", lambda path: torch.save([1, 2], path), "holds list and no plain mapping of names to tensors"),
-        ("one.pt", lambda path: torch.save(nn.Linear(1, 1), path), "holds more than tensors; write it with"),
+        (
+            "one.pt",
+            lambda path: torch.save(nn.Linear(1, 1), path),
+            r"more than tensors, a torch\S+Linear among it, .*write",
+        ),
         ("shards", lambda path: next(path.glob("*2-of*")).unlink(), "lacks 1 of 3 shards that .* lists: .*2-of"),
         ("shards", lambda path: cut(next(path.glob("*2-of*"))), "is no whole file of safetensors"),
         ("shards", lambda path: next(path.glob("*.json")).write_text("{"), "is no index of shards"),

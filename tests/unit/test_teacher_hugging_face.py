@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 from samestep import Run
@@ -53,6 +54,84 @@ def test_a_folder_gives_what_from_pretrained_gives(run, tmp_path, kind, dtype):
             assert type(found) is type(there)
             assert torch.equal(found[0], there[0])
             assert found[0].dtype == dtype
+
+
+def as_old_files_say(name):
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rename"),
+    [
+        ("GPT2", lambda name: name.removeprefix("transformer.")),  # as the file of the first GPT-2 is
+        ("Bert", lambda name: f"bert.{as_old_files_say(name)}"),  # as that of the first BERT, whose file has a head
+    ],
+)
+def test_names_that_from_pretrained_understands_are_understood(run, tmp_path, kind, rename):
+    folder = tmp_path / "teacher"
+    with torch.random.fork_rng():
+        made = model(kind)
+    made.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    save_file({rename(name): value for name, value in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert not set(load_file(folder / "model.safetensors")) & set(state)
+    plain = type(made).from_pretrained(folder).eval()
+    assert torch.equal(plain(input_ids=WORDS)[0], made.eval()(input_ids=WORDS)[0])
+    for placement, more in (("disk", {}), ("balanced", {}), ("served", {"inner": "process"})):
+        teacher = run.teacher(folder, placement=placement, **more)
+        assert torch.equal(teacher(input_ids=WORDS)[0], plain(input_ids=WORDS)[0])
+
+
+def test_names_that_transformers_has_changed_since_are_understood(run, tmp_path):
+    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    with torch.random.fork_rng():
+        made = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
+    made.save_pretrained(tmp_path / "teacher")  # under the names of the first version
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    plain = type(made).from_pretrained(tmp_path / "teacher").eval().requires_grad_(False)
+    for placement in ("cpu", "offload"):
+        found = run.teacher(tmp_path / "teacher", placement=placement)(pixel_values=images)
+        assert torch.equal(found.logits, plain(pixel_values=images).logits)
+
+
+def test_weights_that_transformers_joins_are_taken_as_joined(run, tmp_path):
+    more = {"num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.random.fork_rng():
+        made = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, **more)).eval()
+    made.save_pretrained(tmp_path / "teacher")
+    if set(load_file(tmp_path / "teacher/model.safetensors")) == set(made.state_dict()):
+        pytest.skip("this version of transformers saves experts as it has them")
+    told = r"where transformers joins weights as it loads them, .* give weights='teacher.pt' too"
+    with pytest.raises(TeacherError, match=told):
+        run.teacher(tmp_path / "teacher", placement="cpu")
+    torch.save(made.state_dict(), tmp_path / "teacher.pt")
+    teacher = run.teacher(tmp_path / "teacher", weights=tmp_path / "teacher.pt", placement="cpu")
+    assert torch.equal(teacher(input_ids=WORDS).logits, made.requires_grad_(False)(input_ids=WORDS).logits)
+
+
+def test_a_head_that_the_architecture_lacks_stays_unused_and_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch.random.fork_rng():
+        made = transformers.BertForPreTraining(transformers.BertConfig(**SMALL))
+    made.save_pretrained(tmp_path / "teacher")
+    config = json.loads((tmp_path / "teacher/config.json").read_text())
+    (tmp_path / "teacher/config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    plain = transformers.BertForMaskedLM.from_pretrained(tmp_path / "teacher").eval()
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        for more in ({"placement": "cpu"}, {"placement": "served", "inner": "process"}):
+            assert torch.equal(run.teacher(tmp_path / "teacher", **more)(input_ids=WORDS)[0], plain(input_ids=WORDS)[0])
+    told = capsys.readouterr().out
+    assert "teacher: 4 name(s) of" in told
+    assert "are not in the module and stay unused, e.g. ['bert.pooler.dense.bias'" in told
+
+
+def test_more_layers_than_the_configuration_has_are_no_unused_head(run, tmp_path):
+    with torch.random.fork_rng():
+        model("Llama").save_pretrained(tmp_path / "teacher")
+    config = json.loads((tmp_path / "teacher/config.json").read_text())
+    (tmp_path / "teacher/config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(TeacherError, match=r"are not of one model: 9 name\(s\) of the file .*'model.layers.1."):
+        run.teacher(tmp_path / "teacher", placement="cpu")
 
 
 EVERY = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk", "sharded", "served", "cached", None)
@@ -172,3 +251,9 @@ def test_without_transformers_a_folder_is_told_what_to_install(run, tmp_path, mo
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TeacherError, match="transformers is not installed: type pip install 'samestep"):
         run.teacher(folder)
+
+
+def test_the_name_of_a_model_on_the_hub_is_no_folder(run):
+    told = r"run.teacher\('openai-community/gpt2'\): there is no such folder here, .* `hf download NAME "
+    with pytest.raises(TeacherError, match=told):
+        run.teacher("openai-community/gpt2", placement="cpu")

@@ -68,8 +68,8 @@ def asking_for_cuda():
         ),
         (
             lambda: (net(), torch.zeros(4, A + 1)),
-            r"Linear cannot be called with the example batch \(RuntimeError: .*\): return the batch as the model takes "
-            "it, or a third value, lambda model, batch: loss, that calls it",
+            r"Linear cannot be called with the example batch \(RuntimeError: .*\): give the batch as the model takes "
+            "it; a build function may return a third value, lambda model, batch: loss, that calls it",
         ),
         (
             lambda: (net(), batch(), lambda model, batch: 3),

@@ -1,8 +1,9 @@
 """`samestep plan`: what fits on which GPUs, what is fastest, and why; for machines that need not be here."""
 
 import json
+import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 
 import click
@@ -87,8 +88,9 @@ def command(
     if calibrate:
         _calibrate()
     asked = list(_what_if_machines(gpus, nodes)) if what_if else [_machines(gpus, nodes)]
-    traces = Traces(wish, str(target), _find(str(target), arguments))
-    plans = [traces.plan(each, here=here) for each, here in asked]
+    with redirect_stdout(sys.stderr):  # what the user's own module prints is no part of the plan, nor of its JSON
+        traces = Traces(wish, str(target), _find(str(target), arguments))
+        plans = [traces.plan(each, here=here) for each, here in asked]
     _print(plans, samples if what_if else None, as_json)
     context.exit(0 if any(found.chosen for found in plans) else 1)
 
@@ -189,13 +191,14 @@ def _what_if_machines(words: str, nodes: int | None) -> Iterator[tuple[Machines,
 
 
 def _calibrate() -> tuple[Calibration, str]:
-    with _patience("measuring this machine, for less than a minute"):
+    text = "measuring this machine, for less than a minute"
+    with _patience(text) as say:
         import torch
 
         from samestep.measure.calibrate import calibrate
 
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        found = calibrate(torch.device(kind))
+        found = calibrate(torch.device(kind), lambda part: say(f"{text}: {part}"))
     return found, str(keep_calibration(found, environment()))
 
 
@@ -230,11 +233,11 @@ def _records(plans: list[Plan], samples: int) -> list[dict[str, object]]:
 
 
 @contextmanager
-def _patience(text: str) -> Generator[None]:
-    """Show on the terminal that something is going on, beside what is printed."""
+def _patience(text: str) -> Generator[Callable[[str], None]]:
+    """Show on the terminal that something is going on, beside what is printed; what it gives shows another text."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with console.status(text):
-        yield
+    with console.status(text) as shown:
+        yield shown.update

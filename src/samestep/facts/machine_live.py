@@ -42,7 +42,7 @@ def _of_gpus(hardware: Hardware, nodes: int) -> Machines:
     smallest = min(hardware.gpus, key=lambda gpu: gpu.memory_free)
     sheet, own = sheet_like(smallest.name, smallest.capability)
     part = slice_of(smallest.name)
-    reckoned = "" if own else f", reckoned as {sheet.device.name} until `samestep plan --calibrate` has measured it"
+    reckoned = f"reckoned as {sheet.device.name} until `samestep plan --calibrate` has measured it"
     device = replace(
         sheet.device,
         name=sheet.device.name if own and part == 1 else smallest.name,
@@ -50,7 +50,7 @@ def _of_gpus(hardware: Hardware, nodes: int) -> Machines:
         memory_free=smallest.memory_free,
         bandwidth=sheet.device.bandwidth * part,
         rates={dtype: rate * part for dtype, rate in sheet.device.rates.items()},
-        source=f"this machine: {smallest.name}{reckoned}",
+        source=sheet.device.source if own else reckoned,
     )
     return Machines(
         device=device,
@@ -78,7 +78,6 @@ def _of_host(hardware: Hardware, sheet: Sheet, nodes: int) -> Machines:
         memory_free=min(memory, hardware.memory_available),
         rates=sheet.device.rates if apple else {name: rate * cores for name, rate in sheet.device.rates.items()},
         bandwidth=sheet.device.bandwidth if apple else sheet.device.bandwidth * min(cores, 10),
-        source=f"this machine, {sheet.device.source}",
     )
     return Machines(
         device=device,

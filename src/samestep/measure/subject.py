@@ -132,8 +132,8 @@ def _call(model: nn.Module, batch: object) -> object:
 
 def _why_call_failed(model: nn.Module, said: str) -> str:
     return (
-        f"{type(model).__name__} cannot be called with the example batch ({said}): return the batch as the model takes "
-        "it, or a third value, lambda model, batch: loss, that calls it"
+        f"{type(model).__name__} cannot be called with the example batch ({said}): give the batch as the model takes "
+        "it; a build function may return a third value, lambda model, batch: loss, that calls it"
     )
 
 

@@ -1,10 +1,11 @@
 """What would fit where nothing does: more of these devices, larger ones, or a smaller sample."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from samestep.facts.devices import SHEETS
 from samestep.facts.machine_words import machines_of
-from samestep.facts.machines import Machines
+from samestep.facts.machines import Device, Machines
 from samestep.plan.candidate import Candidate, Task
 from samestep.units import bytes_text
 
@@ -34,20 +35,28 @@ def _more(task: Task, fitting: Callable[[Task, Machines], str | None]) -> Iterat
 
 
 def _larger(task: Task, fitting: Callable[[Task, Machines], str | None]) -> Iterator[str]:
-    """Devices with more memory, the smallest first, and how many of them at least."""
+    """Devices with more memory, the smallest first, and how many at least: no more than are here, if that will do."""
     memory = task.machines.device.memory
-    kinds = sorted((s.device for s in SHEETS.values() if s.device.memory > memory), key=lambda device: device.memory)
-    named = 0
-    for device in kinds:
-        if device.kind != "cuda" or named == _LARGER:
-            continue
-        for count in _COUNTS:
-            if count > task.machines.devices:
-                break
-            if name := fitting(task, machines_of(f"{device.name}:{count}")):
-                named += 1
-                yield f"{count} x {device.name} ({bytes_text(device.memory)}) would do, with {name}"
-                break
+    larger = (s.device for s in SHEETS.values() if s.device.kind == "cuda" and s.device.memory > memory)
+    kinds = sorted(larger, key=lambda device: device.memory)
+    few = [count for count in _COUNTS if count <= task.machines.devices]
+    found = (found for device in kinds if (found := _enough(task, device, few, fitting)))
+    named = list(islice(found, _LARGER))
+    if not named:
+        more = (_enough(task, device, [count], fitting) for count in _COUNTS for device in kinds)
+        named = list(islice(filter(None, more), 1))
+    yield from named
+
+
+def _enough(
+    task: Task, device: Device, counts: Sequence[int], fitting: Callable[[Task, Machines], str | None]
+) -> str | None:
+    """The first of these numbers of a device that is enough, in words."""
+    for count in counts:
+        per_node = min(count, _NODE)
+        if name := fitting(task, machines_of(f"{device.name}:{per_node}", -(-count // per_node))):
+            return f"{count} x {device.name} ({bytes_text(device.memory)}) would do, with {name}"
+    return None
 
 
 def _smaller(task: Task, rest: Sequence[Candidate]) -> Iterator[str]:

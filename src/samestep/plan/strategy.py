@@ -1,6 +1,7 @@
 """The layouts a plan weighs: every strategy that run.wrap has, with and without what saves memory."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -140,10 +141,10 @@ def calls(
 
 def command(layout: Layout, machines: Machines, script: str) -> str:
     """What to type to start it."""
-    recipe = not script.endswith(".py")
+    recipe, script = not script.endswith(".py"), shlex.quote(script)
     if machines.nodes > 1 and layout.ranks > 1:
         copied = f"samestep recipe copy {script} && " if recipe else ""
-        return f"{copied}samestep submit {script.removesuffix('.py')}.py --nodes {machines.nodes}"
+        return f"{copied}samestep submit {script}{'.py' if recipe else ''} --nodes {machines.nodes}"
     if layout.ranks == 1:
         return f"samestep recipe run --nproc-per-node 1 {script}" if recipe else f"python {script}"
     cpu = f" --nproc-per-node {layout.ranks}" if machines.device.kind == "cpu" else ""

@@ -7,7 +7,7 @@ from samestep.errors import PlanError
 from samestep.facts.machines import HOST_MARGIN, Machines
 from samestep.facts.model import CUDA_MARGIN
 from samestep.plan.speed import CORE_RATE, HOST_BANDWIDTH, collective_seconds, host_rate, memory_rate, product_rate
-from samestep.units import bytes_text
+from samestep.units import bytes_text, seconds_text
 
 _FILLED = 0.9  # of what is free on a device, for `sequential`
 _TOLD = 1.05  # what is less slow than this would be told as 1.0 times as slow
@@ -50,10 +50,6 @@ class Setting:
     """Bytes of each device that training takes."""
     taken_per_node: int = 0
     """Bytes of host memory that training takes in a node."""
-    epochs: int = 1
-    """Passes over the data."""
-    fixed_inputs: bool = False
-    """Whether a sample gives the teacher the same inputs in every epoch."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -282,17 +278,15 @@ def _too_large(per_gpu: int, per_node: int, setting: Setting) -> str | None:
 
 
 def _weigh_cached(weighed: list[Placement], setting: Setting, teacher: TeacherFacts) -> Placement:
-    """The fastest of the others in the first epoch, the disk in all later ones."""
+    """The fastest of the others in the first epoch, then the disk; never chosen: the user alone knows his inputs."""
     first = min((each for each in weighed if each.fits), key=lambda each: each.seconds, default=weighed[0])
     read = teacher.output_per_sample * setting.samples * setting.ranks_per_node / setting.machines.disk
-    seconds = (first.seconds + read * (setting.epochs - 1)) / setting.epochs
-    if not setting.fixed_inputs:
-        why = "only where a sample gives the teacher the same inputs in every epoch: placement='cached' says so"
-    elif setting.epochs < 2:
-        why = "one epoch reads nothing twice"
+    if first.fits:
+        later = f": later epochs take {seconds_text(read)}" if read else ""
+        why = f"if a sample's inputs stay the same, which is yours to say{later}"
     else:
-        why = "" if first.fits else "no place fits for the first epoch, which fills the cache"
-    return Placement("cached", first.per_gpu, first.per_node, seconds, not why, why)
+        why = "no place fits for the first epoch, which fills the cache"
+    return Placement("cached", first.per_gpu, first.per_node, first.seconds, False, why)
 
 
 def _tell(placement: Placement, chosen: Placement | None, limit: float) -> Placement:

@@ -6,6 +6,7 @@ A cache asks the same of the run that filled it, and of the module's code too, w
 import hashlib
 import inspect
 import sys
+from collections.abc import Mapping, Sequence
 
 from samestep.errors import TeacherError
 from samestep.ranks.link import Link
@@ -53,21 +54,35 @@ def recipe(frozen: Frozen) -> dict[str, object]:
     }
 
 
-def check_alike(link: Link, frozen: Frozen) -> None:
-    """Raise on every rank where some hold another teacher than the others."""
+def check_alike(link: Link, frozen: Frozen, asked: Mapping[str, str]) -> None:
+    """Raise on every rank where some were asked for another teacher than the others, or hold another one."""
     if link.alone:
         return
     mine = together(link, "reading the teacher", fingerprint, frozen)
-    marks = link.exchange_objects("comparing teachers", (mine, str(frozen.weights.path)))
-    groups: dict[str, list[int]] = {}
-    for rank, (mark, _) in enumerate(marks):
-        groups.setdefault(mark, []).append(rank)
+    told = link.exchange_objects("comparing teachers", (mine, str(frozen.weights.path), dict(asked)))
+    for option in asked:  # before the weights: of a folder, buffers depend on dtype=
+        groups = _grouped([theirs[option] for _, _, theirs in told])
+        if len(groups) > 1:
+            said = "; ".join(f"rank(s) {ranks} say {option}={value}" for value, ranks in groups.items())
+            raise TeacherError(
+                f"ranks ask for different teachers: {said}; a teacher is opened by all ranks together: say the same on "
+                "each"
+            )
+    groups = _grouped([mark for mark, _, _ in told])
     if len(groups) > 1:
-        told = "; ".join(f"rank(s) {ranks} read {marks[ranks[0]][1]}" for ranks in groups.values())
+        read = "; ".join(f"rank(s) {ranks} read {told[ranks[0]][1]}" for ranks in groups.values())
         raise TeacherError(
-            f"ranks hold different teachers: {told}; give all ranks the same files, and let build() make the same "
+            f"ranks hold different teachers: {read}; give all ranks the same files, and let build() make the same "
             "module on each"
         )
+
+
+def _grouped(values: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks by what they told."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _source(kind: type) -> str:

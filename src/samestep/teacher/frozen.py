@@ -1,6 +1,8 @@
 """A frozen model before it has a place: its module without memory, its weights still in their files."""
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -10,13 +12,27 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.errors import TeacherError
 from samestep.teacher.sample import sample
-from samestep.teacher.weights import Weights
+from samestep.teacher.weights import Weights, called_in
 
 Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
-_SHOWN: Final = 5  # names in a message
+Unused = Callable[[str, Collection[str]], bool]
+"""Whether a module with these names of its own does without a tensor of the files, which has another."""
+SHOWN: Final = 5
+"""How many names a message shows."""
 _DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _MISSING: Final = "name(s) of the module are not in the file"
 _EXTRA: Final = "name(s) of the file are not in the module"
+_JOINED: Final = (
+    "; where transformers joins weights as it loads them, as those of experts, write them joined, once: "
+    "torch.save(model.state_dict(), 'teacher.pt') after from_pretrained, and give weights='teacher.pt' too"
+)
+# What stands before the names of a state that was taken from around a model.
+_AROUND: Final = {
+    "module.": "DistributedDataParallel",
+    "_orig_mod.": "torch.compile",
+    "module._orig_mod.": "DistributedDataParallel around torch.compile",
+    "_orig_mod.module.": "torch.compile around DistributedDataParallel",
+}
 
 
 class Frozen:
@@ -26,13 +42,16 @@ class Frozen:
     computed by `build` on the CPU, each time, in the dtype that it gives them.
     """
 
-    def __init__(self, build: Build, weights: Weights, ignored: Callable[[str], bool] = lambda name: False) -> None:
-        self.build, self.weights = build, weights
+    def __init__(self, build: Build, weights: Weights, unused: Unused = lambda name, own: False) -> None:
+        self.build = build
         module, self.example = _skeleton(build)
         """An example batch, if `build` returns one with the module; else None."""
+        self.weights = weights.renamed(_called(module, weights.names()))
+        """What the files hold, by the module's names where transformers has saved it under others."""
         self._spare: nn.Module | None = module
-        self._source = _check(module, weights, ignored)
-        self.bytes = sum(weights.bytes_of(name) for name in set(self._source.values()))
+        self._source, self.unused = _check(module, self.weights, unused)
+        """Names of the files that the module does without."""
+        self.bytes = sum(self.weights.bytes_of(name) for name in set(self._source.values()))
         """Bytes of the weights as the files hold them."""
 
     def skeleton(self) -> nn.Module:
@@ -208,8 +227,27 @@ def _refuse_unusable(module: nn.Module) -> None:
             )
 
 
-def _check(module: nn.Module, weights: Weights, ignored: Callable[[str], bool]) -> dict[str, str]:
-    """For each parameter and saved buffer its name in the files; raise where the two are not of one model."""
+def _called(module: nn.Module, names: list[str]) -> dict[str, str]:
+    """What a model of transformers calls the tensors of a file that have other names there; nothing otherwise."""
+    body = getattr(module, "base_model_prefix", None)
+    if not body or not isinstance(body, str):
+        return {}
+    return called_in({name for name, _ in (*_saved(module), *computed(module))}, body, names, _spelling(module))
+
+
+def _spelling(module: nn.Module) -> Callable[[str], str]:
+    """What transformers, from 5 on, calls a tensor that it has saved under the name of an earlier version."""
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        changes = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+        renamings = [change for change in changes if isinstance(change, loading.WeightRenaming)]
+    except (ImportError, AttributeError, TypeError):  # an earlier version, or no model of transformers after all
+        return lambda name: name
+    return lambda name: loading.rename_source_key(name, renamings, [])[0]
+
+
+def _check(module: nn.Module, weights: Weights, unused: Unused) -> tuple[dict[str, str], list[str]]:
+    """For each parameter and saved buffer its name in the files, and what is left; raise where there are two models."""
     held = set(weights.names())
     tied: dict[int, list[str]] = {}
     for name, tensor in _saved(module):
@@ -224,10 +262,10 @@ def _check(module: nn.Module, weights: Weights, ignored: Callable[[str], bool]) 
         _refuse_untied(weights, there)
         source.update(dict.fromkeys(names, there[0]))
     known = {*source, *missing, *(name for name, _ in computed(module))}
-    extra = [name for name in weights.names() if name not in known and not ignored(name)]
-    _refuse_names(module, weights, missing, extra)
+    left = [name for name in weights.names() if name not in known]
+    _refuse_names(module, weights, missing, [name for name in left if not unused(name, known)])
     _refuse_shapes(module, weights, source)
-    return source
+    return source, left
 
 
 def _refuse_untied(weights: Weights, names: list[str]) -> None:
@@ -243,21 +281,50 @@ def _refuse_untied(weights: Weights, names: list[str]) -> None:
 
 
 def _refuse_names(module: nn.Module, weights: Weights, missing: list[str], extra: list[str]) -> None:
+    if (remedy := _otherwise_named(type(module).__name__, weights.path, missing, extra)) is not None:
+        raise TeacherError(remedy)
     told = [
-        f"{len(names)} {what}, e.g. {names[:_SHOWN]}" for names, what in ((missing, _MISSING), (extra, _EXTRA)) if names
+        f"{len(names)} {what}, e.g. {names[:SHOWN]}" for names, what in ((missing, _MISSING), (extra, _EXTRA)) if names
     ]
     if told:
         raise TeacherError(
             f"{type(module).__name__} and {weights.path} are not of one model: {'; '.join(told)}; let build() make the "
-            "module whose state was saved"
+            f"module whose state was saved{_JOINED if hasattr(module, 'base_model_prefix') else ''}"
         )
+
+
+def _otherwise_named(module: str, path: Path, missing: list[str], extra: list[str]) -> str | None:
+    """What to say where the weights are those of the module, under names that something around them has made."""
+    if prefix := _prefix(missing, extra):
+        around = _AROUND.get(prefix)
+        return (
+            f"{path} holds the weights of {module} under names that begin with {prefix!r}"
+            f"{f', as {around} leaves them' if around else ''}: save model.{prefix[:-1]}.state_dict(), or take it off "
+            f"once, {{name.removeprefix({prefix!r}): tensor for name, tensor in state.items() if "
+            f"name.startswith({prefix!r})}}, and save that"
+        )
+    if prefix := _prefix(extra, missing):
+        return (
+            f"{path} holds the weights of a part of {module}, whose names begin with {prefix!r} there: let build() "
+            f"return that part, .{prefix[:-1]}"
+        )
+    return None
+
+
+def _prefix(names: list[str], others: list[str]) -> str | None:
+    """What stands before each of `names` among the others; None where some are not there so."""
+    longer = next((other for other in others if names and other.endswith(f".{names[0]}")), None)
+    if longer is None:
+        return None
+    prefix = longer.removesuffix(names[0])
+    return prefix if {f"{prefix}{name}" for name in names} <= set(others) else None
 
 
 def _refuse_shapes(module: nn.Module, weights: Weights, source: dict[str, str]) -> None:
     here = {name: tuple(tensor.shape) for name, tensor in _saved(module)}
     wrong = [name for name, has in source.items() if here[name] != weights.shape(has)]
     if wrong:
-        told = [f"{name} is {here[name]} and there {weights.shape(source[name])}" for name in wrong[:_SHOWN]]
+        told = [f"{name} is {here[name]} and there {weights.shape(source[name])}" for name in wrong[:SHOWN]]
         raise TeacherError(
             f"{len(wrong)} tensor(s) of {type(module).__name__} have another shape in {weights.path}: "
             f"{'; '.join(told)}; build the module with the settings that its weights were trained with"

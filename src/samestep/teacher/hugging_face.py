@@ -4,7 +4,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from samestep.errors import TeacherError
-from samestep.teacher.frozen import Build
+from samestep.teacher.frozen import Build, Unused
 from samestep.teacher.weights import Weights
 
 
-def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[Build, Callable[[str], bool]]:
-    """What builds the module of a folder, and which names of its files the module does without.
+def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[Build, Unused]:
+    """What builds the module of a folder, and which names of its files the module may do without.
 
     Nothing is fetched and no code of the folder is run. As transformers does, buffers are computed in the dtype of the
     weights.
@@ -40,8 +40,12 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
             "does not have: give build= a function that makes the module"
         )
     left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    build = _FromFolder(folder, kind, dtype or _prevailing(weights))
-    return build, lambda name: any(pattern.search(name) for pattern in left_out)
+
+    def unused(name: str, own: Collection[str]) -> bool:
+        """Another head, or a pooler, that the file was saved with; never a layer more than the configuration has."""
+        return any(pattern.search(name) for pattern in left_out) or _any_layer(name) not in map(_any_layer, own)
+
+    return _FromFolder(folder, kind, dtype or _prevailing(weights)), unused
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ def _architecture(folder: Path) -> str:
             "function that makes the module"
         )
     return str(named[0])
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name)
 
 
 def _prevailing(weights: Weights) -> torch.dtype:

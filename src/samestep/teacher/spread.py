@@ -164,7 +164,7 @@ def _check_map(module: nn.Module, device_map: Mapping[str, str]) -> None:
     devices = visible_devices()
     for name, device in device_map.items():
         if name not in known:
-            near = get_close_matches(name, known, n=3, cutoff=0.5) or children
+            near = get_close_matches(str(name), known, n=3, cutoff=0.5) or children
             raise TeacherError(
                 f"device_map names {name!r}, which is no module of the teacher: its names are like {near[:_SHOWN]}; "
                 "'' is all that no other name covers"

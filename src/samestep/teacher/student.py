@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from samestep.errors import TeacherError
 from samestep.nn.distill import Projection
-from samestep.teacher.weights import open_weights
+from samestep.teacher.weights import called_in, open_weights
 
 Learns = Literal["features", "logits"]
 _HEAD = 32  # the width of a narrow student's heads
@@ -64,19 +64,20 @@ class Student(nn.Module):
         return stacks[0]
 
     def _inherit(self, folder: str | Path, chosen: list[int]) -> None:
-        weights = open_weights(folder)
-        known, stack = set(weights.names()), self._stack()
-        outer = f"{self.body.base_model_prefix}."  # a file may be of the model with its head, or of the model inside
+        weights, stack = open_weights(folder), self._stack()
+        theirs_of = {name: _renumbered(name, stack, chosen) for name, _ in self.body.named_parameters()}
+        called = called_in(set(theirs_of.values()), self.body.base_model_prefix, weights.names())
+        weights = weights.renamed(called)
+        known = set(weights.names())
         with torch.no_grad():
             for name, parameter in self.body.named_parameters():
-                theirs = _renumbered(name, stack, chosen)
-                there = [each for each in (theirs, outer + theirs, theirs.removeprefix(outer)) if each in known]
-                if not there:
+                theirs = theirs_of[name]
+                if theirs not in known:
                     raise TeacherError(
                         f"{folder} holds no {theirs}, with which a student of {type(self.body).__name__} would begin: "
                         "give width= a number for one that begins from nothing"
                     )
-                parameter.copy_(weights.tensor(there[0]))
+                parameter.copy_(weights.tensor(theirs))
         self.body.get_input_embeddings().requires_grad_(False)
 
 

@@ -8,18 +8,19 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from samestep.errors import TeacherError
 from samestep.teacher.choose import choose_placement
 from samestep.teacher.fingerprint import check_alike
-from samestep.teacher.frozen import Build, Frozen
+from samestep.teacher.frozen import SHOWN, Build, Frozen
 from samestep.teacher.ground import Ground, Pending, Placed, Wish
 from samestep.teacher.hugging_face import build_from_folder
 from samestep.teacher.outputs import compressed
 from samestep.teacher.stopwatch import Stopwatch
 from samestep.teacher.together import together
 from samestep.teacher.weights import open_weights
-from samestep.teacher.words import PLACEMENTS, check_weights, check_wish
+from samestep.teacher.words import PLACEMENTS, asked_for, check_weights, check_wish
 
 Place = Callable[[Ground, Frozen, Wish], Placed]
 
@@ -34,13 +35,14 @@ class Teacher:
     """
 
     def __init__(
-        self, placed: Placed, placement: str, size: int, ground: Ground, wish: Wish, stopwatch: Stopwatch | None
+        self, placed: Placed, placement: str, frozen: Frozen, ground: Ground, wish: Wish, stopwatch: Stopwatch | None
     ) -> None:
         self._placed: Placed | None = placed
         self._kind, self._wish, self._stopwatch = ground.device.type, wish, stopwatch
+        self._dtypes = {frozen.dtype(name, wish.dtype) for name in frozen.names()}
         self.placement = placement
         """Where it is, by the word that run.teacher takes."""
-        self.bytes = size
+        self.bytes = frozen.bytes_in(wish.dtype)
         """Bytes of its weights."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +51,11 @@ class Teacher:
         # The student's precision is not the teacher's: it would reach one that is here, and not one that is served.
         with torch.no_grad(), torch.autocast(self._kind, enabled=False), torch.autocast("cpu", enabled=False):
             watched = self._stopwatch
-            outputs = placed(*args, **kwargs) if watched is None else watched.call(placed, args, kwargs)
+            try:
+                outputs = placed(*args, **kwargs) if watched is None else watched.call(placed, args, kwargs)
+            except (RuntimeError, TeacherError) as error:
+                _note_dtypes(error, self._dtypes, (args, kwargs))
+                raise
             return compressed(outputs, self._wish.top_k, self._wish.temperature)
 
     @property
@@ -133,20 +139,36 @@ def open_teacher(
     frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
     if wish.example is not None:
         frozen.example, wish = wish.example, replace(wish, example=None)  # a serving process would have no use for it
-    check_alike(ground.link, frozen)
+    check_alike(ground.link, frozen, asked_for(placement, wish))
+    if frozen.unused:
+        ground.say(
+            f"teacher: {len(frozen.unused)} name(s) of {frozen.weights.path} are not in the module and stay unused, "
+            f"e.g. {frozen.unused[:SHOWN]}"
+        )
     stopwatch = None
     if placement is None:
         choice = choose_placement(ground, frozen, wish)
         placement, stopwatch = choice.placement, Stopwatch(ground.device, choice.seconds, ground.say)
     placed = place_function(placement)(ground, frozen, wish)
     ground.say(f"teacher: {placed.describe()}")
-    return Teacher(placed, placement, frozen.bytes_in(wish.dtype), ground, wish, stopwatch)
+    return Teacher(placed, placement, frozen, ground, wish, stopwatch)
 
 
 def place_function(placement: str) -> Place:
     """The function that brings a teacher into a place."""
     module, _, name = PLACEMENTS[placement].partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _note_dtypes(error: Exception, weights: set[torch.dtype], inputs: object) -> None:
+    """Say so where a call has failed and an input is of another dtype than all weights: torch names neither."""
+    given = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
+    own = sorted(str(dtype) for dtype in weights if dtype.is_floating_point)
+    if own and (other := sorted(map(str, given - weights))):
+        error.add_note(
+            f"the teacher's weights are {', '.join(own)} and its inputs here {', '.join(other)}: give inputs with "
+            f".to({own[0]}), or run.teacher(..., dtype={other[0]})"
+        )
 
 
 def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -> Frozen:
@@ -157,9 +179,14 @@ def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -
         )
     if isinstance(build, str | Path):
         folder = Path(build).absolute()
+        if not folder.exists():
+            raise TeacherError(
+                f"run.teacher({str(build)!r}): there is no such folder here, and nothing is downloaded; give the "
+                "folder of a Hugging Face model, which `hf download NAME --local-dir FOLDER` fetches from the hub"
+            )
         found = open_weights(folder if weights is None else weights)
-        make, ignored = build_from_folder(folder, found, wish.dtype)
-        return Frozen(make, found, ignored)
+        make, unused = build_from_folder(folder, found, wish.dtype)
+        return Frozen(make, found, unused)
     if weights is None:
         raise TeacherError(
             "a teacher needs weights=: a .safetensors file, a folder of shards, or a Hugging Face folder"

@@ -2,9 +2,12 @@
 
 import json
 import pickle
+import re
+import shlex
 import zipfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +44,7 @@ class Weights:
     def __init__(self, path: Path, files: Mapping[str, Path]) -> None:
         self.path = path
         self._files = dict(files)
+        self._stored = {name: name for name in files}
         self._open: dict[Path, Callable[[str], torch.Tensor]] = {}
         self._spans: dict[Path, dict[str, Span]] = {}
         self._known = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._each()}
@@ -66,7 +70,16 @@ class Weights:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, as a view of its file."""
-        return self._reader(self._files[name])(name)
+        return self._reader(self._files[name])(self._stored[name])
+
+    def renamed(self, called: Mapping[str, str]) -> "Weights":
+        """The same tensors under other names: `called` has a new name for each that is to have one."""
+        found = copy(self)
+        found._files, found._known, found._stored = (
+            {called.get(name, name): value for name, value in held.items()}
+            for held in (self._files, self._known, self._stored)
+        )
+        return found
 
     def span(self, name: str) -> Span | None:
         """Where the bytes of a tensor lie in a file of safetensors; None in a torch file, which does not tell."""
@@ -75,7 +88,7 @@ class Weights:
             return None
         if path not in self._spans:
             self._spans[path] = _read_spans(path)
-        return self._spans[path][name]
+        return self._spans[path][self._stored[name]]
 
     def release(self) -> None:
         """Unmap the files; the next look maps them anew. Tensors that were given out stay good."""
@@ -99,6 +112,8 @@ def open_weights(path: str | Path) -> Weights:
     place = Path(path).absolute()
     if place.is_dir():
         place = _in_folder(place)
+    elif place.match("rank-*.safetensors"):
+        _refuse_checkpoint(place.parent, (place.parent,))
     if not place.exists():
         raise TeacherError(
             f"weights={str(path)!r}: there is no such file or folder here, and nothing is downloaded; {_WANTED}"
@@ -108,6 +123,27 @@ def open_weights(path: str | Path) -> Weights:
     if place.name.endswith(_INDEX):
         return Weights(place.parent, _listed_shards(place))
     return Weights(place, dict.fromkeys(_names_in(place), place))
+
+
+def called_in(
+    own: Collection[str], body: str, names: Sequence[str], spelt: Callable[[str], str] = lambda name: name
+) -> dict[str, str]:
+    """What a model of transformers calls the tensors of a file that have other names there, as from_pretrained finds.
+
+    The file may hold the body alone, without the name that it has in a model with a head, or be of a model with a head
+    where the module is the body; old ones say gamma and beta; and `spelt` tells what has been renamed since.
+
+    >>> called_in({"bert.norm.weight", "head.weight"}, "bert", ["norm.gamma", "head.weight"])
+    {'norm.gamma': 'bert.norm.weight'}
+    """
+    taken, called = set(names), dict[str, str]()
+    for stored in names:
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", spelt(stored)))
+        found = next((each for each in (name, f"{body}.{name}", name.removeprefix(f"{body}.")) if each in own), stored)
+        if stored not in own and found not in taken:
+            called[stored] = found
+            taken.add(found)
+    return called
 
 
 _WANTED: Final = (
@@ -122,11 +158,22 @@ def _in_folder(folder: Path) -> Path:
     for candidate in (*listed, *(folder / name for name in _NAMES)):
         if candidate.is_file():
             return candidate
+    _refuse_checkpoint(folder, (folder,))
     if list(folder.glob("*.safetensors")):
         return folder
+    _refuse_checkpoint(folder, folder.glob("*/"))
     held = sorted(entry.name for entry in folder.iterdir())[:8]
     told = f"no weights but {held}" if held else "nothing"
     raise TeacherError(f"the folder {folder} holds {told}: {_WANTED}")
+
+
+def _refuse_checkpoint(folder: Path, places: Iterable[Path]) -> None:
+    """Raise where a place holds a checkpoint of a run, of which each rank has written a part under names of its own."""
+    if any((place / "manifest.json").is_file() and (place / "index.json").is_file() for place in places):
+        raise TeacherError(
+            f"{folder} is a checkpoint of samestep, of which each rank has written a part: type `samestep checkpoint "
+            f"export {shlex.quote(str(folder))} --to teacher.safetensors` and give that file"
+        )
 
 
 def _listed_shards(index: Path) -> dict[str, Path]:
@@ -207,12 +254,25 @@ def _reading(path: Path) -> Generator[None]:
             f"{path} ({size} bytes) is no whole file of safetensors ({error}): it was cut off while it was copied, or "
             "is something else; copy or download it anew"
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        told = (str(error).splitlines() or [""])[0]
+    except pickle.UnpicklingError as error:
+        held = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if held is None:
+            raise TeacherError(_unreadable(path, size, error)) from error
         raise TeacherError(
-            f"{path} ({size} bytes) cannot be read as a file of tensors ({type(error).__name__}: {told}): it was cut "
-            "off, or holds more than tensors; write it with safetensors, or torch.save(model.state_dict(), path)"
+            f"{path} holds more than tensors, a {held[1]} among it, and nothing but tensors is read: write it with "
+            "torch.save(model.state_dict(), path)"
         ) from error
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise TeacherError(_unreadable(path, size, error)) from error
+
+
+def _unreadable(path: Path, size: int, error: Exception) -> str:
+    # torch's first line of an UnpicklingError is how to run what is in the file
+    told = "" if isinstance(error, pickle.UnpicklingError) else f": {(str(error).splitlines() or [''])[0]}"
+    return (
+        f"{path} ({size} bytes) cannot be read as a file of tensors ({type(error).__name__}{told}): it was cut off, or "
+        "is something else; write it with safetensors, or torch.save(model.state_dict(), path)"
+    )
 
 
 def _read_spans(path: Path) -> dict[str, Span]:

@@ -86,6 +86,16 @@ def check_wish(placement: str | None, wish: Wish) -> None:
     _check_dtype(wish.dtype)
 
 
+def asked_for(placement: str | None, wish: Wish) -> dict[str, str]:
+    """What all ranks must ask for alike: each may have devices of its own in a map, and the first one's folder counts.
+
+    >>> asked_for("cpu", Wish())["placement"]
+    "'cpu'"
+    """
+    names = ("dtype", "top_k", "temperature", "servers", "inner")
+    return {"placement": repr(placement or "auto"), **{name: repr(getattr(wish, name)) for name in names}}
+
+
 def check_weights(weights: object) -> None:
     """Refuse what is no path."""
     if weights is not None:
