@@ -1,4 +1,4 @@
-"""Handwritten digits: the smallest real training, the script of the README word for word."""
+"""Handwritten digits: the smallest real training, with the loop of the README."""
 
 from pathlib import Path
 from typing import Annotated

@@ -108,7 +108,7 @@ def main(
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         folder = run.once(usual, per="node") if teacher is None else model_folder(teacher)
         held_out = held_out or tested
-        lines = read_texts(texts, held_out + (count or most))
+        lines = read_texts(texts, held_out + (count or most), least=held_out + 1)
         data = TensorDataset(*tokenized(lines, folder, length), torch.arange(len(lines)))
         learnt, judged = TensorDataset(*data[held_out:]), TensorDataset(*data[:held_out])
         by_device = torch.float32 if run.device.type == "cpu" else None  # a GPU takes what the file holds

@@ -109,7 +109,7 @@ def main(
     """Train what stands around frozen language models, then compare perplexities: with text, latents, nothing."""
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         folders = [model_folder(each) for each in models or [run.once(smollm2, model_layers, per="node")]]
-        lines = read_texts(texts, held_out + count, longest=length // 2)
+        lines = read_texts(texts, held_out + count, longest=length // 2, least=held_out + 1)
         read = [tokenized(lines, folder, length, begin=True) for folder in folders]
         columns = [tokens.where(there > 0, -1) for tokens, there in read]
         data = TensorDataset(*columns, columns[0].roll(1, 0))  # and another text, for the first model

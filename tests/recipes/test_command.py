@@ -1,6 +1,7 @@
 """`samestep recipe`: what is listed, run and copied, in a checkout and from a wheel."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -51,6 +52,10 @@ def test_every_recipe_is_listed_with_what_it_shows(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == KNOWN.split(", ")
     assert all(len(line.split()) > 4 for line in lines)
+    assert main(["recipe", "list", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [f"{each['name']} {each['shows']}".split() for each in told] == [line.split() for line in lines]
+    assert all(Path(each["path"]).name == f"{each['name']}.py" for each in told)
 
 
 @pytest.mark.parametrize("name", KNOWN.split(", "))
@@ -86,6 +91,9 @@ def test_a_copy_is_the_recipe_itself(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     assert main(["recipe", "copy", "saliency", "--to", "folder"]) == 0
     assert (tmp_path / "folder" / "saliency.py").exists()
+    capsys.readouterr()
+    assert main(["recipe", "copy", "saliency", "--to", "my own.py"]) == 0
+    assert capsys.readouterr().out.startswith("my own.py: run it with `samestep run 'my own.py'`, see its options")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +115,30 @@ def test_a_package_without_recipes_says_so(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: install samestep anew\n"
 
 
-@pytest.mark.slow
-def test_the_help_of_a_recipe_starts_no_ranks_and_leaves_no_folder(tmp_path, capfd):
-    assert main(["recipe", "run", "--nproc-per-node", "2", "digits", "--help"]) == 0
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_the_help_of_a_recipe_starts_no_ranks_and_leaves_no_folder(asked, tmp_path, capfd):
+    assert main(["recipe", "run", "--nproc-per-node", "2", "digits", asked]) == 0
     told = capfd.readouterr()
+    assert told.out.startswith("Usage: samestep recipe run digits [OPTIONS]")
     assert told.out.count("--global-batch") == 1
-    assert "logs in" not in told.err
+    assert told.err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "complaint"),
+    [
+        ("saliency --epochs 0", "Invalid value for '--epochs': Input should be greater than or equal to 1"),
+        ("distill --mode x", "'x' is not one of 'features', 'logits'"),
+        ("digits --epoch 3", "No such option: --epoch"),
+    ],
+)
+def test_a_mistake_in_the_options_of_a_recipe_is_told_once_and_starts_no_ranks(typed, complaint, tmp_path, capfd):
+    assert main(["recipe", "run", "--nproc-per-node", "2", *typed.split()]) == 2
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert told.err.count(complaint) == 1
+    assert f"Try 'samestep recipe run {typed.split()[0]} --help'" in told.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +167,7 @@ def recipe_says(cases: list[tuple[str, ...]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_recipes_say_what_their_options_mean_and_which_numbers_they_take(ranks, tmp_path):
+def test_recipes_say_what_their_options_mean_and_which_numbers_they_take(ranks, tmp_path, capfd):
     names = KNOWN.split(", ")
     wrong = [(name, option, value) for name, option, value, _ in BAD]
     (told,) = ranks(1, recipe_says, [(name, "--help") for name in names] + wrong)
@@ -150,6 +176,8 @@ def test_recipes_say_what_their_options_mean_and_which_numbers_they_take(ranks, 
         for option in ("--out", "--epochs", "--global-batch", "--seed"):
             assert option in text, f"{name} has no {option}"
         assert "over all ranks" in text
+        assert main(["recipe", "run", name, "--help"]) == 0  # told without a run of the script, and so the same
+        assert " ".join(capfd.readouterr().out.split()).partition(" Options: ")[2] == text.partition(" Options: ")[2]
     for (name, option, value, low), (code, text) in zip(BAD, told[len(names) :], strict=True):
         assert code == 2, name
         assert f"Invalid value for '{option}': Input should be greater than or equal to {low}" in text, (name, value)

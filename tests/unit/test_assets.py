@@ -11,9 +11,8 @@ import torch
 from safetensors import safe_open
 
 from samestep.assets import captioned_images, minilm, model_folder, packages, read_texts, sentences, smollm2, tokenized
+from samestep.assets.whole import publish
 from samestep.errors import DataError
-
-smollm2_module = importlib.import_module("samestep.assets.smollm2")  # the package has a function of this name
 
 
 def test_sentences_are_plain_whole_and_each_there_once():
@@ -88,14 +87,14 @@ def test_a_folder_that_another_process_made_meanwhile_is_taken_and_an_error_is_n
         folder.mkdir()
         (folder / "theirs").touch()
 
-    smollm2_module._publish(folder, make)
+    publish(folder, make)
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
 
     def interrupted(beside):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        smollm2_module._publish(folder, interrupted)
+        publish(folder, interrupted)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
@@ -124,6 +123,10 @@ def test_texts_come_from_all_over_a_file_or_shakespeare(tmp_path):
     assert max(len(text.split()) for text in found) <= 6
     with pytest.raises(DataError, match=r"no\.txt is no file: expected is a text file with one sentence a line"):
         read_texts(tmp_path / "no.txt", 5)
+    assert len(read_texts(tmp_path / "ten.txt", 50, least=10)) == 10
+    few = r"ten\.txt holds 10 line\(s\) of text, and 11 are needed to judge by and to learn from: give a longer"
+    with pytest.raises(DataError, match=few):
+        read_texts(tmp_path / "ten.txt", 50, least=11)
 
 
 def test_a_folder_of_a_model_is_told_from_another_before_it_is_read(tmp_path):
@@ -154,11 +157,20 @@ def test_a_file_without_captions_says_which_layout_is_expected(tmp_path):
     np.savez(tmp_path / "half.npz", images=np.zeros((1, 8, 8)))
     np.savez(tmp_path / "flat.npz", images=np.zeros((2, 64)), labels=np.zeros(2), captions=["a", "b"])
     (tmp_path / "no.npz").write_text("this is no archive")
+    of_one = {"images": np.zeros((1, 2, 2)), "labels": np.zeros(1), "captions": ["a"]}
+    np.savez(tmp_path / "parts.npz", **of_one | {"images": np.full((1, 2, 2), 0.5)})
+    np.savez(tmp_path / "below.npz", **of_one | {"labels": np.array([-1])})
+    np.savez(tmp_path / "objects.npz", **of_one | {"captions": np.array(["a"], dtype=object)})
+    np.savez(tmp_path / "none.npz", images=np.zeros((0, 2, 2)), labels=np.zeros(0), captions=np.zeros(0, str))
     for name, problem in {
         "nowhere.npz": "cannot be read ([Errno 2] No such file or directory: ",
         "no.npz": "cannot be read (",
         "half.npz": f"holds no labels, captions: {expected}",
         "folder": f"holds no images, labels, captions: {expected}",
+        "parts.npz": f"holds images that are no whole numbers from 0: {expected}",
+        "below.npz": f"holds labels that are no whole numbers from 0: {expected}",
+        "objects.npz": "cannot be read (Object arrays cannot be loaded",
+        "none.npz": f"holds images (0, 2, 2), labels (0,) and captions (0,): {expected}",
         "flat.npz": f"holds images (2, 64), labels (2,) and captions (2,): {expected}",
     }.items():
         with pytest.raises(DataError, match=re.escape(f"{name} {problem}")):

@@ -87,6 +87,21 @@ def pysaliency(tmp_path):
     return tmp_path / "inside"
 
 
+def test_scenes_are_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    def stopped(number, width, height):
+        if number == 2:
+            raise KeyboardInterrupt
+        return scene(number, width, height)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("samestep.assets.scenes.scene", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write_scenes(tmp_path / "new" / "scenes", 3, 16, 12)
+    assert list((tmp_path / "new").iterdir()) == []
+    write_scenes(tmp_path / "new" / "scenes", 3, 16, 12)
+    assert sorted(path.name for path in (tmp_path / "new" / "scenes").iterdir()) == ["fixations.hdf5", "stimuli.hdf5"]
+
+
 def test_files_of_pysaliency_are_read_whether_images_lie_inside_or_beside(pysaliency, tmp_path):
     shutil.copytree(pysaliency, tmp_path / "beside")
     with h5py.File(pysaliency / "stimuli.hdf5") as inside:

@@ -49,6 +49,17 @@ def judd(density: np.ndarray, seen: np.ndarray) -> float:
     return float(np.trapezoid([*right, 1.0], [*wrong, 1.0]))
 
 
+def test_a_map_of_equal_values_is_judged_as_chance_and_not_as_nothing():
+    counts = fixation_counts(torch.tensor([[[0, 0], [5, 7], [2, 3]]]), 6, 8)
+    flat = torch.full((1, 6, 8), -math.log(48))
+    found = {name: float(value) for name, value in saliency_measures(flat, counts, sigma=1.0).items()}
+    assert (found["nss"], found["cc"], found["auc_judd"]) == (0.0, 0.0, pytest.approx(0.5))
+    assert found["kl"] > 0
+    # two levels: all that was looked at is on the upper one, with as much that was not
+    half = torch.where(counts.roll(1, dims=2) + counts > 0, 1.0, 0.5)
+    assert saliency_measures(half.log(), counts, sigma=1.0)["auc_judd"] == pytest.approx(1 - 0.5 * 3 / 45)
+
+
 def test_macro_f1_and_accuracy_are_those_of_scikit_learn_and_add_up_over_batches():
     from sklearn.metrics import accuracy_score, f1_score
 

@@ -1,5 +1,6 @@
 """Synthetic images with a known density of looks at them, as files of pysaliency: for a saliency model's first run."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
 
+from samestep.assets.whole import publish
 from samestep.data.hdf5 import require_h5py
 
 _PEOPLE, _LOOKS = 10, 6
@@ -30,9 +32,15 @@ def scene(number: int, width: int, height: int) -> tuple[npt.NDArray[np.uint8], 
 
 
 def write_scenes(folder: str | Path, count: int, width: int, height: int) -> None:
-    """Write scenes, and six looks of ten made-up people at each, as pysaliency would: stimuli.hdf5, fixations.hdf5."""
-    place, h5py = Path(folder), require_h5py()
-    place.mkdir(parents=True)
+    """Write scenes, and six looks of ten made-up people at each, as pysaliency would: stimuli.hdf5, fixations.hdf5.
+
+    The folder is there when both are whole.
+    """
+    publish(Path(folder), partial(_write, count, width, height))
+
+
+def _write(count: int, width: int, height: int, place: Path) -> None:
+    h5py = require_h5py()
     luck, looks = np.random.default_rng(0), list[npt.NDArray[np.int64]]()
     with h5py.File(place / "stimuli.hdf5", "w") as file:
         file.attrs["type"], file.attrs["version"] = b"Stimuli", b"1.1"

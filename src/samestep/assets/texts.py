@@ -6,10 +6,11 @@ from samestep.assets.shakespeare import sentences
 from samestep.errors import DataError
 
 
-def read_texts(path: str | Path | None, count: int, longest: int = 20) -> list[str]:
+def read_texts(path: str | Path | None, count: int, longest: int = 20, least: int = 1) -> list[str]:
     """So many lines of a file, or sentences of Shakespeare with at most `longest` words: from all over, not the start.
 
-    The same ones every time. Blank lines are left out; a file with fewer lines gives them all.
+    The same ones every time. Blank lines are left out; a file with fewer lines gives them all, with fewer than `least`
+    it is refused.
     """
     if path is None:
         lines = sentences(longest=longest)
@@ -19,4 +20,9 @@ def read_texts(path: str | Path | None, count: int, longest: int = 20) -> list[s
         raise DataError(f"{path} is no file: expected is a text file with one sentence a line")
     if not lines:
         raise DataError(f"{path} holds no line of text: expected is a text file with one sentence a line")
+    if len(lines) < least:
+        raise DataError(
+            f"{path or 'Shakespeare'} holds {len(lines)} line(s) of text, and {least} are needed to judge by and to "
+            "learn from: give a longer file, or hold out fewer"
+        )
     return lines[:: max(1, len(lines) // count)][:count]

@@ -45,9 +45,9 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     """Read every byte and compare checksums. Ends with 0 if all is sound, with 1 if not; it then says what is wrong."""
     catalog.check_folder(folder)
     paths = [folder] if catalog.is_one(folder) else [found.path for found in catalog.find(folder)]
-    if not paths:
+    wrong = _look_at(paths)
+    if not wrong:
         raise CheckpointError(f"{folder} holds no checkpoint: give the folder that run.restore was given")
-    wrong = {str(path): _wrong_with(path) for path in paths}
     sound = not any(wrong.values())
     if as_json:
         found = [{"checkpoint": path, "sound": told is None, "wrong": told} for path, told in wrong.items()]
@@ -72,6 +72,12 @@ def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:
     else:
         size = bytes_text(float(str(told["bytes"])))
         click.echo(f"{told['file']}: {told['tensors']} tensors, {size}, of step {told['step']} ({told['checkpoint']})")
+
+
+def _look_at(paths: list[Path]) -> dict[str, str | None]:
+    """What is wrong with each, or nothing; what a live run has removed meanwhile, since it was too old, is left out."""
+    told = {path: _wrong_with(path) for path in paths}
+    return {str(path): text for path, text in told.items() if text is None or path.exists()}
 
 
 def _wrong_with(path: Path) -> str | None:

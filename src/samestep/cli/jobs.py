@@ -15,7 +15,7 @@ from rich.text import Text
 from samestep.facts.world import environment
 from samestep.launch.sbatch import log_of
 from samestep.launch.slurm import JobState
-from samestep.launch.submitted import Submitted, how_is, read_record, record_path
+from samestep.launch.submitted import Submitted, how_are, read_record, record_path
 
 _PIPED_WIDTH = 160
 _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
@@ -29,7 +29,8 @@ _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
 def command(last: int, as_json: bool) -> None:
     """List the jobs that `samestep submit` has submitted, the newest last, and how each ended."""
     path = record_path(environment())
-    jobs = [(each, how_is(each)) for each in read_record(path)[-last:]]
+    listed = read_record(path)[-last:]
+    jobs = list(zip(listed, how_are(listed), strict=True))
     if as_json:
         click.echo(json.dumps([_entry(submitted, state) for submitted, state in jobs], indent=2))
     elif jobs:

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SamestepError as error:
         return _complain(str(error))
     except click.NoSuchOption as error:
-        own = "; options of the script follow `--`" if error.ctx and error.ctx.allow_interspersed_args else ""
+        own = "".join(f"; options of the {what} follow `--`" for what in _with_options_of_its_own(error.ctx))
         return _complain(f"there is no option {error.option_name}: there are {', '.join(_options(error.ctx))}{own}")
     except click.ClickException as error:
         return _complain(error.format_message())
@@ -81,6 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _complain(text: str) -> int:
     print(f"samestep: {text}", file=sys.stderr)
     return 2
+
+
+def _with_options_of_its_own(ctx: click.Context | None) -> list[str]:
+    """Whose options may have been typed among ours: those of the script of `submit`, of the function of `plan`."""
+    if ctx is None or not ctx.allow_interspersed_args:
+        return []
+    names = [parameter.name for parameter in ctx.command.params]
+    return [what for what, name in (("script", "script"), ("function", "arguments")) if name in names]
 
 
 def _options(ctx: click.Context | None) -> list[str]:

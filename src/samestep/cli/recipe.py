@@ -1,16 +1,17 @@
 """`samestep recipe`: the scripts that come with samestep, to look at, to run and to start from."""
 
 import ast
+import json
 import shutil
-import subprocess
-import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Unpack
 
 import click
 
+from samestep.cli.recipe_options import parse_options
 from samestep.cli.run import Typed
 from samestep.cli.run import command as start
 from samestep.errors import LaunchError
@@ -22,9 +23,14 @@ def command() -> None:
 
 
 @command.command("list")
-def list_recipes() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
+def list_recipes(as_json: bool) -> None:
     """Name every recipe and say what it shows."""
     found = recipes()
+    if as_json:
+        entries = [{"name": name, "shows": _subject(path), "path": str(path)} for name, path in found.items()]
+        click.echo(json.dumps(entries, indent=2))
+        return
     width = max(map(len, found))
     for name, path in found.items():
         click.echo(f"{name:{width}}  {_subject(path)}")
@@ -54,8 +60,8 @@ def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
         raise LaunchError(
             f"the recipe {name} needs {', '.join(missing)}, which is not installed: pip install 'samestep[{extra}]'"
         )
-    if {"-h", "--help"} & set(arguments):  # told by the script alone: no ranks, and no folder for what they would log
-        return subprocess.run([sys.executable, str(path), "--help"], check=False).returncode
+    if (told := parse_options(path, arguments)) is not None:  # no ranks, and no folder for what they would log
+        return told
     code = context.invoke(start, **{**typed, "module": False, "script": (str(path), *arguments)})
     assert isinstance(code, int)
     return code
@@ -75,7 +81,7 @@ def copy_recipe(name: str, target: Path | None) -> None:
     target = target or Path(source.name)
     if target.suffix != ".py" and not target.is_dir():
         raise LaunchError(
-            f"there is no folder {target}: type `mkdir -p {target}` first, or name a file that ends in .py"
+            f"there is no folder {target}: type `mkdir -p {quote(str(target))}` first, or name a file that ends in .py"
         )
     try:
         if target.is_dir():
@@ -83,12 +89,13 @@ def copy_recipe(name: str, target: Path | None) -> None:
         if target.exists():
             raise LaunchError(f"{target} exists and is not overwritten: move it away, or name another file with --to")
         if not target.parent.is_dir():
-            make = f"type `mkdir -p {target.parent}` first"
+            make = f"type `mkdir -p {quote(str(target.parent))}` first"
             raise LaunchError(f"there is no folder {target.parent}: {make}, or name another file with --to")
         shutil.copyfile(source, target)
     except OSError as error:
         raise LaunchError(f"{target} cannot be written ({error.strerror}): name another file with --to") from error
-    click.echo(f"{target}: run it with `samestep run {target}`, see its options with `python {target} --help`")
+    typed = quote(str(target))
+    click.echo(f"{target}: run it with `samestep run {typed}`, see its options with `python {typed} --help`")
 
 
 def recipes() -> dict[str, Path]:

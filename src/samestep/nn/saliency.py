@@ -54,14 +54,15 @@ def saliency_measures(log_density: Tensor, counts: Tensor, sigma: float) -> dict
 
 
 def _standard(maps: Tensor) -> Tensor:
-    """In units of the deviation over an image."""
-    return (maps - maps.mean((1, 2), True)) / maps.std((1, 2), correction=0, keepdim=True)
+    """In units of the deviation over an image; zeros for a map that is the same everywhere and says nothing."""
+    deviation = maps.std((1, 2), correction=0, keepdim=True)
+    return torch.where(deviation > 0, (maps - maps.mean((1, 2), True)) / deviation, 0)
 
 
 def _area(values: Tensor, seen: Tensor) -> Tensor:
     """AUC-Judd of one image: thresholds at the pixels looked at, all other pixels as negatives."""
     levels, everything = values[seen].sort(descending=True).values, values.flatten().sort().values
-    hits = torch.arange(1, len(levels) + 1, device=values.device)
+    hits = len(levels) - torch.searchsorted(levels.flip(0), levels)  # equal levels are hit together
     above = everything.numel() - torch.searchsorted(everything, levels)
     false = (above - hits) / (everything.numel() - len(levels))
     zero, one = torch.zeros(1, device=values.device), torch.ones(1, device=values.device)
