@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import re
 import warnings
 
@@ -207,8 +208,8 @@ def test_what_a_part_of_the_user_raises_is_told_with_the_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match="step-00000000 cannot be restored: ZeroDivisionError: not today"):
             run.restore(tmp_path, thing=Moody())
         thing = Moody()
-        thing.state_dict = lambda: 1 / 0
         checkpoint = run.restore(tmp_path / "other", thing=thing)
+        thing.state_dict = lambda: 1 / 0
         with pytest.raises(CheckpointError, match="the state cannot be told: ZeroDivisionError"):
             checkpoint.save()
 
@@ -328,18 +329,15 @@ def test_what_run_restore_cannot_take_is_told(tmp_path):
         model = nn.Linear(1, 1)
         with pytest.raises(CheckpointError, match="got a Nothing, which has no state_dict and no load_state_dict"):
             run.restore(tmp_path, thing=Nothing())
-        with pytest.raises(CheckpointError, match="keep=0 would leave no checkpoint: keep 1 or more"):
-            run.restore(tmp_path, keep=0, model=model)
-        with pytest.raises(CheckpointError, match=r"says no time to save: give steps=, as in every\(steps=1000\)"):
-            run.restore(tmp_path, model=model).every()
-        with pytest.raises(CheckpointError, match=r"every\(steps=0, minutes=None\) says no time to save"):
-            run.restore(tmp_path, model=model).every(steps=0)
-        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters())
-        checkpoint = run.restore(tmp_path, model=model, optimizer=optimizer)
-        with pytest.raises(
-            CheckpointError, match=r"optimizer holds 2 parameter\(s\) of no model that run.restore was given"
-        ):
-            checkpoint.save()
+        for keep in (0, 2.5, "3"):
+            with pytest.raises(CheckpointError, match=f"keep={keep!r} is no number of checkpoints: keep 1 or more"):
+                run.restore(tmp_path, keep=keep, model=model)
+        checkpoint = run.restore(tmp_path, model=model)
+        with pytest.raises(CheckpointError, match=r"says no time to save: give steps=, a whole number as in every\("):
+            checkpoint.every()
+        for times in ({"steps": 0}, {"steps": 2.5}, {"steps": "9"}, {"minutes": -1}, {"minutes": math.nan}):
+            with pytest.raises(CheckpointError, match=r"every\(steps=.*, minutes=.*\) says no time to save"):
+                checkpoint.every(**times)
 
 
 def test_parts_that_are_not_there_are_missed_and_parts_not_asked_for_are_told(tmp_path):
@@ -550,8 +548,30 @@ def test_export_gives_a_plain_file_with_the_names_of_the_module(tmp_path):
     assert torch.equal(fresh[0].weight, model[0].weight)
     with pytest.raises(CheckpointError, match="is there already: choose another file with --to"):
         invoke("export", tmp_path, "--to", target)
+    with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere to write it to: make it, or choose --to"):
+        invoke("export", tmp_path, "--to", tmp_path / "nowhere" / "it")
     with pytest.raises(CheckpointError, match="holds no model 'ema': choose one with --part, of model"):
         invoke("export", tmp_path, "--to", tmp_path / "other", "--part", "ema")
+
+
+def test_a_checkpoint_that_its_run_removes_while_all_are_verified_is_no_damage(tmp_path, monkeypatch, capsys):
+    save(tmp_path, [5, 6])
+    check = catalog.check_whole
+
+    def check_beside_a_live_run(path):
+        if path.name == "step-00000005":
+            files.remove_folder(path)
+        return check(path)
+
+    monkeypatch.setattr(catalog, "check_whole", check_beside_a_live_run)
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"sound: {tmp_path / 'step-00000006'}\n"
+
+
+def test_an_unknown_option_lists_those_there_are_and_speaks_of_no_script(capsys):
+    assert main(["checkpoint", "verify", "--jsn", "out"]) == 2
+    assert capsys.readouterr().err == "samestep: there is no option --jsn: there are --help, --json\n"
 
 
 def test_a_folder_without_checkpoints_is_told_in_one_line(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from samestep.launch import sbatch, slurm, submitted, time_limit
 from samestep.launch.follow import LogTail
 from samestep.launch.sbatch import SlurmJob, log_of, notes_of, read_asked, read_variable, sbatch_text
 from samestep.launch.slurm import JobState, read_sacct, read_scontrol
-from samestep.launch.submitted import Submitted, how_is, read_record, record_path, remember
+from samestep.launch.submitted import Submitted, how_are, how_is, read_record, record_path, remember
 from samestep.launch.time_limit import read_time_limit
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -300,7 +301,7 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(events, state, 
 def test_accounts_that_do_not_answer_leave_a_job_unreachable_and_the_list_whole(entry, tmp_path, monkeypatch):
     programs = {
         "scontrol": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
-        "sacct": "exec sleep 20",
+        "sacct": f"echo asked >> {shlex.quote(str(tmp_path))}/asked; exec sleep 20",
     }
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -309,6 +310,27 @@ def test_accounts_that_do_not_answer_leave_a_job_unreachable_and_the_list_whole(
     monkeypatch.setattr(slurm, "_PATIENCE_SECONDS", 0.5)
     assert how_is(entry).state == "UNREACHABLE"
     assert how_is(entry).reason.startswith("sacct has not answered for 0.5 s")
+    (tmp_path / "asked").unlink()
+    assert [state.state for state in how_are([entry] * 3)] == ["UNREACHABLE"] * 3
+    assert (tmp_path / "asked").read_text() == "asked\n"  # and waited for once, not for each job
+
+
+def test_a_controller_that_does_not_answer_is_asked_once_for_a_whole_list(here, entry, capsys, monkeypatch):
+    (here / "scontrol").write_text(
+        "#!/bin/sh\necho asked >> asked\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+    )
+    (here / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
+    for job in ("7", "8", "9"):
+        remember(record_path(os.environ), replace(entry, job=job))
+    notes_of(here, "9").write_text('{"event": "ended", "code": 0, "restart": 0, "time": 0}\n')
+    assert main(["jobs", "--json"]) == 0
+    assert [(each["state"], each["reason"]) for each in json.loads(capsys.readouterr().out)] == [
+        ("UNREACHABLE", "Unable to contact slurm controller"),
+        ("UNREACHABLE", "Unable to contact slurm controller"),
+        ("COMPLETED", ""),
+    ]
+    assert (here / "asked").read_text() == "asked\n"
 
 
 def test_jobs_lists_what_was_submitted(here, entry, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +17,9 @@ from samestep.checkpoint.encode import encode
 from samestep.checkpoint.files import check_room, explain, remove_folder
 from samestep.checkpoint.ground import Ground
 from samestep.checkpoint.manifest import Manifest, Stage
-from samestep.checkpoint.parts import Parts, Taken
+from samestep.checkpoint.parts import Parts, Taken, explain_state
 from samestep.checkpoint.writing import Task, Writing
-from samestep.errors import CheckpointError, LedgerError, LogError
+from samestep.errors import CheckpointError, LogError
 from samestep.log import Voice
 from samestep.ranks.link import Link
 from samestep.sinks.values import checked_step
@@ -30,6 +31,11 @@ _LOOK_SECONDS: Final = 1.0
 # How long the first save takes is guessed: Adam keeps two numbers for each weight, and a shared drive may be slow.
 _STATE_PER_WEIGHT: Final = 3
 _BYTES_PER_SECOND: Final = 1e8
+_BEGINS_ANEW: Final = (
+    "this checkpoint does not hold how far training is in its data: a run that is started again would begin with the "
+    "first samples, which then count twice; give run.restore the shard or stream too, as in run.restore(folder, "
+    "model=model, train=train)"
+)
 
 
 @dataclass(frozen=True)
@@ -54,18 +60,30 @@ class Judge:
     def __init__(self, name: str | None) -> None:
         self._name, self._times, self._voice = name, 0, Voice()
 
-    def rate(self, last: object, times_logged: Callable[[str], int]) -> tuple[str, float] | None:
-        """The name and its value; None where there is none to judge these weights by."""
+    def rate(self, last: object, times_logged: Callable[[str], int], by_itself: bool) -> tuple[str, float] | None:
+        """The name and its value; None where there is none to judge these weights by.
+
+        A checkpoint that is saved `by_itself` may well come before the first evaluation, which is no reason to warn.
+        """
         name = self._name
         if name is None:
             return None
         assert isinstance(last, dict)
         before, self._times = self._times, times_logged(name)
-        if name in last and not math.isnan(last[name]):
-            return (name, last[name]) if self._times > before else None  # else it is of older weights
+        if name not in last:
+            if not by_itself or not all(each.startswith("train/") for each in last):
+                self._voice.warn_once(
+                    f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
+                    f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
+                )
+            return None
+        return self._taken(name, last[name]) if self._times > before else None  # else it is of older weights
+
+    def _taken(self, name: str, value: float) -> tuple[str, float] | None:
+        if math.isfinite(value):
+            return name, value
         self._voice.warn_once(
-            f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
-            f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
+            f"keep_best={name!r} cannot judge this checkpoint: {name} is {value}, and such a one is never the best"
         )
         return None
 
@@ -74,7 +92,11 @@ class Checkpoint:
     """Saves the parts that run.restore was given; made by run.restore."""
 
     def __init__(self, ground: Ground, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
-        self._ground, self._rules, self._parts, self._history = ground, rules, parts, tuple(history)
+        self._ground, self._rules, self._history = ground, rules, tuple(history)
+        self.folder = rules.folder
+        """Where its checkpoints lie."""
+        self.parts = parts
+        """What they hold."""
         self.restored: Path | None = None
         """The checkpoint that training went on from, or None where it began anew."""
         self._first_step = self._saved_at = ground.engine.steps
@@ -83,19 +105,14 @@ class Checkpoint:
         self._saves, self._asked, self._step = 0, False, None
         self._steps = self._minutes = self._saving = 0.0
         self._due = self._trouble = self._early = False
-        self._since, self._judge, self._name = time.monotonic(), Judge(rules.keep_best), ""
+        self._since, self._judge, self._name, self._voice = time.monotonic(), Judge(rules.keep_best), "", Voice()
         self.last_number: int | None = None
         """The number of the last checkpoint, where the script does not number them by the steps done."""
-        ground.follow(self)
+        ground.riders.append(self)
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
         """Save by itself from now on: after so many steps, and after so many minutes on the first rank's clock."""
-        given = [number for number in (steps, minutes) if number is not None]
-        if not given or min(given) <= 0:
-            raise CheckpointError(
-                f"checkpoint.every(steps={steps}, minutes={minutes}) says no time to save: give steps=, as in "
-                "every(steps=1000), or minutes=, as in every(minutes=30)"
-            )
+        _check_times(steps, minutes)
         self._steps, self._minutes = steps or 0, minutes or 0.0
 
     def save(self, step: int | None = None) -> None:
@@ -135,7 +152,7 @@ class Checkpoint:
         # a step that was passed over leaves the count where it was
         by_steps = bool(self._steps) and steps % self._steps == 0 and steps != self._saved_at
         if self._asked or by_steps or self._due:
-            self._save(self._step)
+            self._save(self._step, by_itself=not self._asked)
 
     def ended(self, failed: bool) -> None:
         """Called when the run ends: what was asked for is brought to the disk."""
@@ -152,7 +169,7 @@ class Checkpoint:
         if self._asked or not self._saves or self._saved_at != self._ground.engine.steps:
             # numbered so that it is newer than the last one and older than the next
             self._early = not self._asked and self.last_number is None
-            self._save(self._step if self._asked else self.last_number)
+            self._save(self._step if self._asked else self.last_number, by_itself=not self._asked)
         self.wait()
         return self._name
 
@@ -178,7 +195,7 @@ class Checkpoint:
         self._trouble = self._trouble or any(word >= 2 for word in words)
         self._due = self._due or words[0] % 2 == 1
 
-    def _save(self, step: int | None) -> None:
+    def _save(self, step: int | None, by_itself: bool = False) -> None:
         ground = self._ground
         self.wait()
         began = time.monotonic()
@@ -186,6 +203,8 @@ class Checkpoint:
         # judges by it.
         ground.engine.flush("checkpoint.save")
         self._asked, self._step, self._due = False, None, False
+        if ground.link.world.first and _would_begin_anew(ground):
+            self._voice.warn_once(_BEGINS_ANEW)
         number = ground.engine.steps if step is None else step
         _check_together(ground.link, number)
         for model in ground.engine.models:
@@ -205,7 +224,7 @@ class Checkpoint:
                 name=task_name,
                 staged=staged,
                 values=taken.values,
-                manifest=self._manifest(number),
+                manifest=self._manifest(number, by_itself),
                 retire=partial(_retire, rules),
             ),
             began,
@@ -217,16 +236,14 @@ class Checkpoint:
         """The state of this rank and the name of the checkpoint; what fails on one rank is raised on all."""
         link, taken, name, error = self._ground.link, Taken({}, {}), "", None
         try:
-            taken = self._parts.take()
+            taken = self.parts.take()
             taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
             for account in self._ground.engine.accounts:
                 account.sync()  # before the position is saved: the ledger knows all that the checkpoint has learnt
             if link.world.first:
                 name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
-        except (CheckpointError, LedgerError) as failure:
-            error = str(failure)
         except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
-            error = f"the state cannot be told: {type(failure).__name__}: {failure}"
+            error = explain_state(failure)
         answers = link.exchange_objects("checkpoint.save", (name, error))
         for rank, (_, text) in enumerate(answers):
             if text is not None:
@@ -252,9 +269,9 @@ class Checkpoint:
     def _writing_folder(self, number: int) -> Path:
         return self._rules.folder / f".writing-{catalog.name_of(number)}-{self._rules.token}"
 
-    def _manifest(self, number: int) -> Manifest:
+    def _manifest(self, number: int, by_itself: bool) -> Manifest:
         ground = self._ground
-        facts = ground.facts()
+        facts, first = ground.facts(), ground.link.world.first
         versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
         now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
         if self._early:
@@ -266,9 +283,26 @@ class Checkpoint:
             samples=ground.engine.samples,
             saved_at=datetime.now().astimezone().isoformat(timespec="seconds"),
             history=[*self._history, now],
-            parts=self._parts.kinds,
+            parts=self.parts.kinds,
             run=told,
-            metric=self._judge.rate(facts["metrics"], ground.times_logged) if ground.link.world.first else None,
+            metric=self._judge.rate(facts["metrics"], ground.times_logged, by_itself) if first else None,
+        )
+
+
+def _would_begin_anew(ground: Ground) -> bool:
+    """Whether training draws from data whose position no checkpoint of the run holds."""
+    parts = [each.parts for each in ground.riders if isinstance(each, Checkpoint)]
+    return any(not any(each.may_hold(source) for each in parts) for source in ground.engine.trained)
+
+
+def _check_times(steps: object, minutes: object) -> None:
+    whole = steps is None or (isinstance(steps, Integral) and int(steps) > 0)
+    # a comparison with nan is never true
+    sensible = minutes is None or (isinstance(minutes, Real) and 0 < float(minutes) < math.inf)
+    if not whole or not sensible or (steps is None and minutes is None):
+        raise CheckpointError(
+            f"checkpoint.every(steps={steps!r}, minutes={minutes!r}) says no time to save: give steps=, a whole number "
+            "as in every(steps=1000), or minutes=, as in every(minutes=30)"
         )
 
 

@@ -22,8 +22,7 @@ def export(folder: Path, target: Path, part: str | None = None) -> dict[str, obj
     if chosen not in models:
         what = f"no model {part!r}" if part else f"{len(models)} models"
         raise CheckpointError(f"{path} holds {what}: choose one with --part, of {', '.join(models) or 'none'}")
-    if target.exists():
-        raise CheckpointError(f"{target} is there already: choose another file with --to, or remove it")
+    _check_target(target)
     values = json.loads((path / STATE).read_bytes())[chosen]
     index = index_file.from_record(json.loads((path / index_file.NAME).read_bytes()), manifest.files)
     entries: list[Entry] = []
@@ -40,3 +39,10 @@ def export(folder: Path, target: Path, part: str | None = None) -> dict[str, obj
     except OSError as error:
         raise explain(error, f"writing {target}") from error
     return {"checkpoint": str(path), "step": manifest.step, "file": str(target), "tensors": len(entries), "bytes": size}
+
+
+def _check_target(target: Path) -> None:
+    if target.exists():
+        raise CheckpointError(f"{target} is there already: choose another file with --to, or remove it")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"there is no folder {target.parent} to write {target.name} to: make it, or choose --to")

@@ -1,6 +1,6 @@
 """What a checkpoint needs of the run it belongs to."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,11 @@ class Engine(Protocol):
         """The ledgers."""
         ...
 
+    @property
+    def trained(self) -> Iterable[object]:
+        """The shards and streams that training has drawn from."""
+        ...
+
     def flush(self, act: str) -> None:
         """Bring logged values together now."""
         ...
@@ -63,8 +68,8 @@ class Ground:
     """What follows the steps."""
     device: torch.device
     """Where this rank computes."""
-    follow: Callable[[Any], None]
-    """Lets a checkpoint hear the pulse and be called at step boundaries and at the end."""
+    riders: list[Any]
+    """Who hears the pulse and is called at step boundaries and at the end; a checkpoint is one of them."""
     reseed: Callable[[int], None]
     """Lets this rank draw numbers of its own from a step on that no rank has drawn before."""
     say: Callable[[str], None]

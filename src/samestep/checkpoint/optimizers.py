@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import CheckpointError
@@ -19,12 +18,11 @@ _OF_THE_MACHINE: Final = ("foreach", "fused", "capturable")
 _SHOWN: Final = 4
 
 
-def names_of(optimizer: Optimizer, part: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """A name for each parameter of the optimizer, in its own order."""
+def names_of(optimizer: Optimizer, part: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """A name for each parameter of the optimizer, in its own order; `parameters` are those of all models, by name."""
     known: dict[int, str] = {}
-    for name, module in modules.items():
-        for path, parameter in module.named_parameters():
-            known.setdefault(id(parameter), f"{name}/{path}")
+    for name, parameter in parameters.items():
+        known.setdefault(id(parameter), name)
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [tuple(parameter.shape) for parameter in members if id(parameter) not in known]
     if strange:
@@ -41,11 +39,12 @@ def named_state(optimizer: Optimizer, names: list[str]) -> dict[str, object]:
     packed = optimizer.state_dict()
     state = {names[at]: entries for at, entries in packed["state"].items()}
     groups = [{**group, "params": [names[at] for at in group["params"]]} for group in packed["param_groups"]]
-    return {"state": state, "groups": groups}
+    return {"kind": type(optimizer).__name__, "state": state, "groups": groups}
 
 
 def load_named(optimizer: Optimizer, part: str, names: list[str], saved: Mapping[str, Any]) -> None:
     """Give an optimizer what `named_state` told; its parameters may stand in another order."""
+    _check_kind(part, type(optimizer).__name__, saved.get("kind"))
     number = {name: at for at, name in enumerate(names)}
     here = optimizer.state_dict()["param_groups"]
     _check_groups(part, [[names[at] for at in group["params"]] for group in here], saved["groups"])
@@ -57,11 +56,31 @@ def load_named(optimizer: Optimizer, part: str, names: list[str], saved: Mapping
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def owner(path: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The parameter whose state stands under a path, however deep in it; None where there is no such parameter.
+
+    >>> owner("model/weight/old_dirs/0", {"model/weight": torch.ones(2)})
+    tensor([1., 1.])
+    """
+    while path and path not in parameters:
+        path = path.rpartition("/")[0]
+    return parameters.get(path)
+
+
 def like(pattern: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Room for a value that belongs to a tensor: where it has its shape also on its device and sharded as it is."""
     if pattern is not None and tuple(pattern.shape) == shape:
         return torch.empty_like(pattern.detach(), dtype=dtype)
     return torch.empty(shape, dtype=dtype)
+
+
+def _check_kind(part: str, here: str, there: object) -> None:
+    if there not in (here, None):  # which an earlier samestep did not write down
+        raise CheckpointError(
+            f"{part} is {here} here and was {there} when it was saved: what one of them keeps means nothing to the "
+            "other; build it as it was, or begin in another folder, from the weights that `samestep checkpoint export` "
+            "gives"
+        )
 
 
 def _check_groups(part: str, here: list[list[str]], saved: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +17,7 @@ from samestep.checkpoint.ground import Ground, Stateful
 from samestep.checkpoint.index import Index
 from samestep.checkpoint.lock import hold
 from samestep.checkpoint.manifest import Damaged, Manifest, check_files, read_manifest
-from samestep.checkpoint.parts import Parts
+from samestep.checkpoint.parts import Parts, explain_state
 from samestep.checkpoint.writing import STATE
 from samestep.errors import CheckpointError, SamestepError
 from samestep.log import warn
@@ -39,8 +40,13 @@ def restore(
     ground: Ground, folder: Path, keep: int, keep_best: str | None, given: Mapping[str, Stateful]
 ) -> Checkpoint:
     """Bring all parts to the newest sound checkpoint in `folder`, if there is one, and say which and why."""
-    if keep < 1:
-        raise CheckpointError(f"keep={keep} would leave no checkpoint: keep 1 or more, as in keep=3")
+    if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # not all check types
+        raise CheckpointError(f"keep={keep!r} is no number of checkpoints: keep 1 or more, as in keep=3")
+    if any(isinstance(other, Checkpoint) and other.folder == folder for other in ground.riders):
+        raise CheckpointError(
+            f"run.restore was given {folder} before in this run: two sets of checkpoints in one folder would hide "
+            "each other; give all parts to one run.restore, or each its own folder"
+        )
     taken = sorted(set(given) & set(ground.extra))
     if taken:
         raise CheckpointError(f"run.restore keeps the name {taken[0]!r} for itself: give this part another name")
@@ -51,6 +57,7 @@ def restore(
     rules = Rules(folder, keep, keep_best, token, tuple(bad))
     if found is None:
         reason = f"none of {len(bad)} is sound" if bad else "there is none yet"
+        _check_parts(ground.link, parts)
         ground.say(f"checkpoint: {reason} in {folder}: training begins at step 0")
         return Checkpoint(ground, rules, parts, ())
     path, manifest = found
@@ -97,6 +104,18 @@ def _newest_sound(ground: Ground, folder: Path) -> tuple[tuple[Path, Manifest] |
         if ground.link.world.first:
             warn(f"checkpoint {path} is passed over: {problem}; the one before it is used, if there is one")
     return None, bad
+
+
+def _check_parts(link: Link, parts: Parts) -> None:
+    """Find out before training whether the state can be saved at all; what fails on one rank is raised on all."""
+    error, cause = None, None
+    try:
+        parts.take()
+    except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
+        error, cause = explain_state(failure), failure
+    for rank, text in enumerate(link.exchange_objects(_ACT, error)):
+        if text is not None:
+            raise CheckpointError(text if link.alone else f"rank {rank}: {text}") from cause
 
 
 def _look_at(link: Link, path: Path) -> tuple[str | None, Manifest | None]:

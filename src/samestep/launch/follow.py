@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samestep.launch.sbatch import log_of
-from samestep.launch.slurm import JobState
+from samestep.launch.slurm import UNREACHABLE, JobState
 from samestep.launch.submitted import Submitted, how_is
 
 _PAUSE = 1.0  # seconds between two questions to SLURM, which others ask too
@@ -41,7 +41,7 @@ def follow(submitted: Submitted, show: Callable[[bytes], None], say: Callable[[s
         if state.ended:
             _wait_for_last_lines(tail, show)
             return state
-        waits = state.reason if state.state in ("PENDING", "UNREACHABLE") else ""
+        waits = state.reason if state.state in ("PENDING", UNREACHABLE) else ""
         if waits not in (told, ""):
             say(f"samestep: job {submitted.job} waits: {waits}")
         told = waits

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from samestep.errors import LaunchError
 
+UNREACHABLE = "UNREACHABLE"
+"""The state of a job while SLURM does not answer: a word of ours, not of SLURM's."""
 _PATIENCE_SECONDS = 60
 # Of `scontrol show job`; each line is matched from its start, since a job's name may hold any text but a line break.
 _STATE = re.compile(r"^\s+JobState=(\S+) Reason=(\S+)", re.MULTILINE)
@@ -26,7 +28,7 @@ _LIVING = {
     "RESIZING",
     "SIGNALING",
     "STAGE_OUT",
-    "UNREACHABLE",
+    UNREACHABLE,
 }
 
 
@@ -71,22 +73,21 @@ def submit(file: Path) -> str:
     return told.stdout.strip().partition(";")[0]  # behind the semicolon: the cluster's name, where there are several
 
 
-def ask(job: str) -> JobState | None:
+def ask(job: str, silent: dict[str, JobState]) -> JobState | None:
     """How a job is, from the controller, or from accounting once the controller has forgotten it; None if both have.
 
-    The controller forgets a job some minutes after its end, and not every cluster keeps accounts.
+    The controller forgets a job some minutes after its end, and not every cluster keeps accounts. Which of them does
+    not answer is kept in `silent`, and is not asked again: it takes its time.
     """
-    if shutil.which("scontrol") is None:
-        return None
-    try:
-        told = _call("scontrol", "show", "job", job)
-        if told.returncode == 0:
-            return read_scontrol(told.stdout)
-        if "Invalid job id" in told.stderr:
-            return _ask_accounting(job)
-    except LaunchError as error:  # one of them has not answered in time
-        return JobState("UNREACHABLE", str(error))
-    return JobState("UNREACHABLE", _words(told))
+    told = _ask("scontrol", silent, "show", "job", job)
+    if not isinstance(told, subprocess.CompletedProcess):
+        return told
+    if told.returncode == 0:
+        return read_scontrol(told.stdout)
+    if "Invalid job id" in told.stderr:
+        return _ask_accounting(job, silent)
+    silent["scontrol"] = JobState(UNREACHABLE, _words(told))
+    return silent["scontrol"]
 
 
 def read_scontrol(text: str) -> JobState | None:
@@ -116,12 +117,25 @@ def read_sacct(text: str) -> JobState | None:
     return JobState(state, reason, _code(code, signal), int(fields[2]) if fields[2].isdecimal() else 0)
 
 
-def _ask_accounting(job: str) -> JobState | None:
-    if shutil.which("sacct") is None:
-        return None
+def _ask_accounting(job: str, silent: dict[str, JobState]) -> JobState | None:
     options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode,Restarts"]
-    told = _call("sacct", "--jobs", job, *options)
+    told = _ask("sacct", silent, "--jobs", job, *options)
+    if not isinstance(told, subprocess.CompletedProcess):
+        return told
     return read_sacct(told.stdout) if told.returncode == 0 else None
+
+
+def _ask(
+    program: str, silent: dict[str, JobState], *arguments: str
+) -> "subprocess.CompletedProcess[str] | JobState | None":
+    """What a program of SLURM's answers; UNREACHABLE where it does not in time, None where it is not here."""
+    if program in silent or shutil.which(program) is None:
+        return silent.get(program)
+    try:
+        return _call(program, *arguments)
+    except LaunchError as error:
+        silent[program] = JobState(UNREACHABLE, str(error))
+        return silent[program]
 
 
 def _code(code: str, signal: str) -> int:

@@ -1,7 +1,7 @@
 """The record of submitted jobs: one line of JSON each in the user's state folder, and what each job noted itself."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,21 @@ def read_record(path: Path) -> list[Submitted]:
     ]
 
 
-def how_is(submitted: Submitted) -> JobState:
-    """How a job is or how it ended: its own note of its end, or what SLURM says."""
+def how_are(jobs: Sequence[Submitted]) -> list[JobState]:
+    """How each of these jobs is; a program of SLURM's that does not answer is waited for once, not for each of them."""
+    silent: dict[str, JobState] = {}
+    return [how_is(each, silent) for each in jobs]
+
+
+def how_is(submitted: Submitted, silent: dict[str, JobState] | None = None) -> JobState:
+    """How a job is or how it ended: its own note of its end, or what SLURM says, as `ask` has it."""
     notes = _lines(notes_of(Path(submitted.folder), submitted.job))
     last = notes[-1] if notes else {"event": "", "code": 0, "restart": 0}
     code, restarts = int(last["code"]), int(last["restart"])
     if last["event"] == "ended":
         return JobState("FAILED" if code else "COMPLETED", "", code, restarts)
     # Whether a job that was stopped goes on later, SLURM alone knows.
-    return ask(submitted.job) or (
+    return ask(submitted.job, {} if silent is None else silent) or (
         JobState("ENDED", _STOPPED, code, restarts) if last["event"] == "stopped" else _FORGOTTEN
     )
 
