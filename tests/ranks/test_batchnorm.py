@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import batch_norm
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from samestep import Run
@@ -112,13 +113,96 @@ def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks)
     assert torch.equal(first[2][1], second[2][1])
 
 
+def evaluate_what_sleeps_already():
+    """The running mean of this rank in an evaluation that the user's own model.eval() came before."""
+    with Run(global_batch=7) as run, batchnorm_of_one_rank():
+        inner = Normed(images())
+        model = run.wrap(inner)
+        for epoch in run.shard(IMAGES[:12]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+        before = inner.norm.running_mean.clone()
+        model.eval()
+        with run.evaluate(model):
+            return before, inner.norm.running_mean.clone()
+
+
+def test_statistics_are_averaged_also_where_the_model_is_in_evaluation_mode_already(ranks):
+    (first, after), (second, other) = ranks(2, evaluate_what_sleeps_already)
+    assert not torch.allclose(first, second)
+    assert torch.allclose(after, (first + second) / 2)
+    assert torch.equal(after, other)
+
+
+def evaluate_on_the_first_rank_only():
+    with Run(global_batch=7, start_timeout=20) as run, batchnorm_of_one_rank():
+        model = run.wrap(Normed(images()))
+        if run.first:
+            with run.evaluate(model):
+                pass
+        run.barrier()
+
+
+def test_an_evaluation_of_one_rank_alone_is_told_and_meets_no_other_collective(ranks):
+    for text in ranks.errors(2, evaluate_on_the_first_rank_only):
+        assert "GroupError: rank " in text
+        assert " came to averaging BatchNorm statistics at test_batchnorm.py:" in text
+        assert " came to run.barrier at test_batchnorm.py:" in text
+
+
+def follow_statistics():
+    """The running mean of a moving average that follows buffers too, before its evaluation and in it."""
+    with Run(global_batch=7) as run, batchnorm_of_one_rank():
+        inner = Normed(images())
+        model = run.wrap(inner)
+        averaged = AveragedModel(inner, use_buffers=True)
+        for epoch in run.shard(IMAGES[:12]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+                averaged.update_parameters(inner)
+        before = averaged.module.norm.running_mean.clone()
+        with run.evaluate(averaged) as judged:
+            return before, judged.module.norm.running_mean.clone()
+
+
+def test_statistics_of_a_moving_average_are_averaged_over_the_ranks(ranks):
+    (first, after), (second, other) = ranks(2, follow_statistics)
+    assert not torch.allclose(first, second)
+    assert torch.allclose(after, (first + second) / 2)
+    assert torch.equal(after, other)
+
+
+def keep_statistics_of_instances():
+    """The running mean of an InstanceNorm that keeps one, before an evaluation and in it, with replicas compared."""
+    with Run(global_batch=7, check_every=1) as run:
+        inner = Normed(nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
+        model = run.wrap(inner)
+        for epoch in run.shard(IMAGES[:12]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+        before = inner.norm.running_mean.clone()
+        with run.evaluate(model):
+            return before, inner.norm.running_mean.clone()
+
+
+def test_statistics_of_instances_are_averaged_and_not_taken_for_a_difference_of_replicas(ranks):
+    (first, after), (second, other) = ranks(2, keep_statistics_of_instances)
+    assert not torch.allclose(first, second)
+    assert torch.allclose(after, (first + second) / 2)
+    assert torch.equal(after, other)
+
+
 def save_what_ranks_learnt(folder):
     """The running mean of this rank before a checkpoint, and that of the checkpoint, read by all ranks."""
     with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
         inner = Normed(images())
         model = run.wrap(inner)
-        checkpoint = run.restore(folder, model=model)
-        for epoch in run.shard(IMAGES[:12]).epochs(1):
+        data = run.shard(IMAGES[:12])
+        checkpoint = run.restore(folder, model=model, train=data)
+        for epoch in data.epochs(1):
             for step in epoch:
                 for x in step:
                     step.mean(model(x).squeeze(1)).backward()
@@ -126,7 +210,7 @@ def save_what_ranks_learnt(folder):
         checkpoint.save()
     with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
         inner = Normed(images())
-        run.restore(folder, model=run.wrap(inner))
+        run.restore(folder, model=run.wrap(inner), train=run.shard(IMAGES[:12]))
         return before, inner.norm.running_mean.clone()
 
 

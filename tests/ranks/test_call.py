@@ -59,6 +59,32 @@ def test_a_rank_that_is_told_to_end_is_heard_soon_where_steps_have_become_slow(
     assert slow_steps <= 20
 
 
+def wait_in_vain(folder):
+    """The second rank has news and promises its next boundary; the first one looks no more and works on."""
+    with Run(global_batch=2, seed=0) as run:
+        run.mean(1.0)  # what came before: no rank waits for it any more
+        calling = run._life.engine.pulse._call
+        if run.rank == 0:
+            calling.close()
+            while not (folder / "told").exists():
+                time.sleep(0.05)
+            raise TimeoutError("enough")
+        run._life.link.timeout = 1.5
+        calling._has_news = lambda: True
+        try:
+            calling._join()
+            calling.reached()
+        finally:
+            (folder / "told").touch()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_called_pulse_names_it_and_not_what_came_before(ranks, tmp_path):
+    _, told = ranks.errors(2, wait_in_vain, tmp_path)
+    assert "rank 1 waits in the call for the pulse at test_call.py:" in told
+    assert "rank 0 was last in run.mean at test_call.py:" in told
+
+
 def meet(steps, told_at):
     """Count boundaries at a pace of each rank's own; at which of them the call has all ranks meet."""
     late, call._LATE_SECONDS = call._LATE_SECONDS, 0.0

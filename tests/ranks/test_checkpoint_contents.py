@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from samestep import Run, __version__
@@ -61,3 +63,44 @@ def test_ranks_that_would_go_on_from_different_steps_are_told(ranks, tmp_path):
         assert "ranks restored different steps from " in text
         assert ": [2, 5]; is " in text
         assert "out the same folder on all?" in text
+
+
+class Pair(nn.Module):
+    """Two wrapped models in one module of the user's own."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.first, self.second = (run.wrap(nn.Linear(3, 1), None if run.size == 1 else "ddp") for _ in range(2))
+
+
+def keep_an_average(folder, save):
+    """An average of a wrapped model beside a module of wrapped ones, saved or restored; what all of them hold."""
+    with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
+        model = run.wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), None if run.size == 1 else "ddp")
+        average, pair = AveragedModel(model), Pair(run)
+        optimizer = torch.optim.SGD(pair.parameters(), momentum=0.9)
+        parts = {"model": model, "average": average, "pair": pair, "optimizer": optimizer}
+        checkpoint = run.restore(folder / "out", **parts)
+        with torch.no_grad():
+            if save:
+                for at, parameter in enumerate([*average.parameters(), *pair.parameters()]):
+                    parameter.fill_(at)
+                for parameter in pair.parameters():
+                    optimizer.state[parameter]["momentum_buffer"] = -parameter.clone()
+                checkpoint.save()
+            momentum = [float(optimizer.state[parameter]["momentum_buffer"].mean()) for parameter in pair.parameters()]
+            return [float(whole(each).mean()) for each in (*average.parameters(), *pair.parameters())], momentum
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.slow
+def test_an_average_of_a_wrapped_model_is_restored_on_any_number_of_ranks(ranks, tmp_path):
+    saved, *_ = ranks(2, keep_an_average, tmp_path, True)
+    assert saved == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [-4.0, -5.0, -6.0, -7.0])
+    names = json.loads((tmp_path / "out" / "step-00000000" / "index.json").read_bytes())
+    assert {"average/module.0.weight", "pair/first.weight"} < names.keys()
+    for size in (1, 2, 3):
+        assert ranks(size, keep_an_average, tmp_path, False) == [saved] * size

@@ -1,5 +1,7 @@
 """Edges where a training loop easily goes wrong without a word: each is right here, or refused with its reason."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
@@ -244,3 +246,111 @@ def fail_in_start():
         from samestep.run.seed import seed_alike
 
         life.seed_alike = seed_alike
+
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def train_on(dataset, drop_tail):
+    with Run(global_batch=8) as run:
+        for epoch in run.stream(dataset, drop_tail=drop_tail).epochs(1):
+            for _ in epoch:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drop_tail", "message"),
+    [
+        (Nothing(), False, "Nothing gave no record at all: there is nothing to train on; check the path it reads from"),
+        (Count(), True, "Count gave fewer records than one global batch, and drop_tail=True drops them all"),
+    ],
+)
+def test_a_stream_without_a_step_is_told_on_every_rank(ranks, dataset, drop_tail, message):
+    for text in ranks.errors(2, train_on, dataset, drop_tail):
+        assert f"DataError: {message}" in text
+
+
+def test_a_step_that_was_passed_over_is_told():
+    with Run(global_batch=4) as run:
+        for epoch in run.shard(numbers()).epochs(1):
+            steps = list(epoch)
+        with pytest.raises(StepError, match=r"step 0 is over, .* before it goes on to the next step \(list\(epoch\)"):
+            next(iter(steps[0]))
+
+
+@pytest.mark.parametrize(
+    ("losses", "what"),
+    [(3.0, "a float"), (torch.ones(4, 0), "shape (4, 0)"), (torch.ones(4).long(), "whole numbers (torch.int64)")],
+)
+def test_what_is_no_loss_is_told(losses, what):
+    with Run(global_batch=4) as run:
+        for epoch in run.shard(numbers(4)).epochs(1):
+            for step in epoch:
+                for _ in step:
+                    with pytest.raises(StepError) as caught:
+                        step.mean(losses)
+    assert f"one loss for each of the 4 rows of this micro-batch, got {what}" in str(caught.value)
+
+
+def average_by_hand(learn):
+    with Run(global_batch=4) as run, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        model = run.wrap(linear())
+        for epoch in run.shard(numbers(8), micro_batch=1).epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    learn(step, model(x)[:, 0])
+        return [str(warning.message) for warning in given]
+
+
+def by_hand(step, losses):
+    losses.mean().backward()
+
+
+def by_sum(step, losses):
+    step.sum(losses).backward()
+
+
+def not_at_all(step, losses):
+    step.weights.sum()
+
+
+def test_a_mean_that_was_taken_by_hand_is_warned_of_once(ranks):
+    for first, *others in (ranks(1, average_by_hand, by_hand), ranks(2, average_by_hand, by_hand)):
+        assert len(first) == 1
+        assert first[0].startswith("step 0 went through a backward pass without step.mean or step.sum: a mean that was")
+        assert first[0].endswith("write step.mean(losses).backward(), with one loss a sample (reduction='none')")
+        assert not any(others)
+    for learn in (by_sum, not_at_all):
+        assert ranks(1, average_by_hand, learn) == [[]]
+
+
+def learn_sparsely(masked):
+    """A table of which each sample uses one row: its weights, and whether each step was finite."""
+    with Run(global_batch=4) as run, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "step 2 is not finite")
+        model = run.wrap(torch.nn.Embedding(12, 2, sparse=True))
+        torch.nn.init.ones_(model.module.weight if run.size > 1 else model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        finite = []
+        for epoch in run.shard(TensorDataset(torch.arange(10)), micro_batch=2).epochs(1):
+            for step in epoch:
+                for (index,) in step:
+                    losses = model(index) * index[:, None] * (float("nan") if step.number == 2 else 1.0)
+                    step.mean(losses, mask=index[:, None].expand(-1, 2) % 2 > 0 if masked else None).backward()
+                finite.append(step.finite())
+                if finite[-1]:
+                    optimizer.step()
+                optimizer.zero_grad()
+        return next(model.parameters()).detach(), finite
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sparse_gradients_are_judged_and_scaled_like_others(ranks, masked):
+    (alone,) = ranks(1, learn_sparsely, masked)
+    assert alone[1] == [True, True, False]
+    for weights, finite in ranks(2, learn_sparsely, masked):
+        assert finite == alone[1]
+        assert torch.allclose(weights, alone[0], rtol=0, atol=1e-6)

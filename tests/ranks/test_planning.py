@@ -139,9 +139,9 @@ def test_without_an_example_nothing_is_traced_on_the_cpu(ranks):
     assert "plan:" not in log
 
 
-def wrap_badly(strategy, optimizer):
+def wrap_badly(strategy, optimizer, example=EXAMPLE):
     with Run(global_batch=4) as run:
-        run.wrap(Net(), strategy, example=EXAMPLE, optimizer=optimizer)
+        run.wrap(Net(), strategy, example=example, optimizer=optimizer)
 
 
 def test_a_wrong_wish_is_told_on_every_rank(ranks):
@@ -149,6 +149,12 @@ def test_a_wrong_wish_is_told_on_every_rank(ranks):
         assert "WrapError: run.wrap does not know strategy='dpp'" in text
     for text in ranks.errors(2, wrap_badly, None, "Adamw"):
         assert "PlanError: optimizer='Adamw' is not in torch.optim: use one of" in text
+    for example, kind in (([0.5], "list"), (torch.zeros(0, 8), "Tensor"), (torch.tensor(1.0), "Tensor")):
+        for text in ranks.errors(2, wrap_badly, None, "AdamW", example):
+            assert f"WrapError: run.wrap got a {kind} without samples as example=: give a batch as the model" in text
+    for text in ranks.errors(2, wrap_badly, None, "AdamW", torch.zeros(4, 3)):
+        assert "Net cannot be called with the example batch (" in text
+        assert "give the batch as the model takes it; " in text
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])

@@ -1,9 +1,11 @@
 """Every sample once, on any number of ranks and workers: shards on real ranks."""
 
+import gc
 import multiprocessing
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from samestep import Run, current_setting, sample_numpy_rng, sample_rng
@@ -94,7 +96,7 @@ def test_the_position_continues_on_another_world_size_and_worker_count(ranks):
     whole = together(ranks(1, learn, 3, 6, None, 0))
     parts = ranks(2, learn, 3, 6, 2, 1, None, 5)
     states = [state for _, state in parts]
-    assert states[0] == states[1] == {"epoch": 1, "step": 2, "seed": 3, "n": N, "global_batch": 6}
+    assert states[0] == states[1] == {"epoch": 1, "step": 2, "seed": 3, "n": N, "global_batch": 6, "shuffle": True}
     rest = together(ranks(3, learn, 3, 6, None, 0, states[0]))
     assert together(parts) | rest == whole
     assert not set(together(parts)) & set(rest)
@@ -211,6 +213,7 @@ def test_position_is_saved_within_the_body_of_the_last_step():
         ({"n": 24}, "the saved position has n=24 and this shard has n=23.*give the same dataset"),
         ({"global_batch": 8}, r"global_batch=8 and this shard has global_batch=6.*pass Run\(global_batch=8\)"),
         ({"seed": 9}, r"seed=9 and this shard has seed=3.*pass Run\(seed=9\)"),
+        ({"shuffle": False}, r"shuffle=False and this shard has shuffle=True.*pass run\.shard\(shuffle=False\)"),
     ],
 )
 def test_a_position_of_other_data_is_refused(change, message):
@@ -218,6 +221,15 @@ def test_a_position_of_other_data_is_refused(change, message):
         train = run.shard(Numbers(), shuffle=True)
         with pytest.raises(StateError, match=message):
             train.load_state_dict({**train.state_dict(), **change})
+
+
+def test_a_position_that_does_not_tell_of_a_shuffle_is_taken():
+    with Run(global_batch=6, seed=3) as run:
+        train = run.shard(Numbers(), shuffle=True)
+        state = {**train.state_dict(), "step": 2}
+        del state["shuffle"]
+        train.load_state_dict(state)
+        assert train.steps_left() == 2
 
 
 class NoLength(Dataset):
@@ -304,3 +316,37 @@ def test_rows_of_padding_weigh_nothing(ranks):
     assert first == ([0, 1, 2], [1, 1, 1])
     assert second[0][:2] == [3, 4]
     assert second[1] == [1, 1, 0]
+
+
+class Collecting(Dataset):
+    """Collects all garbage of the process that reads it."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor(index)
+
+
+def train_once():
+    with Run(global_batch=3) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        for epoch in run.shard([torch.ones(1)] * 3).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x)).backward()
+
+
+def read_after_a_run_that_is_garbage():
+    gc.disable()  # what is left of the first run waits for a worker to collect it
+    try:
+        train_once()
+        with Run(global_batch=3) as run:
+            return run.sum(batch for batch in run.shard(Collecting(), workers=1))
+    finally:
+        gc.enable()
+
+
+def test_workers_do_not_collect_what_an_earlier_run_left(ranks):
+    assert ranks(2, read_after_a_run_that_is_garbage) == [15, 15]

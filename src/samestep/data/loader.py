@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol, cast
 
 import numpy as np
@@ -94,6 +95,13 @@ def choose_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
         workers,
         f"{cores} cores for {ranks} rank(s) on this node leave {workers} spare each (at most {_MOST_WORKERS})",
     )
+
+
+def check_workers(wish: int) -> int:
+    """The number of workers that was asked for, if it is one."""
+    if not isinstance(wish, Integral) or wish < 0:
+        raise DataError(f"workers={wish!r} is not a number of data workers: pass 0 or more")
+    return wish
 
 
 class _Requests(Sampler[Request]):

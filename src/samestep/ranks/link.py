@@ -4,6 +4,7 @@ import pickle
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -20,6 +21,8 @@ from samestep.ranks.places import Place, Places, call_site
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
+Seen = dict[int, Place]
+"""Where peers were when they were looked for."""
 _LOOK_AROUND = 1.0  # seconds of waiting after which a rank asks where the others are
 
 
@@ -163,18 +166,18 @@ class Link:
         if self._doing_for_all is not None:
             raise GroupError(
                 f"{act} at {call_site()} was called inside {self._doing_for_all}: one rank alone is there and the "
-                "others "
-                f"would never come; call {act} outside of the function that run.once runs"
+                f"others would never come; call {act} outside of the function that run.once runs"
             )
 
-    def look_around(self, since: float, before: dict[int, Place], patience: float) -> dict[int, Place]:
-        """While waiting: raise if a peer has gone astray (seen twice in a row) or patience is over."""
+    def look_around(self, since: float, before: Seen, patience: float, act: str | None = None) -> Seen:
+        """While waiting, in a common act or for `act`: raise if a peer was twice seen astray, or patience is over."""
         assert self._places is not None
+        here = self._places.here if act is None else replace(self._places.here, act=act, site=call_site())
         astray = self._places.astray()
         if settled := {rank: place for rank, place in astray.items() if before.get(rank) == place}:
-            raise gone_astray(self.world.rank, self._places.here, settled)
+            raise gone_astray(self.world.rank, here, settled)
         if time.monotonic() - since > patience:
-            raise self._late(time.monotonic() - since)
+            raise self._late(here, time.monotonic() - since)
         return astray
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -215,10 +218,10 @@ class Link:
             raise store_gone(self.world.rank, self._places.here) from error
         if astray:
             raise gone_astray(self.world.rank, self._places.here, astray) from error
-        raise self._late(waited) from error
+        raise self._late(self._places.here, waited) from error
 
-    def _late(self, waited: float) -> RankMissing:
+    def _late(self, here: Place, waited: float) -> RankMissing:
         assert self._places is not None
         missing = {rank: place for rank, place in self._places.peers().items() if not self._places.is_here(place)}
         option = "step_timeout" if self._stepping else "start_timeout"
-        return come_late(self.world.rank, self._places.here, missing, waited, self.timeout, option)
+        return come_late(self.world.rank, here, missing, waited, self.timeout, option)

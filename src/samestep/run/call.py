@@ -22,6 +22,7 @@ from samestep.ranks.places import Place
 _LATE_SECONDS: Final = 2.0  # twice the time between two pulses
 _LOOK_SECONDS: Final = 1.0
 _MEET_SECONDS: Final = 0.05  # once a call is out somebody may be waiting
+_ACT: Final = "the call for the pulse"
 
 
 class Call:
@@ -55,7 +56,7 @@ class Call:
             since, seen = time.monotonic(), dict[int, Place]()
             while self._meeting is None:
                 if not self._changed.wait(1.0):
-                    seen = self._link.look_around(since, seen, self._link.timeout)
+                    seen = self._link.look_around(since, seen, self._link.timeout, _ACT)
             if self._boundary < self._meeting:
                 return False
             self._coming = True  # nobody is to call for the next one until all have come to this

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import StepError
+from samestep.log import warn
 from samestep.ranks.link import Link
 from samestep.run.account import Account
 from samestep.run.finite import all_finite
@@ -28,6 +29,10 @@ from samestep.wrap.speed import Speed
 from samestep.wrap.wrapped import Wrapped, check_optimizer, local
 
 _SPEED_SECONDS = 1.0  # a speed over less than this is noise
+_UNWEIGHED = (
+    "a mean that was taken by hand counts padding, and ranks and micro-batches of different size alike, so results "
+    "depend on the number of ranks; write step.mean(losses).backward(), with one loss a sample (reduction='none')"
+)
 
 
 class RunEngine:
@@ -35,9 +40,10 @@ class RunEngine:
 
     def __init__(self, link: Link, device: torch.device, writer: Writer | None, check_every: int, speed: Speed) -> None:
         self._link, self._device, self._writer, self._check_every = link, device, writer, check_every
-        self.speed = speed
+        self.speed, self.padding = speed, Padding()
         self.models: list[Wrapped] = []
         self.accounts: list[Account] = []
+        self.trained = weakref.WeakSet[object]()
         self.pulse = Pulse(link)
         self.current: Step | None = None
         self.said: set[str] = set()
@@ -47,7 +53,6 @@ class RunEngine:
         self.decisions: list[Decision] = []
         self.moments: deque[float] = deque(maxlen=500)
         self.lockstep = self.in_step = False
-        self.padding = Padding()
         self._own: dict[Row, float] = {}
         self._optimizers: list[Optimizer] = []
         self._abandoned: Step | None = None
@@ -128,8 +133,7 @@ class RunEngine:
     def end_micro_batches(self, step: Step) -> None:
         """Called when all micro-batches of a step are done, before the optimizer's turn."""
         self.speed.close_forward()
-        for model in self.models:
-            model.check_use(step.number, step.last_samples, self._link.world.rank)
+        _check_learnt(step, self.models, self._link.world.rank, self.said)
         self.speed.settle(self.models, step.number)
         self.steps, self.stepped, self.samples = step.number + 1, self.stepped + 1, self.samples + step.samples
         self._samples_since += step.samples
@@ -230,6 +234,15 @@ class RunEngine:
             return
         which = next(at for at, known in enumerate(self._optimizers) if known is optimizer)
         self._own.update({(self.current.number, name): rate for name, rate in _rates(which, optimizer)})
+
+
+def _check_learnt(step: Step, models: Sequence[Wrapped], rank: int, said: set[str]) -> None:
+    """Raise where parameters were left unused; say once where a loss was learnt from that nothing has weighed."""
+    learnt = [model.check_use(step.number, step.last_samples, rank) for model in models]
+    if not any(learnt) or step.weighed or rank or _UNWEIGHED in said:
+        return
+    said.add(_UNWEIGHED)
+    warn(f"step {step.number} went through a backward pass without step.mean or step.sum: {_UNWEIGHED}")
 
 
 def _rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:

@@ -6,19 +6,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from samestep.errors import WrapError
 from samestep.ranks.link import Link
 from samestep.run.engine import RunEngine
 from samestep.run.taught import needs_all
 from samestep.wrap.batchnorm import average_statistics
+from samestep.wrap.wrapped import Wrapped
 
 
 @contextmanager
 def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Generator[nn.Module]:
     """Yield what to call; every submodule's mode is restored afterwards, also after an exception."""
-    wrapped = next((known for known in engine.models if model in (known.model, known.core, known.inner)), None)
+    wrapped = _find(engine, model)
     net = model if wrapped is None else wrapped.core
-    if wrapped is not None:
-        average_statistics(link, wrapped.inner)
+    average_statistics(link, net)  # a moving average of a model has some of its own
     modes = [(module, module.training) for module in net.modules()]
     before = engine.lockstep
     sharded = wrapped is not None and wrapped.sharded
@@ -33,3 +34,12 @@ def evaluate(link: Link, engine: RunEngine, model: nn.Module) -> Generator[nn.Mo
             wrapped.rest()
         for module, training in modes:
             module.training = training
+
+
+def _find(engine: RunEngine, model: nn.Module) -> Wrapped | None:
+    """The wrapped model that `model` is a name for; None for one that nobody wrapped, such as a moving average."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # what scripts pass is not typed
+        raise WrapError(
+            f"run.evaluate got a {type(model).__name__}, which is no torch.nn.Module: give it what run.wrap returned"
+        )
+    return next((known for known in engine.models if model in (known.model, known.core, known.inner)), None)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ from samestep.sinks.console import open_console
 from samestep.sinks.sinks import open_sinks
 from samestep.wrap.precision import Precision, check_wish, see_arithmetic
 from samestep.wrap.speed import Speed
+
+_NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,7 @@ class Life:
     """What is open while a run lives: the link between its ranks, the engine that follows its steps, its files."""
 
     def __init__(self, asked: Asked) -> None:
-        if asked.global_batch < 1:
-            raise GroupError(
-                f"global_batch={asked.global_batch} is not a number of samples: pass 1 or more, e.g. global_batch=256"
-            )
+        _check_asked(asked)
         refuse_if_looked_at("a Run was created")
         check_wish(asked.precision)
         self.asked = asked
@@ -86,13 +86,14 @@ class Life:
     def engine(self) -> RunEngine:
         """What follows the steps; there is one between start and end."""
         if self._engine is None:
-            raise GroupError("this run is not started: use `with Run(...) as run:`, or call run.start() first")
+            raise GroupError(_NOT_STARTED)
         return self._engine
 
     @property
     def folder(self) -> Path:
         """Where this run's files lie, the same on every rank."""
-        assert self._folder is not None, "the run is not started"
+        if self._folder is None:
+            raise GroupError(_NOT_STARTED)
         return self._folder
 
     def start(self, once: Callable[..., Path]) -> None:
@@ -233,6 +234,20 @@ class Life:
     def _close_files(self, status: str, engine: RunEngine | None) -> None:
         if self.writer is not None:
             self.writer.close(self.summary(status, engine) if self.writer.opened else {})
+
+
+def _check_asked(asked: Asked) -> None:
+    """Raise where a number was asked for that is none of its kind; what scripts pass is not typed."""
+    for name, kind, least, most, should in (
+        ("global_batch", Integral, 1, None, "a number of samples: pass 1 or more, e.g. global_batch=256"),
+        ("seed", Integral, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits: pass one, e.g. seed=0"),
+        ("check_every", Integral, 0, None, "a number of steps: pass 1 or more, or 0 for no comparison"),
+        ("start_timeout", Real, 1e-3, None, "a number of seconds: pass one above 0, e.g. start_timeout=1800"),
+        ("step_timeout", Real, 1e-3, None, "a number of seconds: pass one above 0, e.g. step_timeout=300"),
+    ):
+        value: float = getattr(asked, name)
+        if not isinstance(value, kind) or not least <= value or (most is not None and value > most):
+            raise GroupError(f"{name}={value!r} is not {should}")
 
 
 def _check_alike(link: Link, asked: Asked) -> None:

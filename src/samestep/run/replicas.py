@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim.optimizer import Optimizer
 
-from samestep.wrap.batchnorm import unsynchronised
+from samestep.wrap.batchnorm import of_own_rows
 from samestep.wrap.wrapped import Wrapped
 
 
@@ -13,7 +13,7 @@ def replicated(models: Sequence[Wrapped], optimizers: Sequence[Optimizer]) -> di
     """Weights, buffers that no rank keeps for itself, and optimizer state, by name."""
     found: dict[str, torch.Tensor] = {}
     for at, model in enumerate(models):
-        own = {id(b) for norm in unsynchronised(model.inner).values() for b in norm.buffers()}
+        own = {id(b) for norm in of_own_rows(model.inner) for b in norm.buffers()}
         named = (*model.inner.named_parameters(), *model.inner.named_buffers())
         found.update({name if at == 0 else f"model {at}: {name}": t for name, t in named if id(t) not in own})
         for which, optimizer in enumerate(optimizers):

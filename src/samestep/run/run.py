@@ -169,8 +169,8 @@ class Run(Group):
         self._life.move_to(place, self.once)
         own = {} if engine.speed.scale is None else {"loss_scale": engine.speed.scale}
         facts, times = partial(self._life.summary, "saved"), self._life.times_logged
-        follow, reseed = engine.pulse.riders.append, partial(seed_anew, self._life.asked.seed, self.rank)
-        ground = Ground(self._link, engine, self.device, follow, reseed, self.say, self.once, facts, times, own)
+        riders, reseed = engine.pulse.riders, partial(seed_anew, self._life.asked.seed, self.rank)
+        ground = Ground(self._link, engine, self.device, riders, reseed, self.say, self.once, facts, times, own)
         return restore(ground, place, keep, keep_best, parts)
 
     def teacher(
@@ -194,10 +194,11 @@ class Run(Group):
         placements know: `device_map` of "custom", `servers` of "served", `cache` of "cached", `inner` of the last two.
         """
         check_special(special)
+        engine = self._life.engine  # first: it says so where the run is not started
         wish = teaching.Wish(dtype, top_k, temperature, example, **special)
         around = partial(setting_here, self._link.world, self._life.asked.global_batch)
         ground = teaching.Ground(self._link, self.device, self.folder, self.say, self.once, around)
-        return take_teacher(self._life.engine, ground, build, weights, placement, wish)
+        return take_teacher(engine, ground, build, weights, placement, wish)
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.

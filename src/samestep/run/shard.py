@@ -100,14 +100,18 @@ class Shard:
             "seed": self._source.order.seed,
             "n": self._cut.n,
             "global_batch": self._cut.global_batch,
+            "shuffle": self._source.order.shuffle,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Stand where `state` was taken: the next step holds exactly the next samples."""
+        shuffle = self._source.order.shuffle
+        state = {"shuffle": shuffle, **state}  # an earlier samestep saved positions that do not tell it
         for name, here, remedy in (
             ("n", self._cut.n, "give the same dataset, or begin anew in another folder"),
             ("global_batch", self._cut.global_batch, f"pass Run(global_batch={state.get('global_batch')})"),
             ("seed", self._source.order.seed, f"pass Run(seed={state.get('seed')})"),
+            ("shuffle", shuffle, f"pass run.shard(shuffle={state.get('shuffle')})"),
         ):
             if state.get(name) != here:
                 raise StateError(
@@ -118,6 +122,7 @@ class Shard:
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of an epoch from where this shard stands."""
+        self._engine.trained.add(self)
         first = self._step
         if self._account:
             self._account.begin(epoch, first)
@@ -224,7 +229,7 @@ class Reading:
 def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     """A shard under the terms of a run."""
     n = check_dataset(dataset)
-    order = Order(n, terms.seed, reading.shuffle, None if reading.weights is None else reading.weights.double().numpy())
+    order = Order(n, terms.seed, reading.shuffle, _numbers(reading.weights))
     rows = terms.rows(reading.micro_batch)
     cut = Cut(n, terms.global_batch, terms.world.rank, terms.world.size, rows, reading.drop_tail)
     check_lengths(terms.engine.exchange_counts("run.shard", n))
@@ -237,6 +242,17 @@ def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
     account = terms.account(reading.name, "shard", description)
     terms.engine.shards += 1
     return Shard(source, cut, terms.engine, account, reading.name or f"shard-{terms.engine.shards - 1}")
+
+
+def _numbers(weights: torch.Tensor | None) -> np.ndarray | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # what scripts pass is not typed
+        raise DataError(
+            f"weights are a {type(weights).__name__} and must be a tensor with one number for each sample: "
+            "pass weights=torch.as_tensor(...)"
+        )
+    return weights.detach().double().cpu().numpy()
 
 
 def check_lengths(lengths: list[int]) -> None:

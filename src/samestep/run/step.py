@@ -110,7 +110,7 @@ class Step:
     def __init__(
         self, place: StepPlace, micro_batches: Iterator[MicroBatch], engine: Engine, count: Callable[[], None]
     ) -> None:
-        self.place, self.done = place, False
+        self.place, self.done, self._over = place, False, False
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
         self.last_samples: list[int] = []
         self._source, self._engine, self._count = micro_batches, engine, count
@@ -124,6 +124,11 @@ class Step:
     def under_way(self) -> bool:
         """Whether the loop over the micro-batches has begun and is not over."""
         return self._current is not None
+
+    @property
+    def weighed(self) -> bool:
+        """Whether a loss of it went through `mean` or `sum`."""
+        return self._means > 0
 
     @property
     def number(self) -> int:
@@ -153,6 +158,11 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         if self._current is not None or self.done:
             raise StepError(f"step {self.number} was iterated twice: its micro-batches can be had once")
+        if self._over:
+            raise StepError(
+                f"step {self.number} is over, and its micro-batches were passed over: read them inside the loop over "
+                "the epoch, before it goes on to the next step (list(epoch) goes on to the end)"
+            )
         self._engine.begin_micro_batches()
         try:
             for number, micro in enumerate(self._source):
@@ -172,6 +182,7 @@ class Step:
 
     def drain(self) -> None:
         """Pass over micro-batches that were not asked for, so that the next step begins with its own."""
+        self._over = True
         for _ in self._source:
             pass
 
@@ -183,7 +194,7 @@ class Step:
         With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
         brought to the mean when the loop over the micro-batches ends, and `step.loss` tells the true value.
         """
-        self._check(losses, mask)
+        _check_losses(losses, mask, rows=self._micro().weights.shape[0])
         self._means += 1
         if mask is None:
             value = self._plain_mean(losses)
@@ -200,7 +211,7 @@ class Step:
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
-        self._check(losses, mask)
+        _check_losses(losses, mask, rows=self._micro().weights.shape[0])
         self._means += 1
         weighted, _ = self._weigh(losses, mask)
         value = weighted.sum() * self._engine.size
@@ -243,20 +254,6 @@ class Step:
                 f"step {self.number} has no current micro-batch: call this inside `for batch in step:`, with that step"
             )
         return self._current
-
-    def _check(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
-        micro = self._micro()
-        rows = micro.weights.shape[0]
-        if losses.dim() == 0 or losses.shape[0] != rows:
-            what = "a scalar" if losses.dim() == 0 else f"shape {tuple(losses.shape)}"
-            raise StepError(
-                f"step.mean and step.sum need one loss for each of the {rows} rows of this micro-batch, got {what}: "
-                "use reduction='none' (and a mask for tokens that do not count)"
-            )
-        if mask is not None and mask.shape != losses.shape:
-            raise StepError(
-                f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike"
-            )
 
     def _plain_mean(self, losses: torch.Tensor) -> torch.Tensor:
         """The mean without a mask; where every row counts, as cheap as torch's own."""
@@ -304,6 +301,28 @@ class Step:
             )
         self._loss_factor = self.samples / _positive(self._engine.total(self._masked_count), self.number)
         self._engine.scale_gradients(self._loss_factor)
+
+
+def _check_losses(losses: torch.Tensor, mask: torch.Tensor | None, rows: int) -> None:
+    if (wrong := _wrong_with(losses, rows)) is not None:
+        raise StepError(
+            f"step.mean and step.sum need one loss for each of the {rows} rows of this micro-batch, got {wrong}: "
+            "use reduction='none' (and a mask for tokens that do not count)"
+        )
+    if mask is not None and mask.shape != losses.shape:
+        raise StepError(
+            f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must be alike"
+        )
+
+
+def _wrong_with(losses: object, rows: int) -> str | None:
+    if not isinstance(losses, torch.Tensor):
+        return f"a {type(losses).__name__}"
+    if losses.dim() == 0:
+        return "a scalar"
+    if losses.shape[0] != rows or not losses.numel():
+        return f"shape {tuple(losses.shape)}"
+    return None if losses.is_floating_point() else f"whole numbers ({losses.dtype}), which have no gradient"
 
 
 def _samples(micro: MicroBatch, place: StepPlace) -> Samples | None:

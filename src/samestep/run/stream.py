@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.data.keyed import sample_keys
 from samestep.data.ledger import Description
-from samestep.data.loader import Collate
+from samestep.data.loader import Collate, check_workers
 from samestep.data.stream import StreamCut, StreamStep
 from samestep.data.stream_kinds import check_stream, is_sharded
 from samestep.data.tree import move
@@ -102,6 +102,7 @@ class Stream:
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of one pass from where this stream stands; it ends on all ranks together."""
+        self._engine.trained.add(self)
         if self._account:
             self._account.begin(epoch, self._step)
         for part, count, largest in self._together(self._read(epoch, self._step, self._place, self._source.drop_tail)):
@@ -111,6 +112,8 @@ class Stream:
             yield from self._engine.hand_out(step)
             self._stand_behind(place, part)
             self._engine.end_step(step)
+        if not self._step:
+            raise DataError(_tell_nothing(self._source))
         self._epoch, self._step, self._place = epoch + 1, 0, None
 
     def _count(self, place: StepPlace, part: StreamStep) -> None:
@@ -184,6 +187,7 @@ class Stream:
 def open_stream(terms: Terms, source: StreamSource) -> Stream:
     """A stream under the terms of a run."""
     check_stream(source.dataset)
+    check_workers(source.workers)
     if is_sharded(source.dataset) and terms.ledger:
         raise DataError(
             "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave "
@@ -195,6 +199,13 @@ def open_stream(terms: Terms, source: StreamSource) -> Stream:
     )
     source = replace(source, micro_batch=terms.rows(source.micro_batch))
     return Stream(source, terms, terms.account(None, "stream", description))
+
+
+def _tell_nothing(source: StreamSource) -> str:
+    name = type(source.dataset).__name__
+    if source.drop_tail:
+        return f"{name} gave fewer records than one global batch, and drop_tail=True drops them all: leave it out"
+    return f"{name} gave no record at all: there is nothing to train on; check the path it reads from"
 
 
 def _as_it_is(part: StreamStep) -> StreamStep:

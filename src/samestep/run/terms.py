@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import torch
 
 from samestep.data.ledger import Description, next_generation
-from samestep.data.loader import choose_workers
+from samestep.data.loader import check_workers, choose_workers
 from samestep.errors import DataError
 from samestep.facts.hardware import read_hardware
 from samestep.facts.world import World, halvings
@@ -41,6 +42,11 @@ class Terms:
 
     def rows(self, wish: int | None) -> int | None:
         """The most rows of a micro-batch: as wished or planned, halved as often as memory ran out; None: all."""
+        if wish is not None and (not isinstance(wish, Integral) or wish < 1):
+            raise DataError(
+                f"micro_batch={wish!r} is not a number of rows: pass 1 or more, or leave it out to take each rank's "
+                "part of a step at once"
+            )
         whole, engine = -(-self.global_batch // self.world.size), self.engine
         rows, times = wish or planned_rows(engine.decisions), halvings()
         if times:
@@ -55,7 +61,7 @@ class Terms:
     def workers_for(self, dataset: object, wish: int | None) -> int:
         """The wish, or a choice that is said."""
         if wish is not None:
-            return wish
+            return check_workers(wish)
         workers, reason = choose_workers(dataset, read_hardware().cores.usable, self.world.local_size)
         self._say_once(f"data workers: {workers} a rank ({reason}); set workers= to change it")
         return workers

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from samestep.errors import WrapError
+from samestep.data.tree import tensors_of
+from samestep.errors import DataError, WrapError
 from samestep.run.life import Life
 from samestep.run.planning import Site, decide
 from samestep.run.seed import seed_apart
@@ -25,6 +26,8 @@ def wrap_model(
         raise WrapError(f"{type(model).__name__} has parameters that are wrapped already: a model is wrapped once")
     engine.speed.tell()
     check_wrap(wish, model)
+    if example is not None:
+        _check_example(example)
     numbers = engine.speed.numbers
     decision = decide(Site(link, device, numbers, life.asked.global_batch, once), model, wish, example, optimizer)
     if decision is not None:
@@ -35,3 +38,16 @@ def wrap_model(
     engine.models.append(wrapped)
     seed_apart(life.asked.seed, link.world.rank)
     return wrapped.model
+
+
+def _check_example(example: object) -> None:
+    """Raise where there is no batch to trace a step with."""
+    try:
+        sizes = [len(tensor) for tensor in tensors_of(example) if tensor.dim()]
+    except DataError:
+        sizes = []
+    if not sizes or not sizes[0]:
+        raise WrapError(
+            f"run.wrap got a {type(example).__name__} without samples as example=: give a batch as the model is called "
+            "with it, a tensor or tuples, lists and dicts of them, with samples along their first dimension"
+        )

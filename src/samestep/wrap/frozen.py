@@ -22,13 +22,13 @@ def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
     if not parts:
         return
 
-    def still(*_: object) -> None:
-        """Bring back to evaluation mode what was woken."""
-        for part in parts.values():
+    def still(called: nn.Module, *_: object) -> None:
+        """Bring back to evaluation mode what was woken; a copy of the model has this hook and parts of its own."""
+        for part in parts.values() if called is model else map(called.get_submodule, parts):
             if part.training:
                 part.eval()
 
-    still()
+    still(model)
     model.register_forward_pre_hook(still)
 
 

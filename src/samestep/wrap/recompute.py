@@ -30,7 +30,8 @@ def recompute_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> in
             f"checkpoint=({wished},) names no module of {type(model).__name__}: the classes in it are {shown or 'none'}"
         )
     for block in blocks:
-        block.forward = _twice(block.forward)
+        # not a closure: a copy of the model, such as its moving average, must compute with its own weights
+        block.forward = partial(_twice, block.forward)
     return len(blocks)
 
 
@@ -43,12 +44,9 @@ def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
     return list(found.values())
 
 
-def _twice(forward: Callable[..., object]) -> Callable[..., object]:
-    def recomputed(*inputs: object, **named: object) -> object:
-        """Keep the inputs only, and compute the rest again in the backward pass."""
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **named)
-        # named inputs are bound: some of their names are options of `checkpoint`
-        return checkpoint(partial(forward, **named) if named else forward, *inputs, use_reentrant=False)
-
-    return recomputed
+def _twice(forward: Callable[..., object], /, *inputs: object, **named: object) -> object:
+    """Keep the inputs only, and compute the rest again in the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    # named inputs are bound: some of their names are options of `checkpoint`
+    return checkpoint(partial(forward, **named) if named else forward, *inputs, use_reentrant=False)

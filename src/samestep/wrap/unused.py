@@ -32,11 +32,16 @@ class Use:
         """Forget the micro-batches before."""
         self._seen.clear()
 
+    @property
+    def any(self) -> bool:
+        """Whether there was a backward pass at all; none is the user's choice."""
+        return bool(self._seen)
+
     def missing(self) -> list[str]:
-        """The parameters that a backward pass left out; no backward pass at all is the user's choice."""
+        """The parameters that the backward pass left out."""
         seen = set(self._seen)
         self._seen.clear()
-        return [name for name in self._names if name not in seen] if seen else []
+        return [name for name in self._names if name not in seen]
 
     def _watch_gathered(self, model: nn.Module, *_: object) -> None:
         self._waiting.remove()
@@ -56,7 +61,7 @@ class SearchCost:
     """
 
     def __init__(self, outer: DistributedDataParallel, inner: nn.Module, say: Callable[[str], None]) -> None:
-        self._outer, self._say = outer, say
+        self._outer, self._inner, self._say = outer, inner, say
         self._moments: list[float] = []
         self._costs: list[tuple[float, float]] = []
         self._hooks = [
@@ -66,14 +71,20 @@ class SearchCost:
             outer.register_forward_hook(self._end),
         ]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "SearchCost":
+        """Itself: a copy of the model, such as its moving average, is not timed, and must not copy the ranks' group."""
+        del memo
+        return self
+
     def _begin(self, *_: object) -> None:
         self._moments = [time.perf_counter()]
 
-    def _note(self, *_: object) -> None:
-        self._moments.append(time.perf_counter())
+    def _note(self, called: nn.Module, *_: object) -> None:
+        if called is self._inner:
+            self._moments.append(time.perf_counter())
 
     def _end(self, *_: object) -> None:
-        self._note()
+        self._moments.append(time.perf_counter())
         searched = self._outer.require_backward_grad_sync and torch.is_grad_enabled()
         if len(self._moments) != 4 or not searched:  # the inner model was called past DDP, or gradients stay here
             return

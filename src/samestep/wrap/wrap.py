@@ -191,6 +191,8 @@ def check_wrap(wish: Wish, model: nn.Module) -> None:
         if value not in known:
             choices = ", ".join(repr(choice) for choice in known if choice is not None)
             raise WrapError(f"run.wrap does not know {name}={value!r}: use one of {choices}")
+    _check_classes("blocks", wish.blocks)
+    _check_classes("checkpoint", wish.checkpoint)
     if wish.offload and wish.strategy not in _SHARDED:
         raise WrapError(
             "offload=True moves sharded weights to host memory: use it with strategy='fsdp', 'zero2' or 'hybrid'"
@@ -199,6 +201,12 @@ def check_wrap(wish: Wish, model: nn.Module) -> None:
         raise WrapError("channels_last=True needs whole weights, and FSDP cuts them: use strategy='ddp', or neither")
     if not any(p.requires_grad for p in model.parameters()):
         raise WrapError(f"{type(model).__name__} has no parameter that trains: call it as it is, without run.wrap")
+
+
+def _check_classes(name: str, classes: tuple[type[nn.Module], ...]) -> None:
+    if not isinstance(classes, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]  # what scripts pass is not typed
+        told = getattr(classes, "__name__", repr(classes))
+        raise WrapError(f"{name}={told} is no tuple of classes: pass {name}=(Block,), with a comma for one class")
 
 
 def _tell_frozen(parts: dict[str, nn.Module]) -> str:

@@ -83,14 +83,17 @@ class Wrapped:
         norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in grads])
         return norms.isfinite().all()
 
-    def check_use(self, number: int, samples: Sequence[int], rank: int) -> None:
-        """Raise where the step left parameters unused."""
-        if self._use is not None and (missing := self._use.missing()):
+    def check_use(self, number: int, samples: Sequence[int], rank: int) -> bool:
+        """Raise where the step left parameters unused; whether it used any, as far as that is watched."""
+        if self._use is None or not self._use.any:
+            return False
+        if missing := self._use.missing():
             self.check_unchanged()  # where a parameter was replaced, the old one is unused: tell the cause
             frozen = [name for name, p in self.inner.named_parameters() if name in missing and not p.requires_grad]
             if frozen:
                 raise WrapError(f"parameter {frozen[0]!r} was frozen after run.wrap: freeze before, then wrap")
             raise WrapError(explain(self.inner, missing, number, samples, rank))
+        return True
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is one that this wrapper knew from the start."""
@@ -144,8 +147,10 @@ def guard_against_bypass(inner: nn.Module, model: nn.Module, in_step: Callable[[
     def _leave(*_: object) -> None:
         inside[0] = False
 
-    def _look(*_: object) -> None:
-        if not inside[0] and inner.training and torch.is_grad_enabled() and in_step():
+    def _look(called: nn.Module, *_: object) -> None:
+        # a copy of the model, such as a target network, has this hook too, and no wrapper that it could be called past
+        own = called is inner and inner.training
+        if own and not inside[0] and torch.is_grad_enabled() and in_step():
             raise WrapError(
                 f"{type(inner).__name__} was called past its wrapper in a training step (model.module(x)?): its "
                 "gradients would not be averaged over the ranks; call the model that run.wrap returned"
@@ -157,6 +162,8 @@ def guard_against_bypass(inner: nn.Module, model: nn.Module, in_step: Callable[[
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, or the tensor itself."""
+    """This rank's part of a sharded tensor, what a sparse one holds, or the tensor itself."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
     to_local = getattr(tensor, "to_local", None)
     return to_local() if callable(to_local) else tensor  # pyright: ignore[reportReturnType]  # DTensor's own method

@@ -1,0 +1,78 @@
+"""Wishes that cannot be: numbers, weights and models of the wrong kind are refused before anything starts."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from samestep import Run
+from samestep.errors import DataError, GroupError, WrapError
+
+
+class Count(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def numbers():
+    return TensorDataset(torch.arange(10.0).reshape(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"global_batch": "256"}, "global_batch='256' is not a number of samples: pass 1 or more, e.g. global_batch="),
+        ({"global_batch": 2.5}, "global_batch=2.5 is not a number of samples: pass 1 or more"),
+        ({"global_batch": 0}, "global_batch=0 is not a number of samples: pass 1 or more"),
+        ({"seed": None}, "seed=None is not a whole number of 64 bits: pass one, e.g. seed=0"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616 is not a whole number of 64 bits"),
+        ({"check_every": -1}, "check_every=-1 is not a number of steps: pass 1 or more, or 0 for no comparison"),
+        ({"start_timeout": 0}, "start_timeout=0 is not a number of seconds: pass one above 0, e.g. start_timeout=1800"),
+        ({"step_timeout": "5m"}, "step_timeout='5m' is not a number of seconds: pass one above 0, e.g. step_timeout="),
+    ],
+)
+def test_numbers_that_a_run_cannot_use_are_refused_before_it_starts(wish, message):
+    with pytest.raises(GroupError) as caught:
+        Run(**{"global_batch": 4, **wish})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_run_that_is_not_started_has_no_folder():
+    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+        _ = Run(global_batch=4).folder
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or leave it out to take each"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5 is not a number of rows: pass 1 or more"),
+        ({"workers": -1}, "workers=-1 is not a number of data workers: pass 0 or more"),
+        ({"workers": "2"}, "workers='2' is not a number of data workers: pass 0 or more"),
+    ],
+)
+def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):
+    with Run(global_batch=4) as run:
+        for take, data in ((run.shard, numbers()), (run.stream, Count())):
+            with pytest.raises(DataError) as caught:
+                take(data, **wish)
+            assert str(caught.value).startswith(message)
+
+
+def test_weights_of_samples_are_a_tensor():
+    with Run(global_batch=4) as run:
+        with pytest.raises(DataError, match=r"weights are a list and must be a tensor .*weights=torch\.as_tensor\("):
+            run.shard(numbers(), weights=[1.0] * 10)
+        assert len(run.shard(numbers(), weights=torch.ones(10, requires_grad=True))) == 3
+
+
+def test_what_is_no_module_cannot_be_evaluated():
+    message = r"run\.evaluate got a int, which is no torch\.nn\.Module: give it what run\.wrap returned"
+    with Run(global_batch=4) as run, pytest.raises(WrapError, match=message), run.evaluate(3):
+        pass
+
+
+@pytest.mark.parametrize("name", ["blocks", "checkpoint"])
+def test_one_class_instead_of_a_tuple_of_them_is_told(name):
+    message = rf"{name}=Linear is no tuple of classes: pass {name}=\(Block,\), with a comma"
+    with Run(global_batch=4) as run, pytest.raises(WrapError, match=message):
+        run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1)), "fsdp", **{name: torch.nn.Linear})
