@@ -277,6 +277,7 @@ def too_slow(path):
             WAKE.set()
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_in_time_is_named(ranks, weights):
     for rank, text in enumerate(ranks.errors(2, too_slow, weights)):
         assert f"TeacherError: rank {rank} waits for the teacher of rank 1 since 4 s: if a forward pass takes" in text

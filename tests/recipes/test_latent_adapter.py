@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from recipes import latent_adapter
+from samestep.assets import minilm
 from samestep.errors import DataError
 from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
@@ -54,10 +55,10 @@ def test_each_latent_begins_as_its_stretch_of_the_text(smollm2_by_layers):
     assert shares[1, 3:6].sum() > 0.8
 
 
-def test_a_path_that_is_no_model_or_no_text_says_what_is_expected(tmp_path, smollm2_by_layers):
+def test_a_path_that_is_no_model_or_no_text_says_what_is_expected(tmp_path):
     with pytest.raises(
         DataError, match=r"nowhere does not exist: expected is the folder of a Hugging Face model, with"
     ):
         latent_adapter.main(out=tmp_path / "out", models=[tmp_path / "nowhere"])
     with pytest.raises(DataError, match=r"no\.txt is no file: expected is a text file with one sentence a line"):
-        latent_adapter.main(out=tmp_path / "out", models=[smollm2_by_layers[1]], texts=tmp_path / "no.txt")
+        latent_adapter.main(out=tmp_path / "out", models=[minilm()], texts=tmp_path / "no.txt")

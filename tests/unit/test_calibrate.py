@@ -38,6 +38,7 @@ def test_processes_reduce_together():
     assert 1e6 < all_reduce_rate(2, "gloo", 2**22) < 1e12
 
 
+@pytest.mark.slow
 def test_the_command_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", "--calibrate"]) == 0

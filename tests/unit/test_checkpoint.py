@@ -413,6 +413,14 @@ def test_logs_and_ledger_lie_beside_the_checkpoints_where_no_folder_was_named(tm
     assert main(["audit", str(tmp_path / "out")]) == 0
 
 
+def test_a_folder_may_be_in_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Run(global_batch=2, seed=0, folder="~/logs") as run:
+        assert run.folder == tmp_path / "logs"
+        run.restore("~/saved", model=run.wrap(nn.Linear(2, 1))).save()
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000000"]
+
+
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_one_does_not(
     tmp_path, monkeypatch, typed

@@ -60,6 +60,7 @@ def as_old_files_say(name):
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rename"),
     [
@@ -109,6 +110,7 @@ def test_weights_that_transformers_joins_are_taken_as_joined(run, tmp_path):
     assert torch.equal(teacher(input_ids=WORDS).logits, made.requires_grad_(False)(input_ids=WORDS).logits)
 
 
+@pytest.mark.slow
 def test_a_head_that_the_architecture_lacks_stays_unused_and_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch.random.fork_rng():

@@ -33,7 +33,7 @@ def folder_of(given: str | Path) -> Path:
             f'run.restore({str(given)!r}) names no folder: give one, as in run.restore("out", ...), or "." for the '
             "folder in which the script was started"
         )
-    return Path(given).absolute()
+    return Path(given).expanduser().absolute()
 
 
 def restore(

@@ -73,7 +73,7 @@ class Life:
         self.link = Link(self.world, self.choice.backend, asked.start_timeout, asked.step_timeout)
         self.writer: Writer | None = None
         self._engine: RunEngine | None = None
-        self._wished_folder = Path(asked.folder) if asked.folder is not None else run_folder()
+        self._wished_folder = Path(asked.folder).expanduser() if asked.folder is not None else run_folder()
         self._settled = asked.folder is not None or (self._wished_folder is not None and folder_was_typed())
         self._folder: Path | None = None
         self._voice = Voice()
