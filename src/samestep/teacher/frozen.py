@@ -15,8 +15,8 @@ from samestep.teacher.sample import sample
 from samestep.teacher.weights import Weights, called_in
 
 Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
-Unused = Callable[[str, Collection[str]], bool]
-"""Whether a module with these names of its own does without a tensor of the files, which has another."""
+Unused = Callable[[list[str], Collection[str]], Collection[str]]
+"""Of tensors in the files that are none of a module's own, which it does without; its own names are the second."""
 SHOWN: Final = 5
 """How many names a message shows."""
 _DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
@@ -42,7 +42,7 @@ class Frozen:
     computed by `build` on the CPU, each time, in the dtype that it gives them.
     """
 
-    def __init__(self, build: Build, weights: Weights, unused: Unused = lambda name, own: False) -> None:
+    def __init__(self, build: Build, weights: Weights, unused: Unused = lambda others, own: ()) -> None:
         self.build = build
         module, self.example = _skeleton(build)
         """An example batch, if `build` returns one with the module; else None."""
@@ -263,7 +263,8 @@ def _check(module: nn.Module, weights: Weights, unused: Unused) -> tuple[dict[st
         source.update(dict.fromkeys(names, there[0]))
     known = {*source, *missing, *(name for name, _ in computed(module))}
     left = [name for name in weights.names() if name not in known]
-    _refuse_names(module, weights, missing, [name for name in left if not unused(name, known)])
+    spare = set(unused(left, known))
+    _refuse_names(module, weights, missing, [name for name in left if name not in spare])
     _refuse_shapes(module, weights, source)
     return source, left
 

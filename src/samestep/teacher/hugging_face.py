@@ -41,9 +41,11 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
         )
     left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
-    def unused(name: str, own: Collection[str]) -> bool:
+    def unused(others: list[str], own: Collection[str]) -> list[str]:
         """Another head, or a pooler, that the file was saved with; never a layer more than the configuration has."""
-        return any(pattern.search(name) for pattern in left_out) or _any_layer(name) not in map(_any_layer, own)
+        kinds = {_any_layer(name) for name in own}
+        ignored = (name for name in others if any(pattern.search(name) for pattern in left_out))
+        return [*ignored, *(name for name in others if _any_layer(name) not in kinds)]
 
     return _FromFolder(folder, kind, dtype or _prevailing(weights)), unused
 

@@ -120,7 +120,7 @@ def _open(recipe: bytes) -> tuple[dict[str, Any], Server | None]:
         return _failure(error, unknown=True), None
     try:
         # names were checked by the rank, with what may be left over in the files
-        frozen = Frozen(build, open_weights(order.weights), unused=lambda name, own: True)
+        frozen = Frozen(build, open_weights(order.weights), unused=lambda others, own: others)
         server = Server(load(frozen, order.device, order.wish), order.device, order.wish, order.host, order.callers)
     except Exception as error:  # noqa: BLE001  # whatever build() raises
         return _failure(error, unknown=False), None
