@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,7 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
             "does not have: give build= a function that makes the module"
         )
     left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
-
-    def unused(others: list[str], own: Collection[str]) -> list[str]:
-        """Another head, or a pooler, that the file was saved with; never a layer more than the configuration has."""
-        kinds = {_any_layer(name) for name in own}
-        ignored = (name for name in others if any(pattern.search(name) for pattern in left_out))
-        return [*ignored, *(name for name in others if _any_layer(name) not in kinds)]
-
-    return _FromFolder(folder, kind, dtype or _prevailing(weights)), unused
+    return _FromFolder(folder, kind, dtype or _prevailing(weights)), partial(_spare, left_out)
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,13 @@ def _architecture(folder: Path) -> str:
             "function that makes the module"
         )
     return str(named[0])
+
+
+def _spare(left_out: list[re.Pattern[str]], others: list[str], own: Collection[str]) -> list[str]:
+    """Another head, or a pooler, that the file was saved with; never a layer more than the configuration has."""
+    kinds = {_any_layer(name) for name in own}
+    ignored = (name for name in others if any(pattern.search(name) for pattern in left_out))
+    return [*ignored, *(name for name in others if _any_layer(name) not in kinds)]
 
 
 def _any_layer(name: str) -> str:
