@@ -113,26 +113,25 @@ def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks)
     assert torch.equal(first[2][1], second[2][1])
 
 
+def learn_from_images(run, model, after_step=lambda: None):
+    """One epoch, of which ranks see different rows."""
+    for epoch in run.shard(IMAGES[:12]).epochs(1):
+        for step in epoch:
+            for x in step:
+                step.mean(model(x).squeeze(1)).backward()
+            after_step()
+
+
 def evaluate_what_sleeps_already():
     """The running mean of this rank in an evaluation that the user's own model.eval() came before."""
     with Run(global_batch=7) as run, batchnorm_of_one_rank():
         inner = Normed(images())
         model = run.wrap(inner)
-        for epoch in run.shard(IMAGES[:12]).epochs(1):
-            for step in epoch:
-                for x in step:
-                    step.mean(model(x).squeeze(1)).backward()
+        learn_from_images(run, model)
         before = inner.norm.running_mean.clone()
         model.eval()
         with run.evaluate(model):
             return before, inner.norm.running_mean.clone()
-
-
-def test_statistics_are_averaged_also_where_the_model_is_in_evaluation_mode_already(ranks):
-    (first, after), (second, other) = ranks(2, evaluate_what_sleeps_already)
-    assert not torch.allclose(first, second)
-    assert torch.allclose(after, (first + second) / 2)
-    assert torch.equal(after, other)
 
 
 def evaluate_on_the_first_rank_only():
@@ -157,21 +156,10 @@ def follow_statistics():
         inner = Normed(images())
         model = run.wrap(inner)
         averaged = AveragedModel(inner, use_buffers=True)
-        for epoch in run.shard(IMAGES[:12]).epochs(1):
-            for step in epoch:
-                for x in step:
-                    step.mean(model(x).squeeze(1)).backward()
-                averaged.update_parameters(inner)
+        learn_from_images(run, model, lambda: averaged.update_parameters(inner))
         before = averaged.module.norm.running_mean.clone()
         with run.evaluate(averaged) as judged:
             return before, judged.module.norm.running_mean.clone()
-
-
-def test_statistics_of_a_moving_average_are_averaged_over_the_ranks(ranks):
-    (first, after), (second, other) = ranks(2, follow_statistics)
-    assert not torch.allclose(first, second)
-    assert torch.allclose(after, (first + second) / 2)
-    assert torch.equal(after, other)
 
 
 def keep_statistics_of_instances():
@@ -179,17 +167,19 @@ def keep_statistics_of_instances():
     with Run(global_batch=7, check_every=1) as run:
         inner = Normed(nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
         model = run.wrap(inner)
-        for epoch in run.shard(IMAGES[:12]).epochs(1):
-            for step in epoch:
-                for x in step:
-                    step.mean(model(x).squeeze(1)).backward()
+        learn_from_images(run, model)
         before = inner.norm.running_mean.clone()
         with run.evaluate(model):
             return before, inner.norm.running_mean.clone()
 
 
-def test_statistics_of_instances_are_averaged_and_not_taken_for_a_difference_of_replicas(ranks):
-    (first, after), (second, other) = ranks(2, keep_statistics_of_instances)
+@pytest.mark.parametrize(
+    "evaluate",
+    [evaluate_what_sleeps_already, follow_statistics, keep_statistics_of_instances],
+    ids=lambda it: it.__name__,
+)
+def test_an_evaluation_averages_whatever_statistics_ranks_have_of_their_own(ranks, evaluate):
+    (first, after), (second, other) = ranks(2, evaluate)
     assert not torch.allclose(first, second)
     assert torch.allclose(after, (first + second) / 2)
     assert torch.equal(after, other)

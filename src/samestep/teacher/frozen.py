@@ -1,6 +1,5 @@
 """A frozen model before it has a place: its module without memory, its weights still in their files."""
 
-import importlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -11,8 +10,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import TeacherError
+from samestep.teacher.renamed import called_by
 from samestep.teacher.sample import sample
-from samestep.teacher.weights import Weights, called_in
+from samestep.teacher.weights import Weights
 
 Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
 Unused = Callable[[list[str], Collection[str]], Collection[str]]
@@ -46,7 +46,8 @@ class Frozen:
         self.build = build
         module, self.example = _skeleton(build)
         """An example batch, if `build` returns one with the module; else None."""
-        self.weights = weights.renamed(_called(module, weights.names()))
+        own = {name for name, _ in (*_saved(module), *computed(module))}
+        self.weights = weights.renamed(called_by(module, own, weights.names()))
         """What the files hold, by the module's names where transformers has saved it under others."""
         self._spare: nn.Module | None = module
         self._source, self.unused = _check(module, self.weights, unused)
@@ -225,25 +226,6 @@ def _refuse_unusable(module: nn.Module) -> None:
                 f"build() made {name!r} on the meta device and no file holds it: build the module on the CPU, where "
                 "its parameters take no memory either, or register it as a buffer with persistent=True and save it"
             )
-
-
-def _called(module: nn.Module, names: list[str]) -> dict[str, str]:
-    """What a model of transformers calls the tensors of a file that have other names there; nothing otherwise."""
-    body = getattr(module, "base_model_prefix", None)
-    if not body or not isinstance(body, str):
-        return {}
-    return called_in({name for name, _ in (*_saved(module), *computed(module))}, body, names, _spelling(module))
-
-
-def _spelling(module: nn.Module) -> Callable[[str], str]:
-    """What transformers, from 5 on, calls a tensor that it has saved under the name of an earlier version."""
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        changes = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
-        renamings = [change for change in changes if isinstance(change, loading.WeightRenaming)]
-    except (ImportError, AttributeError, TypeError):  # an earlier version, or no model of transformers after all
-        return lambda name: name
-    return lambda name: loading.rename_source_key(name, renamings, [])[0]
 
 
 def _check(module: nn.Module, weights: Weights, unused: Unused) -> tuple[dict[str, str], list[str]]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from samestep.errors import TeacherError
 from samestep.nn.distill import Projection
-from samestep.teacher.weights import called_in, open_weights
+from samestep.teacher.renamed import called_in
+from samestep.teacher.weights import open_weights
 
 Learns = Literal["features", "logits"]
 _HEAD = 32  # the width of a narrow student's heads

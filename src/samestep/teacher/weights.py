@@ -5,7 +5,7 @@ import pickle
 import re
 import shlex
 import zipfile
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -123,27 +123,6 @@ def open_weights(path: str | Path) -> Weights:
     if place.name.endswith(_INDEX):
         return Weights(place.parent, _listed_shards(place))
     return Weights(place, dict.fromkeys(_names_in(place), place))
-
-
-def called_in(
-    own: Collection[str], body: str, names: Sequence[str], spelt: Callable[[str], str] = lambda name: name
-) -> dict[str, str]:
-    """What a model of transformers calls the tensors of a file that have other names there, as from_pretrained finds.
-
-    The file may hold the body alone, without the name that it has in a model with a head, or be of a model with a head
-    where the module is the body; old ones say gamma and beta; and `spelt` tells what has been renamed since.
-
-    >>> called_in({"bert.norm.weight", "head.weight"}, "bert", ["norm.gamma", "head.weight"])
-    {'norm.gamma': 'bert.norm.weight'}
-    """
-    taken, called = set(names), dict[str, str]()
-    for stored in names:
-        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", spelt(stored)))
-        found = next((each for each in (name, f"{body}.{name}", name.removeprefix(f"{body}.")) if each in own), stored)
-        if stored not in own and found not in taken:
-            called[stored] = found
-            taken.add(found)
-    return called
 
 
 _WANTED: Final = (
