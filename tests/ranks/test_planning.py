@@ -17,7 +17,7 @@ from samestep.facts.machine_words import machines_of
 from samestep.facts.world import World
 from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.choose import plan
-from samestep.ranks.sharing import tightest_share
+from samestep.ranks.sharing import Share, tightest_share
 from samestep.run import planning
 from samestep.run.planning import Site, tell
 from samestep.wrap.precision import choose_numbers, see_arithmetic
@@ -182,16 +182,30 @@ def free_of_a_rank(free):
 
 
 def test_ranks_of_one_device_share_what_is_free_there(ranks):
-    assert ranks(1, free_of_a_rank, 6e9) == [6e9]
-    assert ranks(2, free_of_a_rank, 6e9) == [3e9, 3e9]
-    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == [6e9, 6e9]
+    assert ranks(1, free_of_a_rank, 6e9) == [Share(6 * 10**9, 1)]
+    assert ranks(2, free_of_a_rank, 6e9) == 2 * [Share(3 * 10**9, 2)]
+    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == 2 * [Share(6 * 10**9, 1)]
+
+
+@pytest.mark.parametrize("sharing", [2, 8])
+def test_ranks_that_share_a_gpu_have_a_part_of_its_memory_and_leave_free_a_part_of_that(monkeypatch, sharing):
+    monkeypatch.setattr("samestep.run.machines.machines_seen", lambda nodes: machines_of("h200:1", nodes))
+    world, whole = World(size=sharing, local_size=sharing), machines_of("h200:1", 1)
+    share = Share(whole.device.memory // sharing, sharing)
+    found = planning._machines(world, share)
+    assert found.device.memory == found.device.memory_free == share.free
+    assert found.device.rates["bfloat16"] == whole.device.rates["bfloat16"] / sharing
+    assert found.host_link == whole.host_link / sharing
+    site = Site(SimpleNamespace(world=world), torch.device("cuda"), FP32, 16, lambda function, *given: function(*given))
+    made = planning._decide(site, Net(), Wish(), None, "AdamW", share)
+    assert made.told.startswith("plan: ddp"), made.told
 
 
 def test_nodes_with_unlike_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
     world = World(rank=0, size=3, local_size=2, nodes=2)
-    found = planning._machines(world, 2**33)
+    found = planning._machines(world, Share(2**33, 2))
     assert (found.devices, found.per_node, found.nodes) == (3, 1, 3)
     site = Site(SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given))
-    made = planning._decide(site, nn.Linear(4, 4), Wish(), EXAMPLE_OF_FOUR, "AdamW", 2**33)
+    made = planning._decide(site, nn.Linear(4, 4), Wish(), EXAMPLE_OF_FOUR, "AdamW", Share(2**33, 2))
     assert made.chosen.layout.ranks == 3

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from samestep import Run
 from samestep.facts.machine_words import machines_of
 from samestep.plan.teacher import Setting
+from samestep.teacher import shared
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.weights import open_weights
 from tests.teachers import WORDS, Speaker, save, speaker, words
@@ -92,13 +94,52 @@ def test_nothing_of_the_teacher_is_saved_synchronised_or_optimised(ranks, tmp_pa
 
 
 @pytest.mark.slow
-def test_one_rank_a_node_converts_for_all(ranks, tmp_path):
+def test_the_ranks_of_a_node_convert_once_for_all(ranks, tmp_path):
     weights = save(speaker(), tmp_path / "teacher.safetensors")
     expected, *_ = ranks(1, distil, weights, "gpu", torch.bfloat16)[0]
     for placement, size, nodes in (("cpu", 2, 1), ("offload", 4, 2)):
         for state, *_ in ranks(size, distil, weights, placement, torch.bfloat16, nodes=nodes):
             for name, value in state.items():
                 assert torch.allclose(torch.tensor(value), torch.tensor(expected[name]), rtol=0, atol=1e-6)
+
+
+def convert(weights, fails):
+    """The tensors that this rank converted; the second may fail in the middle."""
+    fill, mine = shared._fill, []
+
+    def watched(frozen, dtype, layout, path, total):
+        mine.extend(layout)
+        if fails and run.rank == 1:
+            raise OSError("the disk is gone")
+        fill(frozen, dtype, layout, path, total)
+
+    with Run(global_batch=6, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_fill", watched)
+        teacher = run.teacher(Speaker, weights=weights, placement="cpu", dtype=torch.bfloat16)
+        same = all(torch.equal(value, tensor.bfloat16()) for value, tensor in pairs(teacher.module, speaker()))
+    return mine, same
+
+
+def pairs(module, other):
+    return zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+
+
+def test_each_tensor_is_converted_by_one_rank_of_a_node(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    names = sorted(load_file(weights))
+    for size, nodes in ((1, 1), (3, 1), (4, 2)):
+        told = ranks(size, convert, weights, False, nodes=nodes)
+        assert all(same for _, same in told)
+        assert sorted(name for mine, _ in told for name in mine) == sorted(nodes * names)
+        assert all(mine for mine, _ in told)
+
+
+def test_a_rank_that_cannot_convert_its_part_is_told_on_all(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    first, second = ranks.errors(2, convert, weights, True)
+    told = "copying the teacher into shared memory failed on rank(s) [1] and not on rank 0; rank 1: OSError: the"
+    assert told in first
+    assert "OSError: the disk is gone" in second
 
 
 def open_by_rank(folder, placement, harm):
@@ -122,7 +163,7 @@ def test_a_file_that_one_rank_cannot_read_fails_on_all(ranks, tmp_path):
 def open_with_little_room(weights, placement, dtype):
     """One rank has no memory left."""
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
-        if run.rank == 1 or dtype is not None:  # one rank of a node converts for all of it: the first
+        if run.rank == 1 or dtype is not None:  # the first rank of a node makes the room for what is converted
             patch.setattr("samestep.teacher.whole.host_room", lambda: 1000)
             patch.setattr("samestep.teacher.shared.host_room", lambda: 1000)
         run.teacher(Speaker, weights=weights, placement=placement, dtype=dtype)

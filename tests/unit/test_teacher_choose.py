@@ -153,7 +153,9 @@ def choose(run, monkeypatch, words="h100:4", room=80 * GIB, host=500 * GIB, rank
     there = frozen(lambda: Speaker(blocks=24), speaker(blocks=24))
     monkeypatch.setattr(there, "bytes_of", lambda name, wish=None: times * Frozen.bytes_of(there, name, wish))
     setting = Setting(machines_of(words), ranks, 64, 64 // ranks)
-    return choose_placement(Ground(run._link, CPU, run.folder, run.say, run.once, lambda: setting), there, Wish())
+    return choose_placement(
+        Ground(run._link, CPU, run.folder, run.say, run.once, lambda sharing: setting), there, Wish()
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_a_teacher_that_fits_nowhere_is_refused_with_its_table(tmp_path, monkeyp
 
 
 def test_ranks_on_one_processor_share_its_rates():
-    alone, four = (setting_here(World(size=n, local_size=n), 64) for n in (1, 4))
+    alone, four = (setting_here(World(size=n, local_size=n), 64, n) for n in (1, 4))
     assert alone.micro_batch == 4 * four.micro_batch == 64
     assert four.machines.per_node == four.ranks_per_node == 4
     together = 4 * four.machines.device.rates["float32"]

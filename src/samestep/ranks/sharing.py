@@ -1,18 +1,30 @@
-"""Ranks that share a device: each has a part of what is free there."""
+"""Ranks that share a device: each has a part of it."""
 
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
 from samestep.ranks.link import Link
 
 
-def tightest_share(link: Link, act: str, device: torch.device, free: float) -> float:
-    """The least that any rank has of what is `free` on its device, which ranks may share; a common act of all."""
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a device."""
+
+    free: int
+    """Bytes, of those that are free there."""
+    ranks: int
+    """How many ranks compute on the device, itself among them."""
+
+
+def tightest_share(link: Link, act: str, device: torch.device, free: float) -> Share:
+    """What the rank has that has least of what is `free` on its device; a common act of all."""
     told = [part.tolist() for part in link.exchange(act, [free, float(link.world.node), _mark(device)])]
     sharing = Counter((node, mark) for _, node, mark in told)
-    return min(room / sharing[node, mark] for room, node, mark in told)
+    free, ranks = min((room / sharing[node, mark], sharing[node, mark]) for room, node, mark in told)
+    return Share(int(free), ranks)
 
 
 def _mark(device: torch.device) -> float:

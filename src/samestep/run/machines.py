@@ -20,18 +20,17 @@ def machines_seen(nodes: int) -> Machines:
     return calibrated(found, read_calibration(name, environment()))
 
 
-def machines_of_ranks(world: World) -> Machines:
-    """The same as the ranks of a run have it: on a CPU they share cores and memory."""
-    found, ranks = machines_seen(world.nodes), world.local_size
-    cores = min(found.cores, ranks * torch.get_num_threads())
-    own = found.device
-    if own.kind == "cpu":
-        own = replace(_part(own, cores / found.cores / ranks), memory=own.memory // ranks)
-    return replace(found, device=own, cores=cores)
+def machines_of_ranks(world: World, sharing: int) -> Machines:
+    """The same as each of `sharing` ranks has it that compute on one device: a part of its memory, speed and link."""
+    found = machines_seen(world.nodes)
+    cores = min(found.cores, world.local_size * torch.get_num_threads())
+    used = cores / found.cores if found.device.kind == "cpu" else 1.0
+    own = replace(_part(found.device, used / sharing), memory=found.device.memory // sharing)
+    return replace(found, device=own, cores=cores, host_link=found.host_link / sharing)
 
 
 def _part(device: Device, share: float) -> Device:
-    """How fast one rank computes on a processor that it shares with others, or does not use in full."""
+    """How fast one rank computes on a device that it shares with others, or does not use in full."""
     return replace(
         device,
         rates={dtype: rate * share for dtype, rate in device.rates.items()},

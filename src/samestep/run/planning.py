@@ -21,7 +21,7 @@ from samestep.measure.weights_alone import facts_of_weights
 from samestep.plan.candidate import Candidate
 from samestep.plan.choose import Plan, plan
 from samestep.ranks.link import Link
-from samestep.ranks.sharing import tightest_share
+from samestep.ranks.sharing import Share, tightest_share
 from samestep.run.machines import machines_of_ranks
 from samestep.units import bytes_text
 from samestep.wrap.precision import Numbers
@@ -81,8 +81,8 @@ def decide(site: Site, model: nn.Module, wish: Wish, example: object | None, opt
     settled = site.link.alone or wish.strategy is not None or site.device.type != "cuda"
     if example is None and settled:
         return None
-    free = tightest_share(site.link, "planning", site.device, _free(site.device))
-    return cast(Decision, site.once(_decide, site, model, wish, example, optimizer, int(free)))
+    share = tightest_share(site.link, "planning", site.device, _free(site.device))
+    return cast(Decision, site.once(_decide, site, model, wish, example, optimizer, share))
 
 
 def planned_rows(decisions: Sequence[Decision]) -> int | None:
@@ -121,10 +121,10 @@ def tell(compared: dict[str, object]) -> str:
     return f"plan: {'; '.join(parts)}" if parts else ""
 
 
-def _decide(site: Site, model: nn.Module, wish: Wish, example: object | None, optimizer: str, free: int) -> Decision:
+def _decide(site: Site, model: nn.Module, wish: Wish, example: object | None, optimizer: str, share: Share) -> Decision:
     """On the first rank, for all."""
     world, numbers = site.link.world, site.numbers
-    machines = _machines(world, free)
+    machines = _machines(world, share)
     if example is None:
         made = plan(machines, facts_of_weights(model), site.global_batch, numbers.name, _HALF)
     else:
@@ -155,13 +155,13 @@ def _counted(site: Site, machines: Machines, model: nn.Module, wish: Wish, examp
     return plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
 
 
-def _machines(world: World, free: int) -> Machines:
-    """This run's own devices: as many a node as it has ranks there, with what the tightest rank has free.
+def _machines(world: World, share: Share) -> Machines:
+    """This run's own devices: as many a node as it has ranks there, with what the tightest rank has of its own.
 
     Where nodes have unlike numbers of ranks, each rank counts as a node of its own: nothing is faster than the network.
     """
-    found = machines_of_ranks(world)
-    found = replace(found, device=replace(found.device, memory_free=free))
+    found = machines_of_ranks(world, share.ranks)
+    found = replace(found, device=replace(found.device, memory_free=share.free))
     if world.size == world.nodes * world.local_size:
         return replace(found, per_node=world.local_size)
     return replace(found.of_size(1, world.size), host_memory=found.host_memory // world.local_size)

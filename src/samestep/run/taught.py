@@ -27,12 +27,12 @@ def take_teacher(
     return teacher
 
 
-def setting_here(world: World, global_batch: int) -> Setting:
-    """What a teacher is placed for: this machine once for each node, and the ranks on it.
+def setting_here(world: World, global_batch: int, sharing: int) -> Setting:
+    """What a teacher is placed for: this machine once for each node, and the ranks on it, `sharing` on a device.
 
     Memory that is free lacks what this process has taken already, its CUDA context among it.
     """
-    found = machines_of_ranks(world)
+    found = machines_of_ranks(world, sharing)
     # A rank may see its own GPU only, so that a node has at least as many as it has ranks.
     found = replace(found, per_node=max(found.per_node, world.local_size))
     return Setting(found, world.size, global_batch, -(-global_batch // world.size))

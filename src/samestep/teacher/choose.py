@@ -7,7 +7,7 @@ from typing import Final
 from samestep.errors import TeacherError
 from samestep.plan.explain import TEACHER_TITLES, teacher_rows
 from samestep.plan.teacher import Setting, TeacherFacts, TeacherPlan, placement_cost, weigh_placements
-from samestep.ranks.sharing import tightest_share
+from samestep.ranks.sharing import Share, tightest_share
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground, Wish
 from samestep.teacher.needs import needs_of
@@ -43,13 +43,13 @@ class Choice:
 def choose_placement(ground: Ground, frozen: Frozen, wish: Wish) -> Choice:
     """The fastest placement that fits the tightest rank, decided by the first rank for all, and why."""
     act = "choosing a placement"
-    device = int(tightest_share(ground.link, act, ground.device, float(device_room(ground.device))))
+    share = tightest_share(ground.link, act, ground.device, float(device_room(ground.device)))
     host = int(min(float(part[0]) for part in ground.link.exchange(act, [float(host_room())])))
 
     def choose() -> Choice:
         """Weigh all placements; on the first rank only, as machines and examples may differ."""
         assert ground.setting is not None, "a placement is chosen for a setting"
-        return _weigh(ground.setting(), frozen, wish, device, host)
+        return _weigh(ground.setting(share.ranks), frozen, wish, share, host)
 
     choice = ground.once(choose)
     assert isinstance(choice, Choice)
@@ -62,11 +62,12 @@ def choose_placement(ground: Ground, frozen: Frozen, wish: Wish) -> Choice:
     return choice
 
 
-def _weigh(setting: Setting, frozen: Frozen, wish: Wish, device: int, host: int) -> Choice:
+def _weigh(setting: Setting, frozen: Frozen, wish: Wish, share: Share, host: int) -> Choice:
     needs = needs_of(frozen, wish)
-    machines = replace(setting.machines, device=replace(setting.machines.device, memory_free=device), host_memory=host)
+    device = replace(setting.machines.device, memory_free=share.free)
+    machines = replace(setting.machines, device=device, host_memory=host)
     rows = min(needs.rows or setting.samples, setting.samples)
-    setting = replace(setting, machines=machines, micro_batch=rows, taken_per_gpu=int(device * _LEFT))
+    setting = replace(setting, machines=machines, micro_batch=rows, taken_per_gpu=int(share.free * _LEFT))
     plan = weigh_placements(setting, needs.facts)
     return Choice(plan.chosen.name if plan.chosen else "", plan, setting, needs.facts, needs.told)
 

@@ -253,9 +253,8 @@ def _check(module: nn.Module, weights: Weights, unused: Unused) -> tuple[dict[st
 
 def _refuse_untied(weights: Weights, names: list[str]) -> None:
     """Raise where the module has one tensor under several names and the file holds different ones."""
-    first = weights.tensor(names[0])
     for name in names[1:]:
-        other = weights.tensor(name)
+        first, other = weights.tensor(names[0]), weights.tensor(name)
         if other.shape != first.shape or other.dtype != first.dtype or sample(other) != sample(first):
             raise TeacherError(
                 f"build() ties {names[0]!r} and {name!r} to one tensor and {weights.path} holds two different ones: "

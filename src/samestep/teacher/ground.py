@@ -25,8 +25,8 @@ class Ground:
     """Prints once, on the first rank."""
     once: Callable[..., object]
     """Runs a function on the first rank and gives its result, or its exception, to all: `Run.once`."""
-    setting: Callable[[], Setting] | None = None
-    """Looks at the machine and tells what trains around the teacher; None where no placement is to be chosen."""
+    setting: Callable[[int], Setting] | None = None
+    """Tells what trains around the teacher, with so many ranks on a device; None where no placement is to be chosen."""
 
 
 class Special(TypedDict, total=False):

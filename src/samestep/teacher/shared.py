@@ -39,25 +39,26 @@ def map_files(frozen: Frozen) -> Copy:
 
 
 def share_memory(ground: Ground, frozen: Frozen, dtype: torch.dtype | None, writable: bool = False) -> Copy:
-    """A copy in shared memory that one rank of each node fills and all of its ranks map; a common act of all ranks.
+    """A copy in shared memory that the ranks of a node fill, each its part, and all map; a common act of all ranks.
 
     The memory has no name in any folder, so that nothing is left of it when the last process ends, however it ends.
     With `writable` it can be pinned for a GPU; without, what a rank writes by mistake stays its own.
     """
     layout, total = _lay_out(frozen, dtype)
-    keep: list[Callable[[], None]] = []  # what the filling rank holds until all have mapped
+    link, keep = ground.link, list[Callable[[], None]]()  # what the first rank of a node holds until all have mapped
 
-    def fill() -> str:
-        """Make the memory and fill it; where others find it."""
+    def reserve() -> str:
+        """Make the memory; where others find it."""
         _refuse_too_large(total)
         path, close = _make_room(total)
         keep.append(close)
-        _fill(frozen, dtype, layout, path, total)
         return path
 
     try:
-        path = str(ground.once(fill, per="node"))
-        memory = together(ground.link, "mapping the shared teacher", _map, path, total, writable)
+        path = str(ground.once(reserve, per="node"))
+        mine = _part(layout, total, link.world.local_rank, link.world.local_size)
+        together(link, "copying the teacher into shared memory", _fill, frozen, dtype, mine, path, total)
+        memory = together(link, "mapping the shared teacher", _map, path, total, writable)
     finally:
         for close in keep:
             close()
@@ -88,6 +89,15 @@ def _lay_out(frozen: Frozen, dtype: torch.dtype | None) -> tuple[dict[str, int],
         starts[name] = at
         at += aligned(frozen.bytes_of(name, dtype))
     return starts, max(at, 1)
+
+
+def _part(layout: dict[str, int], total: int, rank: int, ranks: int) -> dict[str, int]:
+    """The tensors that one of so many ranks copies: those that begin in its stretch of the memory.
+
+    >>> [_part({"a": 0, "b": 64, "c": 128}, 192, rank, 2) for rank in (0, 1)]
+    [{'a': 0, 'b': 64}, {'c': 128}]
+    """
+    return {name: start for name, start in layout.items() if start * ranks // total == rank}
 
 
 def _refuse_too_large(total: int) -> None:
