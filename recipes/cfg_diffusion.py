@@ -145,6 +145,7 @@ def main(
             run.say(f"{name}: a classifier of the real images reads {share:.1%} of the pictures as what was asked for")
         grids = {name: each.view(draws, len(classes), *images.shape[1:]) for name, each in drawn.items()}
         run.once(save, run.folder, net, grids)
+        run.say(f"samples.png, weights and logs: {run.folder}")
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def main(
             run.say(f"student: {name} {value:.3f}, untrained {untrained[name]:.3f}")
         run.say(f"teacher: {tutor.describe()}")
         run.once(torch.save, {name: value.cpu() for name, value in weights.items()}, run.folder / "weights.pt")
+        run.say(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

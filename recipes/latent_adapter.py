@@ -91,7 +91,9 @@ def judge(net: nn.Module, lms: list[Any], test: Any) -> Iterator[dict[str, Tenso
 @app.command()
 def main(
     out: Annotated[Path | None, typer.Option(help="where logs, checkpoints and weights go; again: go on")] = None,
-    models: Annotated[list[Path] | None, typer.Option(help="Hugging Face folder; again for a second one")] = None,
+    models: Annotated[
+        list[Path] | None, typer.Option(metavar="<path>", help="Hugging Face folder; again for a second one")
+    ] = None,
     model_layers: Annotated[int, typer.Option(min=1, max=30, help="of the default model: fewer are worse")] = 30,
     placement: Annotated[str, typer.Option(help="of the frozen models: gpu, cpu, ...; auto chooses")] = "auto",
     texts: Annotated[Path | None, typer.Option(help="one sentence a line; default: Shakespeare's")] = None,
@@ -153,6 +155,7 @@ def main(
         run.say(f"{each:.1f} tokens of a sentence became {latents} latents: {each / latents:.1f} to 1")
         for name, value in told.items():
             run.say(f"perplexity {name:<26} {value:10.1f}")
+        run.say(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ def main(
     trainer.fit(module, datamodule=same.data(DigitsData(workers)))
     weights = {name: value.cpu() for name, value in module.net.state_dict().items()}
     once(trainer, torch.save, weights, out / "weights.pt")
+    once(trainer, print, f"weights and logs: {out}")
 
 
 if __name__ == "__main__":

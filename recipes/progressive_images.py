@@ -147,6 +147,7 @@ def main(
             checkpoint.save()
         weights = {name: value.cpu() for name, value in average.module.state_dict().items()}
         run.once(torch.save, weights, run.folder / "weights.pt")
+        run.say(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def main(
             maps = fixation_density(fixation_counts(fixations, height, width), width / 30), net(images).exp()
         run.once(picture, run.folder / "maps.png", images, *maps)
         run.once(torch.save, {name: value.cpu() for name, value in net.state_dict().items()}, run.folder / "weights.pt")
+        run.say(f"maps.png, weights and logs: {run.folder}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,22 @@ KNOWN = ", ".join(COMMANDS)
 MISTAKES = [
     ("rum", f"there is no command rum: there are {KNOWN}; did you mean `samestep run`?"),
     ("zzz", f"there is no command zzz: there are {KNOWN}"),
+    ("train.py", f"there is no command train.py: there are {KNOWN}; did you mean `samestep run train.py`?"),
+    ("recipe ran", "there is no command ran: there are copy, list, run; did you mean `samestep recipe run`?"),
+    ("checkpoint zzz", "there is no command zzz: there are export, inspect, verify\n"),
+    ("audit", "RUN_DIR is missing: type `samestep audit RUN_DIR`; `samestep audit --help` says what it is"),
+    (
+        "checkpoint inspect",
+        "FOLDER is missing: type `samestep checkpoint inspect FOLDER`; `samestep checkpoint inspect",
+    ),
     ("--fast", "there is no option --fast: there are --help, --version"),
     ("run", "no script was named: type `samestep run train.py`, or `samestep run -m package.module`"),
-    ("run --fast ok.py", f"there is no option --fast: there are {OPTIONS}"),
+    ("run --fast ok.py", f"there is no option --fast: there are {OPTIONS}\n"),
+    ("run --nproc 2 ok.py", f"there is no option --nproc: there are {OPTIONS}; did you mean --nproc-per-node?"),
+    (
+        "run --max-restart 2 ok.py",
+        f"there is no option --max-restart: there are {OPTIONS}; did you mean --max-restarts?",
+    ),
     ("run train.py", "there is no script train.py in HERE: here are ok.py"),
     ("run .", ". is a folder, not a script: name a file in it, or type `samestep run -m PACKAGE` for a package"),
     (
@@ -39,6 +52,10 @@ MISTAKES = [
     ("run --nproc-per-node", "Option '--nproc-per-node' requires an argument."),
     ("run --nnodes 3:1 ok.py", "--nnodes 3:1 is not a number of nodes: type one number from 1 up, or MIN:MAX with"),
     ("run --max-restarts -1 ok.py", "Invalid value for '--max-restarts': -1 is not in the range x>=0."),
+    (
+        "run --local-addr no..where ok.py",
+        "--local-addr no..where leads nowhere from here: type an address of this machine, under which other",
+    ),
     (
         "run --time-limit soon ok.py",
         "--time-limit soon is not a time limit: type hours, minutes and seconds as in 4:00:00",
@@ -103,6 +120,18 @@ def test_every_command_is_listed_without_being_imported(capsys: pytest.CaptureFi
         assert main(arguments) == 0
         out = capsys.readouterr().out
         assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("group", ["recipe", "checkpoint"])
+def test_a_group_alone_shows_its_help_with_whole_sentences(
+    group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([group]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: samestep {group} [OPTIONS] COMMAND")
+    assert "..." not in out.partition("Commands:")[2]
+    assert err == ""
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,19 @@
 import json
+import logging
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from samestep.errors import LaunchError
 from samestep.launch.failure import Failure, by_cause, is_agents_doing, is_lost_peer, tell
-from samestep.launch.logs import RankFiles
+from samestep.launch.job import Job, Show
+from samestep.launch.logs import RankFiles, RankLogs
+from samestep.launch.rendezvous import Rendezvous
+from samestep.launch.torchrun import _explain
 from samestep.launch.traces import last_traceback, last_words
+from tests.small_disk import small_disk
 
 OWN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: mine'
 GLOO = (
@@ -97,6 +104,13 @@ def test_a_rank_that_printed_nothing_is_told_so():
     )
 
 
+def test_lines_that_stand_above_are_not_told_twice_but_a_traceback_comes_last():
+    usage = replace(failure(0, code=2, said="train.py: error: --lr is required"), shown=True)
+    assert tell([usage], 1, "node1", "logs", False).endswith("\nrank 0 on node1, exit code 2; its last lines are above")
+    raised = replace(failure(0, said=OWN), shown=True)
+    assert tell([raised], 1, "node1", "logs", False).endswith(f"\nrank 0 on node1, exit code 1:\n{OWN}")
+
+
 CHAIN = """\
 step 1
 Traceback (most recent call last):
@@ -175,3 +189,66 @@ def test_logs_of_an_earlier_run_are_set_aside(tmp_path: Path):
     assert not files.out.exists()
     assert (tmp_path / "rank-1.out.1").read_text() == "first"
     assert (tmp_path / "rank-1.out.2").read_text() == "second"
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("no..where", "the name no..where leads nowhere from here"), ("[::1]", "time is over")],
+)
+def test_nodes_that_did_not_meet_are_told_why(host: str, reason: str):
+    meeting = Rendezvous("c10d", f"{host}:29400", "id", {}, 2, 2, None)
+    job = Job("train.py", False, (), 1, meeting, 0, Path("kept"))
+    told = _explain(job, TimeoutError(), had_met=False)
+    assert told.startswith(f"the launchers of 2 node(s) did not meet at {host}:29400 (TimeoutError: {reason}): check")
+    told = _explain(job, TimeoutError(), had_met=True)
+    lost = f"the launchers of 2 node(s) have lost each other at {host}:29400 (TimeoutError: {reason}): "
+    assert told == (
+        f"{lost}the one that ended first tells why; what the ranks here printed is in kept/logs; start all again to "
+        "go on"
+    )
+
+
+def variables(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def test_a_folder_that_cannot_hold_logs_is_told_in_one_line(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "attempt-0").touch()
+    told = r"what the ranks print cannot be kept in .* \(File exists\): name another --folder"
+    with pytest.raises(LaunchError, match=told):
+        RankLogs(tmp_path / "file", "first").open_agents("node1")
+    with pytest.raises(LaunchError, match=told):
+        RankLogs(tmp_path, "first").open({0: variables(0)})
+
+
+def test_what_an_agent_says_on_a_full_disk_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        log = RankLogs(disk.path / "logs", "first").open_agents("node1")
+        disk.fill()
+        log.emit(logging.LogRecord("agent", logging.INFO, "", 1, "joined", None, None))
+        disk.mend()
+        log.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("show", "printed", "shown"),
+    [
+        ("first", {"rank-2.out": "", "rank-2.err": "usage"}, True),
+        ("first", {"rank-2.out": "a result", "rank-2.err": "usage"}, False),  # which may have gone elsewhere
+        ("first", {"rank-2.log": "usage"}, True),
+        ("first", {"rank-2.log": "a result", "rank-2.err": "usage"}, False),
+        ("all", {"rank-2.out": "", "rank-2.err": "usage"}, False),  # with the rank before each line
+    ],
+)
+def test_a_rank_was_shown_where_all_it_printed_stands_above(
+    tmp_path: Path, show: Show, printed: dict[str, str], shown: bool
+):
+    logs = RankLogs(tmp_path, show)
+    logs.open({0: variables(2), 1: variables(3)})
+    for name, text in printed.items():
+        (tmp_path / "attempt-0" / name).write_text(text)
+    (tmp_path / "attempt-0" / "rank-3.err").write_text("usage")
+    logs.close()
+    assert (logs.has_shown(2), logs.has_shown(3)) == (shown, False)

@@ -49,6 +49,37 @@ def saved_step(run: Started) -> int:
     return int((run.folder / "out" / "latest").read_text().removeprefix("step-"))
 
 
+# The signal comes when all of the script is over and Python unloads its modules, torch's for a second.
+ENDS_SLOWLY = """
+    import os, signal, time
+    from samestep import Run
+
+    with Run(global_batch=4, seed=0) as run:
+        run.barrier()
+
+    class Late:
+        def __del__(self, kill=os.kill, launcher=os.getppid(), sleep=time.sleep):
+            kill(launcher, 15)
+            sleep(2)
+
+    late = Late()
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_ranks_that_ended_well_unload_their_modules_is_no_failure(tmp_path: Path):
+    ended = start(tmp_path, ENDS_SLOWLY, "--nproc-per-node", "1", "--folder", "kept", "train.py").finish()
+    assert (ended.code, ended.left) == (0, [])
+
+
+@pytest.mark.slow
+def test_a_time_limit_that_is_over_before_anything_has_begun_is_told_as_such(tmp_path: Path):
+    ended = start(tmp_path, SLEEPS, "--time-limit", "1s", "--folder", "kept", "train.py").finish()
+    assert ended.code == 124
+    assert "samestep: the time limit of 1s is over, and " in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_and_another_start_ends_with_the_same_weights(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

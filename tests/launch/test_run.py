@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.started import start
+from tests.small_disk import small_disk
 
 HOST = socket.gethostname()
 TRAIN = ("--folder", "kept", "train.py")
@@ -70,7 +71,8 @@ def test_every_rank_has_logs_and_the_console_shows_the_first(tmp_path: Path):
         print("rank", os.environ["RANK"], "says hello")
         print("threads", os.environ["OMP_NUM_THREADS"], "in", os.environ["SAMESTEP_FOLDER"], file=sys.stderr)
     """
-    ended = start(tmp_path, script, "--nproc-per-node", "2", *TRAIN).finish()
+    # The limit is longer than a thread can wait.
+    ended = start(tmp_path, script, "--nproc-per-node", "2", "--time-limit", "99999999d", *TRAIN).finish()
     assert (ended.code, ended.out) == (0, "rank 0 says hello\n")
     told = re.search(
         r"^samestep: logs in (.*); the ranks get OMP_NUM_THREADS=(\d+) \(\d+ cores? for 2 ranks, .*\)\n", ended.err
@@ -114,9 +116,39 @@ def test_a_killed_rank_is_told_with_its_last_lines_and_its_workers_end_too(tmp_p
 
 
 def test_a_ranks_own_exit_code_is_the_launchers(tmp_path: Path):
-    ended = start(tmp_path, "import sys; print('no luck'); sys.exit(7)", "--nproc-per-node", "1", *TRAIN).finish()
+    script = "import sys; print('no luck', file=sys.stderr); sys.exit(7)"
+    ended = start(tmp_path, script, "--nproc-per-node", "1", *TRAIN).finish()
     assert ended.code == 7
-    assert ended.err.endswith(f"\nrank 0 on {HOST}, exit code 7; its last lines:\nno luck\n")
+    assert ended.err.endswith(f"\nrank 0 on {HOST}, exit code 7; its last lines are above\n")
+    assert ended.err.count("no luck") == 1
+
+
+def test_closed_streams_lead_nowhere(tmp_path: Path):
+    script = "import sys; print('hello'); print('there', file=sys.stderr)"
+    ended = start(tmp_path, script, "--nproc-per-node", "1", *TRAIN, preexec_fn=lambda: os.closerange(0, 3)).finish()
+    assert ended.code == 0
+    assert ended.logs() == {"rank-0.out": "hello\n", "rank-0.err": "there\n"}
+
+
+def test_a_full_disk_is_told_where_a_rank_may_have_died_of_it(tmp_path: Path):
+    with small_disk(tmp_path / "kept", 64) as disk:
+        (disk.path / "logs" / "attempt-0").mkdir(parents=True)
+        disk.fill()
+        ended = start(tmp_path, "print('hello')", "--nproc-per-node", "1", *TRAIN).finish()
+    assert ended.code == 1
+    said = f"samestep: the disk of {disk.path}/logs is full, so what ranks printed last may be lost: make room on it\n"
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_setting_that_torch_refuses_is_told_in_one_line(tmp_path: Path):
+    ended = start(tmp_path, "", "--rdzv-conf", "read_timeout=soon", *TRAIN).finish()
+    assert ended.code == 2
+    last = ended.err.splitlines()[-1]
+    assert last.startswith(
+        "samestep: torch does not take --rdzv-conf: The rendezvous configuration option 'read_timeout'"
+    )
+    assert last.endswith("; type whole seconds for a timeout, as in --rdzv-conf join_timeout=600")
 
 
 def test_the_error_file_of_torch_comes_before_the_log(tmp_path: Path):

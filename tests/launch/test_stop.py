@@ -7,6 +7,25 @@ import pytest
 
 from samestep.launch.stop import Stop, Stopped
 
+# The C library waits for the shell, whatever signals come, and it is the shell that says so.
+HELD_UP = """
+import ctypes
+from samestep.launch.stop import Stop
+with Stop(patience=1, grace=1):
+    ctypes.CDLL(None).system(b"echo up; exec sleep 60")
+"""
+# What a module holds goes when Python ends, after all of the script's own code.
+ENDS_SLOWLY = """
+import os, signal
+from samestep.launch.stop import keep_exit_code
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
+        for number in numbers:
+            kill(pid, number)
+late = Late()
+keep_exit_code()
+raise SystemExit(7)
+"""
 SLEEPS = "import time; time.sleep(60)"
 # Its child outlives it, in a session of its own, and ignores a polite request.
 LEAVES_AN_ORPHAN = """
@@ -33,6 +52,22 @@ def test_the_old_handlers_come_back():
     with Stop(patience=5, grace=5):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_ends_a_launcher_that_is_held_up_in_native_code():
+    with subprocess.Popen([sys.executable, "-c", HELD_UP], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "up\n"
+            launcher.terminate()
+            assert launcher.wait(60) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
+
+
+def test_a_signal_while_python_ends_does_not_change_the_exit_code():
+    assert subprocess.run([sys.executable, "-c", ENDS_SLOWLY], timeout=60, check=False).returncode == 7
 
 
 def test_a_signal_that_was_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch):

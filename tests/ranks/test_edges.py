@@ -180,6 +180,16 @@ def test_a_masked_mean_over_several_micro_batches_stands_alone():
             learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
 
 
+def test_a_loss_that_is_learnt_from_after_its_loop_is_refused():
+    with Run(global_batch=4) as run:
+        model, held = run.wrap(linear()), []
+        steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
+        learn(next(steps), model, lambda step, losses: held.append(step.mean(losses)) or step.mean(losses))
+        for loss in held:  # of two micro-batches
+            with pytest.raises(StepError, match=r"backward\(\) of a loss of step 0 came after the loop"):
+                loss.backward()
+
+
 def test_every_generator_of_a_sample_draws_other_numbers():
     with Run(global_batch=4) as run:
         for step in next(iter(run.shard(numbers(4)).epochs(1))):
@@ -354,3 +364,32 @@ def test_sparse_gradients_are_judged_and_scaled_like_others(ranks, masked):
     for weights, finite in ranks(2, learn_sparsely, masked):
         assert finite == alone[1]
         assert torch.allclose(weights, alone[0], rtol=0, atol=1e-6)
+
+
+class Joined(torch.nn.Module):
+    """A dense layer whose output is added to rows of a sparse table: in the backward pass both are given one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.table = torch.nn.Linear(1, 2), torch.nn.Embedding(12, 2, sparse=True)
+
+    def forward(self, index):
+        return self.dense(index[:, None].double()) + self.table(index)
+
+
+def gradient_beside_a_sparse_one():
+    torch.manual_seed(0)
+    with Run(global_batch=10) as run:
+        net = Joined().double()
+        model = run.wrap(net)
+        for step in next(iter(run.shard(TensorDataset(torch.arange(10))).epochs(1))):
+            for (index,) in step:
+                step.mean(model(index).square()).backward()
+        return torch.cat([net.dense.weight.grad.T, net.table.weight.grad.to_dense()]).flatten().tolist()
+
+
+def test_a_dense_layer_beside_a_sparse_table_learns_at_full_strength(ranks):
+    (alone,) = ranks(1, gradient_beside_a_sparse_one)
+    for size in (2, 3):
+        for gradient in ranks(size, gradient_beside_a_sparse_one):
+            assert gradient == pytest.approx(alone, rel=1e-12)

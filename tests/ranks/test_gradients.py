@@ -1,5 +1,6 @@
 """Gradients of a step: those of the mean, or sum, over the whole global batch, however it is spread and left."""
 
+import re
 import warnings
 
 import pytest
@@ -102,6 +103,50 @@ def test_sharded_gradients_are_those_of_the_whole_step(ranks, micro_batch):
         for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
             assert gradient == pytest.approx(wanted, rel=1e-12)
             assert loss == pytest.approx(value, rel=1e-12)
+
+
+def pass_twice(model, step, batch, how):
+    """Two losses of one micro-batch, each with a backward pass of its own."""
+    inputs, count = batch
+    mask = torch.arange(4) < count[:, None]
+    first = model(inputs)
+    second = first if how == "through one graph" else model(inputs)
+    mean_of_samples(step, first, mask).backward(retain_graph=how == "through one graph")
+    mean_of_all_tokens(step, model(inputs) if how == "in turns" else second, mask).backward()
+
+
+def gradients_of_two_passes(how, micro_batch, strategy, unused="error"):
+    x, counts = rows()
+    with Run(global_batch=7) as run:
+        model = run.wrap(Weights(), strategy, unused=unused)
+        seen = []
+        for epoch in run.shard(list(zip(x, counts, strict=True)), micro_batch=micro_batch).epochs(1):
+            for step in epoch:
+                for batch in step:
+                    pass_twice(model, step, batch, how)
+                seen.append(full_gradient(model))
+                model.zero_grad()
+        return seen
+
+
+@pytest.mark.parametrize("how", ["through one graph", "after both forward passes", "in turns"])
+@pytest.mark.parametrize(("size", "strategy"), [(1, None), (3, "ddp"), (2, "fsdp")])
+def test_a_second_backward_pass_counts_on_every_rank(ranks, how, size, strategy):
+    losses = (CASES[mean_of_samples], CASES[mean_of_all_tokens])
+    expected = [
+        [a + b for a, b in zip(*(by_hand(loss, *span)[0] for loss in losses), strict=True)]
+        for span in ((0, 7), (7, 10))
+    ]
+    for micro_batch in (None, 2):
+        for seen in ranks(size, gradients_of_two_passes, how, micro_batch, strategy):
+            for gradient, wanted in zip(seen, expected, strict=True):
+                assert gradient == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_second_backward_pass_of_unknown_gradients_is_refused(ranks):
+    told = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses up and call backward"
+    for error in ranks.errors(2, gradients_of_two_passes, "through one graph", None, "ddp", "allow"):
+        assert re.search(told, error), error
 
 
 @pytest.mark.parametrize("size", [1, 2])

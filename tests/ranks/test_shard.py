@@ -47,7 +47,8 @@ def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=Non
                 rows = seen.setdefault(step.number, [])
                 for batch in step:
                     weights = step._current.weights
-                    noise = step.random(2)
+                    own = [torch.rand(1, generator=step.rng(row)) for row in range(len(batch))]
+                    noise = torch.cat([step.random(2), torch.stack(own)], dim=1)
                     assert len(batch) == len(weights) == len(noise)
                     rows += [
                         (*row.tolist(), *draw.tolist()) for row, w, draw in zip(batch, weights, noise, strict=True) if w
@@ -350,3 +351,25 @@ def read_after_a_run_that_is_garbage():
 
 def test_workers_do_not_collect_what_an_earlier_run_left(ranks):
     assert ranks(2, read_after_a_run_that_is_garbage) == [15, 15]
+
+
+def test_an_evaluation_after_a_restart_has_the_setting_that_it_had_before():
+    def settings_of(test):
+        return {int(batch[0, 3]) for batch in test}
+
+    before, after = {}, {}
+    with Run(global_batch=16) as run:
+        train, test = (run.shard(Numbers(settled=True), workers=0, settings=double) for _ in range(2))
+        for epoch in train.epochs(3):
+            for step in epoch:
+                for _ in step:
+                    pass
+                before[epoch.number, step.number] = (settings_of(test), train.state_dict())
+            before[epoch.number, "over"] = (settings_of(test), train.state_dict())
+    for place, (_, state) in before.items():
+        with Run(global_batch=16) as run:
+            train, test = (run.shard(Numbers(settled=True), workers=0, settings=double) for _ in range(2))
+            train.load_state_dict(state)
+            after[place] = (settings_of(test), state)
+    assert after == before
+    assert len({frozenset(seen) for seen, _ in before.values()}) == 3

@@ -86,6 +86,9 @@ def test_a_stream_in_shards_ends_on_all_ranks_together(ranks):
     alone = together(ranks(1, learn, Parts(23), 6))
     assert together(ranks(2, learn, Parts(23), 6)) == alone
     assert together(ranks(3, learn, Parts(23), 6, 1)) == alone
+    # ranks without a sample of their own pad with another's: of two records, and in steps of two
+    assert together(ranks(3, learn, Parts(2), 6)) == together(ranks(1, learn, Parts(2), 6))
+    assert together(ranks(4, learn, Parts(23), 2, None, 2)) == together(ranks(1, learn, Parts(23), 2))
     first = [int(row[0]) for place, rows in alone.items() if place[0] == 0 for row in rows]
     assert sorted(first) == list(range(23))
 
@@ -96,6 +99,32 @@ def test_a_stream_resumes_on_another_world_size(ranks):
     rest = together(ranks(3, learn, Count(22), 5, None, 0, parts[0][1]))
     assert together(parts) | rest == whole
     assert not set(together(parts)) & set(rest)
+
+
+class Restarting(Count):
+    """One that tells where it stands, which at its end is its beginning."""
+
+    at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+
+def test_a_stream_that_was_read_to_its_end_is_not_begun_again(ranks):
+    whole = together(ranks(1, learn, Restarting(12), 5))
+    assert len(whole) == 6
+    for stop_after in (1, 2):  # in the midst of the first epoch, and behind its last sample
+        parts = ranks(2, learn, Restarting(12), 5, None, 0, None, stop_after)
+        assert together(parts) | together(ranks(1, learn, Restarting(12), 5, None, 0, parts[0][1])) == whole
 
 
 def evaluate(dataset):
@@ -126,3 +155,28 @@ def test_what_is_no_stream_is_explained():
         pytest.raises(DataError, match="ledger=True cannot keep account of a stream in shards"),
     ):
         run.stream(Parts(3))
+
+
+def go_on(kind, folder):
+    """Start a run whose training stands at its end, or a stream in the midst of one."""
+    with Run(global_batch=4, folder=folder) as run:
+        for epochs in (1, 2):
+            rows = torch.arange(12.0)
+            train = run.stream(Count(12), workers=0) if kind == "stream" else run.shard(rows, workers=0)
+            state = train.state_dict()
+            train.load_state_dict({**state, "epoch": epochs - 1, "step": 1} if epochs == 1 else {**state, "epoch": 3})
+            for epoch in train.epochs(epochs):
+                for step in epoch:
+                    for _ in step:
+                        pass
+
+
+@pytest.mark.parametrize("kind", ["shard", "stream"])
+def test_what_is_trained_already_and_what_must_be_read_again_is_said_once(ranks, tmp_path, kind):
+    for size in (1, 2):
+        ranks(size, go_on, kind, tmp_path / str(size))
+        told = (tmp_path / str(size) / "log.txt").read_text()
+        assert told.count("epochs(2): 3 are trained already, nothing is left to do; epochs(4) trains one more") == 1
+        assert told.count("Count cannot jump: to continue at step 1 it is read from its beginning") == (
+            kind == "stream"
+        )

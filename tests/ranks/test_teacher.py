@@ -134,6 +134,20 @@ def test_each_tensor_is_converted_by_one_rank_of_a_node(ranks, tmp_path):
         assert all(mine for mine, _ in told)
 
 
+def convert_as_the_first(weights):
+    """As `convert`, where each rank was told by hand that its GPU is the first, which it alone sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        return convert(weights, False)
+
+
+def test_each_tensor_is_converted_though_all_ranks_have_one_local_rank(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    told = ranks(2, convert_as_the_first, weights)
+    assert all(same for _, same in told)
+    assert sorted(name for mine, _ in told for name in mine) == sorted(load_file(weights))
+
+
 def test_a_rank_that_cannot_convert_its_part_is_told_on_all(ranks, tmp_path):
     weights = save(speaker(), tmp_path / "teacher.safetensors")
     first, second = ranks.errors(2, convert, weights, True)
@@ -174,6 +188,22 @@ def test_too_little_memory_on_one_rank_is_told_on_all(ranks, tmp_path, placement
     weights = save(speaker(), tmp_path / "teacher.safetensors")
     for text in ranks.errors(2, open_with_little_room, weights, placement, dtype):
         assert "1000 B are free: use placement=" in text
+
+
+def open_in_room_for_one(weights, apart):
+    """There is room for one copy, on the device of all or on one that each rank has, and sees, alone."""
+    with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("samestep.teacher.whole.host_room", lambda: 50_000)
+        if apart:
+            patch.setattr("samestep.ranks.sharing._mark", lambda device: float(run.rank))
+        return run.teacher(Speaker, weights=weights, placement="gpu").describe()
+
+
+def test_a_copy_for_each_rank_needs_room_once_on_each_device(ranks, tmp_path):
+    weights = save(speaker(), tmp_path / "teacher.safetensors")
+    assert ranks(2, open_in_room_for_one, weights, True) == 2 * ["gpu: a copy of 40.2 KiB on cpu for each rank"]
+    for text in ranks.errors(2, open_in_room_for_one, weights, False):
+        assert "needs 40.2 KiB on cpu for each of 2 rank(s) there and 48.8 KiB are free: use placement=" in text
 
 
 def test_different_teachers_are_noticed(ranks, tmp_path):

@@ -1,5 +1,7 @@
 """Wrapping: the first rank's weights everywhere, what is frozen left alone, what breaks the wrapper told at once."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -282,6 +284,43 @@ def test_blocks_by_class_come_inner_before_outer():
         WrapError, match="Sequential has no submodule of class Conv2d: give blocks= the classes that repeat"
     ):
         find_blocks(model, (nn.Conv2d,))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def wrap_scaled(strategy):
+    with Run(global_batch=4) as run:
+        run.wrap(Scaled(), strategy)
+
+
+def test_a_parameter_that_cannot_be_cut_is_told_on_one_rank_too(ranks):
+    told = r"WrapError: parameter 'scale' is a number without a dimension.*torch\.ones\(1\).*or use strategy='ddp'"
+    for error in [*ranks.errors(1, wrap_scaled, "fsdp"), *ranks.errors(2, wrap_scaled, "zero2")]:
+        assert re.search(told, error), error
+    ranks(2, wrap_scaled, "ddp")
+
+
+def train_tied(strategy):
+    torch.manual_seed(0)
+    with Run(global_batch=4) as run:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+        net[2].weight = net[0].weight
+        model = run.wrap(net, strategy)
+        one_step(run, model, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return [whole(parameter).tolist() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_blocks_with_tied_weights_are_sharded_together(ranks, strategy):
+    (alone,) = ranks(1, train_tied, None)
+    for learnt in ranks(2, train_tied, strategy):
+        for weights, expected in zip(learnt, alone, strict=True):
+            assert torch.allclose(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def shard_by_class(offload):

@@ -49,13 +49,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(typed, complaint, tmp_path, capsy
 
 def test_every_recipe_is_listed_with_what_it_shows(capsys):
     assert main(["recipe", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert err == "`samestep recipe run NAME` runs one, `samestep recipe copy NAME` puts its script here\n"
     assert [line.split()[0] for line in lines] == KNOWN.split(", ")
     assert all(len(line.split()) > 4 for line in lines)
     assert main(["recipe", "list", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [f"{each['name']} {each['shows']}".split() for each in told] == [line.split() for line in lines]
     assert all(Path(each["path"]).name == f"{each['name']}.py" for each in told)
+
+
+def test_on_a_terminal_what_a_recipe_shows_is_folded_under_itself(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["recipe", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == KNOWN.split(", ")
+    assert {len(line) - len(line.lstrip()) for line in lines} == {0, len("progressive_images  ")}
 
 
 @pytest.mark.parametrize("name", KNOWN.split(", "))
@@ -76,6 +88,7 @@ def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(
 def test_a_recipe_is_short_and_uses_public_names_alone(name):
     text = (REPOSITORY / "recipes" / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 190, "no longer read in one sitting: move what is of general use to the library"
+    assert re.search(r'weights.* and logs: \{(run\.folder|out)\}"\)\n\n\nif __name__', text), "its last words say where"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep"):
             public = import_module(node.module).__all__

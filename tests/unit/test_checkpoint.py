@@ -579,7 +579,8 @@ def test_a_checkpoint_that_its_run_removes_while_all_are_verified_is_no_damage(t
 
 def test_an_unknown_option_lists_those_there_are_and_speaks_of_no_script(capsys):
     assert main(["checkpoint", "verify", "--jsn", "out"]) == 2
-    assert capsys.readouterr().err == "samestep: there is no option --jsn: there are --help, --json\n"
+    told = "samestep: there is no option --jsn: there are --help, --json; did you mean --json?\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_folder_without_checkpoints_is_told_in_one_line(tmp_path, capsys):

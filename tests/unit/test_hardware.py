@@ -276,14 +276,19 @@ def test_slurm_is_told_by_srun_and_the_environment(tmp_path, monkeypatch):
     assert read_slurm({}) == Slurm("22.05.8", None, None, None)
 
 
-def test_an_srun_that_fails_is_said_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("exit 3", "exit code 3"),
+        ("echo 'srun: error: first' >&2; echo 'srun: fatal: no slurm.conf' >&2; exit 1", "srun: fatal: no slurm.conf"),
+    ],
+)
+def test_an_srun_that_fails_is_said_to(tmp_path, monkeypatch, script, told):
     srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\nexit 3\n")
+    srun.write_text(f"#!/bin/sh\n{script}\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    version = read_slurm({}).version
-    assert version.startswith("unknown (Command ")
-    assert version.endswith("returned non-zero exit status 3.)")
+    assert read_slurm({}).version == f"unknown (srun --version: {told})"
 
 
 def test_without_srun_there_is_no_slurm(tmp_path, monkeypatch):

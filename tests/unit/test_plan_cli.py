@@ -249,14 +249,8 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
             "--what-if tries several numbers of nodes by itself: leave --nodes out",
         ),
         ("plan", "a plan needs a function that builds the model, and a global batch: type `samestep plan mylab:build"),
-        (
-            "plan planlab:build",
-            "a plan needs a function that builds the model, and a global batch: type `samestep plan",
-        ),
-        (
-            "plan planlab:build --calibrate",
-            "a plan needs a function that builds the model, and a global batch: type `samestep plan",
-        ),
+        ("plan planlab:build", "a plan needs a global batch: type `samestep plan planlab:build --global-batch 256 --g"),
+        ("plan planlab:build --calibrate", "a plan needs a global batch: type `samestep plan planlab:build --global-"),
         ("plan planlab:build --global-batch 0", "a global batch of 0 holds nothing: give --global-batch 1 or more"),
         ("plan planlab:build --global-batch 8 --margin 1", "margin 1.0 is no part of a memory: give 0 up to, not inc"),
         ("plan planlab:build --global-batch 8 --margin nan", "margin nan is no part of a memory: give 0 up to, not in"),

@@ -247,6 +247,11 @@ def overwrite(path):
             "no such file or folder here, and nothing is downloaded; give a ",
         ),
         ("one.pt", cut, "cannot be read as a file of tensors"),
+        (
+            "one.pt",
+            lambda path: path.write_text("hello"),
+            r"cannot be read as a file of tensors \(KeyError: 101\): it was",
+        ),
         ("one.pt", lambda path: torch.save([1, 2], path), "holds list and no plain mapping of names to tensors"),
         (
             "one.pt",
@@ -380,12 +385,32 @@ class Moved(nn.Linear):
         (OnMeta, "made 'steps' on the meta device and no file holds it"),
         (AttributeOnMeta, "made 'steps' on the meta device and no file holds it"),
         (Moved, "build.. left 'weight' on cpu: a teacher's weights come from weights="),
+        (
+            lambda: nn.LazyLinear(3),
+            "makes a LazyLinear, whose 'weight' has no shape before the first call: give it its",
+        ),
     ],
 )
 def test_a_build_that_cannot_go_without_memory_is_told_why(run, build, told):
     weights = save(nn.Linear(3, 3), "one.safetensors")
     with pytest.raises(TeacherError, match=told):
         run.teacher(build, weights=weights)
+
+
+def normed():
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")  # torch's: it is old, and in many a model
+@pytest.mark.parametrize("placement", ["cpu", "offload", "sharded"])
+def test_weights_that_are_normed_before_each_call_are_computed_there(run, placement, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when a norm is taken without values
+    with torch.random.fork_rng():
+        plain = normed().eval()
+    teacher = run.teacher(normed, weights=save(plain, "one.safetensors"), placement=placement)
+    inputs = torch.ones(2, 3)
+    with torch.no_grad():
+        assert torch.equal(teacher(inputs), plain(inputs))
 
 
 def test_a_build_that_fails_by_itself_is_not_dressed_up(run):
@@ -574,6 +599,13 @@ def test_a_teacher_ends_with_its_run(tmp_path):
     with pytest.raises(TeacherError, match="this teacher is closed, since its run has ended"):
         teacher(words())
     assert repr(teacher) == "Teacher(closed)"
+
+
+def test_paths_may_begin_with_the_home_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(speaker(), tmp_path / "one.safetensors")
+    teacher = run.teacher(Speaker, weights="~/one.safetensors", placement="cached", cache="~/outputs", inner="gpu")
+    assert teacher.describe().startswith(f"cached: in {tmp_path / 'outputs'}, ")
 
 
 def test_too_little_memory_is_told_before_anything_is_read(run, monkeypatch):

@@ -103,6 +103,25 @@ def test_examples_may_be_a_tensor_or_what_the_call_takes_in_order():
         assert (needs.facts.bytes, needs.facts.dtype) == (40, "bfloat16")
 
 
+def repeat():
+    """One layer in two places, as ALBERT has it, and a tied one."""
+    layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    tied.weight = layer.weight
+    return nn.Sequential(layer, layer, tied, nn.Linear(4, 3))
+
+
+def test_a_layer_that_stands_in_two_places_is_as_good_after_its_work_was_counted(tmp_path):
+    with torch.random.fork_rng():
+        plain = repeat().eval()
+    torch.save(plain.state_dict(), "repeat.pt")
+    with Run(global_batch=4, folder=tmp_path / "run") as run:
+        teacher = run.teacher(repeat, weights="repeat.pt", example=torch.ones(2, 4))
+        assert torch.equal(teacher(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+    there = Frozen(repeat, open_weights("repeat.pt"))
+    there.example = torch.ones(2, 4)
+    assert needs_of(there, Wish()).facts.flops_per_sample == 2 * (3 * 4 * 4 + 4 * 3)
+
+
 @pytest.mark.parametrize("build", [shown_speaker, lambda: (*shown_speaker(), lambda model, batch: model(batch))])
 def test_a_module_built_with_an_example_teaches_like_any(tmp_path, capsys, build):
     with Run(global_batch=4, folder=tmp_path / "run") as run:

@@ -12,6 +12,7 @@ import torch
 
 from samestep.errors import TeacherError
 from samestep.nn import TopK
+from samestep.teacher.carry import carry
 from samestep.teacher.output_class import Outputs, find_class, make_mapping, make_named_tuple, make_record
 from samestep.teacher.outputs import compressed, put_together, take_apart
 
@@ -51,6 +52,24 @@ class Mapped(dict):
     def __init__(self, **items):
         super().__init__(items)
         self.__dict__.update(items)
+
+
+@dataclass
+class Summed:
+    """A record that computes a field of its own from another."""
+
+    logits: object
+    total: object = field(init=False)
+
+    def __post_init__(self):
+        self.total = self.logits.sum()
+
+
+class Held:
+    """No container that anything is known of."""
+
+    def __init__(self, logits, loss):
+        self.logits, self.loss = logits, loss
 
 
 def sent(tree):
@@ -284,14 +303,51 @@ def scores():
     return torch.arange(10.0).reshape(2, 5)
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, Outputs, Record])
-def test_logits_by_name_are_compressed_and_the_rest_stays(kind):
-    found = compressed(kind(logits=scores(), loss=ONE), 2, 1.0)
-    assert type(found) is kind
-    logits, loss = (found.logits, found.loss) if kind is Record else (found["logits"], found["loss"])
+def defaults(**items):
+    return defaultdict(list, items)
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, Outputs, Record, Mapped, defaults, Held])
+def test_logits_by_name_are_compressed_and_the_rest_stays(make):
+    given = make(logits=scores(), loss=ONE)
+    found = compressed(given, 2, 1.0)
+    assert type(found) is type(given)
+    logits, loss = (found.logits, found.loss) if make in (Record, Held) else (found["logits"], found["loss"])
     assert isinstance(logits, TopK)
     assert loss is ONE
     assert compressed(found, 2, 1.0) is found, "what a server did is not done again"
+
+
+def test_what_a_record_has_computed_is_not_computed_from_few_logits():
+    given = Summed(scores())
+    found = compressed(given, 2, 1.0)
+    assert isinstance(found.logits, TopK)
+    assert found.total is given.total
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        Mapped(logits=ONE),
+        defaults(logits=ONE),
+        UserDict(logits=ONE),
+        types.MappingProxyType({"logits": ONE}),
+        Record(ONE),
+        Slotted(ONE),
+        Summed(ONE),
+        Named(ONE, [ONE]),
+        [ONE, (ONE, None)],
+    ],
+    ids=lambda tree: type(tree).__name__,
+)
+def test_what_moves_keeps_its_class_and_what_is_there_already_is_the_same(tree):
+    assert carry(tree, ONE.device) is tree
+    found = carry(tree, torch.device("meta"))  # stands for another device
+    assert type(found) is type(tree)
+    logits = found[0] if isinstance(tree, list) else found["logits"] if hasattr(tree, "keys") else found.logits
+    assert logits.is_meta
+    assert getattr(found, "logits", logits) is logits
+    assert not getattr(tree, "logits", ONE).is_meta
 
 
 def test_logits_of_a_named_tuple_are_compressed():

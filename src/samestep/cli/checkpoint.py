@@ -11,6 +11,7 @@ from rich.table import Table
 
 from samestep.checkpoint import catalog
 from samestep.checkpoint.manifest import Manifest
+from samestep.cli.group import Group
 from samestep.errors import CheckpointError
 from samestep.units import bytes_text
 
@@ -19,7 +20,7 @@ _FOLDER = click.argument("folder", metavar="FOLDER", type=click.Path(path_type=P
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
-@click.group("checkpoint")
+@click.group("checkpoint", cls=Group)
 def command() -> None:
     """Look into checkpoints: FOLDER is what run.restore was given, or one checkpoint in it."""
 
@@ -57,9 +58,16 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     context.exit(0 if sound else 1)
 
 
-@command.command()
+@command.command(short_help="Write the whole weights to one plain file.")
 @_FOLDER
-@click.option("--to", "target", type=click.Path(path_type=Path), default=Path("model.safetensors"), show_default=True)
+@click.option(
+    "--to",
+    "target",
+    type=click.Path(path_type=Path),
+    default=Path("model.safetensors"),
+    show_default=True,
+    help="The file to write.",
+)
 @click.option("--part", default=None, help="Which model, where the checkpoint holds several.")
 @_JSON
 def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:

@@ -4,9 +4,11 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from shlex import quote
 
 import click
 
+from samestep.cli.group import Group
 from samestep.errors import SamestepError
 
 # Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
@@ -22,7 +24,7 @@ COMMANDS = {
 }
 
 
-class Commands(click.Group):
+class Commands(Group):
     """The commands of the table above."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -42,15 +44,9 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that was typed, or say which there are."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            meant = f"; did you mean `samestep {near[0]}`?" if near else ""
-            raise click.UsageError(f"there is no command {args[0]}: there are {', '.join(COMMANDS)}{meant}")
-        return super().resolve_command(ctx, args)
+    def meant(self, ctx: click.Context, typed: str) -> str | None:
+        """A script that is typed where a command should stand is to be run."""
+        return f"samestep run {quote(typed)}" if typed.endswith(".py") else super().meant(ctx, typed)
 
 
 @click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,9 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = samestep.main(arguments, prog_name="samestep", standalone_mode=False)
     except SamestepError as error:
         return _complain(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command, as `samestep` itself
+        click.echo(error.ctx.get_help())
+        return 0
+    except click.MissingParameter as error:
+        return _complain(_missing(error))
     except click.NoSuchOption as error:
-        own = "".join(f"; options of the {what} follow `--`" for what in _with_options_of_its_own(error.ctx))
-        return _complain(f"there is no option {error.option_name}: there are {', '.join(_options(error.ctx))}{own}")
+        return _complain(_no_such_option(error))
     except click.ClickException as error:
         return _complain(error.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -81,6 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _complain(text: str) -> int:
     print(f"samestep: {text}", file=sys.stderr)
     return 2
+
+
+def _missing(error: click.MissingParameter) -> str:
+    """What a command cannot do without, and where its meaning is told."""
+    if error.ctx is None or not isinstance(error.param, click.Argument):
+        return error.format_message()
+    typed, name = error.ctx.command_path, error.param.human_readable_name
+    return f"{name} is missing: type `{typed} {name}`; `{typed} --help` says what it is"
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    """Which options there are, which one may have been meant, and where those of a script belong."""
+    known = _options(error.ctx)
+    near = [name for name in known if name.startswith(error.option_name)]
+    near = near or get_close_matches(error.option_name, known, n=1, cutoff=0.75)  # all begin with dashes
+    own = "".join(f"; options of the {what} follow `--`" for what in _with_options_of_its_own(error.ctx))
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no option {error.option_name}: there are {', '.join(known)}{own}{meant}"
 
 
 def _with_options_of_its_own(ctx: click.Context | None) -> list[str]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from shlex import quote
 
 import click
 from rich.console import Console
@@ -48,18 +49,34 @@ class Wish:
 @click.command("plan")
 @click.argument("target", metavar="MODULE:FUNCTION|RECIPE", required=False)
 @click.argument("arguments", metavar="[-- OPTIONS OF THE FUNCTION]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--global-batch", type=int, help="Samples of one optimizer step, over all ranks.")
-@click.option("--gpus", default="local", show_default=True, help="NAME:COUNT in a node (h100:4), g5, p3, or JSON.")
-@click.option("--nodes", type=int, help="How many such nodes; default: 1, or for `local` those of the SLURM job.")
+@click.option("--global-batch", type=int, metavar="N", help="Samples of one optimizer step, over all ranks.")
+@click.option(
+    "--gpus",
+    default="local",
+    show_default=True,
+    metavar="MACHINES",
+    help="NAME:COUNT in a node, as in h100:4; g5, p3; JSON or a file of it; `local`: what is here.",
+)
+@click.option(
+    "--nodes", type=int, metavar="N", help="How many such nodes; default: 1, or for `local` those of the SLURM job."
+)
 @click.option("--precision", default="auto", show_default=True, type=click.Choice(PRECISIONS), help="As in Run(...).")
-@click.option("--optimizer", default="AdamW", show_default=True, help="Its class in torch.optim.")
+@click.option("--optimizer", default="AdamW", show_default=True, metavar="NAME", help="Its class in torch.optim.")
 @click.option("--channels-last", is_flag=True, help="As in run.wrap(channels_last=True).")
 @click.option(
     "--blocks", multiple=True, metavar="CLASS", help="As in run.wrap(blocks=...), by name; again for another."
 )
-@click.option("--margin", default=CUDA_MARGIN, show_default=True, help="Part of a device's memory to leave free.")
+@click.option(
+    "--margin", default=CUDA_MARGIN, show_default=True, metavar="PART", help="Part of a device's memory to leave free."
+)
 @click.option("--what-if", is_flag=True, help="The choice on 1 to 16 GPUs of several kinds, with speed-up and cost.")
-@click.option("--samples", default=1_000_000, show_default=True, help="For --what-if: samples that GPU-hours are for.")
+@click.option(
+    "--samples",
+    default=1_000_000,
+    show_default=True,
+    metavar="N",
+    help="For --what-if: samples that GPU-hours are for.",
+)
 @click.option("--calibrate", is_flag=True, help="Measure this machine first, and keep that for later estimates.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
@@ -147,10 +164,9 @@ class Traces:
 def _wish(target: str | None, samples: int, typed: dict[str, object]) -> Wish:
     """Check what can be checked before anything is looked at."""
     if target is None or typed["global_batch"] is None:
-        raise PlanError(
-            "a plan needs a function that builds the model, and a global batch: type `samestep plan mylab:build "
-            "--global-batch 256 --gpus h100:4`"
-        )
+        without = "a function that builds the model, and a global batch" if target is None else "a global batch"
+        typed_again = quote(target or "mylab:build")
+        raise PlanError(f"a plan needs {without}: type `samestep plan {typed_again} --global-batch 256 --gpus h100:4`")
     wish = Wish(**typed)  # pyright: ignore[reportArgumentType]  # click checks the options
     check_numbers(wish.global_batch, wish.margin)
     if samples < 1:

@@ -3,6 +3,8 @@
 import ast
 import json
 import shutil
+import sys
+import textwrap
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,13 +13,14 @@ from typing import Unpack
 
 import click
 
+from samestep.cli.group import Group
 from samestep.cli.recipe_options import parse_options
 from samestep.cli.run import Typed
 from samestep.cli.run import command as start
 from samestep.errors import LaunchError
 
 
-@click.group("recipe")
+@click.group("recipe", cls=Group)
 def command() -> None:
     """Scripts that train something real, each short enough to be read in one sitting."""
 
@@ -31,9 +34,10 @@ def list_recipes(as_json: bool) -> None:
         entries = [{"name": name, "shows": _subject(path), "path": str(path)} for name, path in found.items()]
         click.echo(json.dumps(entries, indent=2))
         return
-    width = max(map(len, found))
+    indent = max(map(len, found)) + 2
     for name, path in found.items():
-        click.echo(f"{name:{width}}  {_subject(path)}")
+        click.echo(_hanging(f"{name:{indent}}{_subject(path)}", indent))
+    click.echo("`samestep recipe run NAME` runs one, `samestep recipe copy NAME` puts its script here", err=True)
 
 
 _OF_THE_LAUNCHER = [each for each in start.params if each.name not in ("module", "script")]
@@ -43,6 +47,7 @@ _NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NA
 # It takes what `samestep run` takes, with the name of a recipe where the script would stand.
 @command.command(
     "run",
+    short_help="Run the recipe NAME as ranks, on this machine or on several nodes.",
     params=[*_OF_THE_LAUNCHER, _NAME],
     context_settings=start.context_settings,
     epilog="Options before NAME are those of `samestep run`, options after it the recipe's own. Examples: "
@@ -126,6 +131,13 @@ def _imported(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found[node.module.partition(".")[0]] = None
     return list(found)
+
+
+def _hanging(line: str, indent: int) -> str:
+    """A line folded under its second column where a terminal is narrower; piped on, it stays one."""
+    if not sys.stdout.isatty():
+        return line
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * indent)
 
 
 def _subject(path: Path) -> str:

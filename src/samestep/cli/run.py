@@ -1,10 +1,13 @@
 """`samestep run`: start a script as ranks on this machine, or on several nodes together."""
 
 import io
+import os
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import TypedDict, Unpack
 from uuid import uuid4
 
@@ -22,12 +25,13 @@ from samestep.launch.local import (
     count_cores,
     count_gpus,
     find_place,
+    is_known,
     make_folder,
 )
 from samestep.launch.orphan import name_launcher
 from samestep.launch.probe import probe_bf16
 from samestep.launch.rendezvous import Asked, Rendezvous, choose_rendezvous, host_here, invitation, serve_where_named
-from samestep.launch.stop import Stop, Stopped
+from samestep.launch.stop import Stop, Stopped, keep_exit_code
 from samestep.launch.time_limit import read_time_limit
 from samestep.launch.torchrun import launch
 from samestep.launch.variables import choose_variables
@@ -109,26 +113,26 @@ def command(**typed: Unpack[Typed]) -> int:
     """Start SCRIPT as ranks that train together; the exit code is the first failing rank's."""
     if not typed["script"]:
         raise LaunchError("no script was named: type `samestep run train.py`, or `samestep run -m package.module`")
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a rank's line is shown when it comes, also through a pipe
     limit = None if typed["time_limit"] is None else read_time_limit("--time-limit", typed["time_limit"])
     began = time.time()
     job, cores, gpus = _decide(typed)
     with Stop(_patience(_PATIENCE), _patience(_GRACE) if typed["grace"] is None else typed["grace"]) as stop:
-        if limit is not None:
-            stop.limit(max(0.0, began + limit - time.time()))
-            export({"SAMESTEP_DEADLINE": f"{began + limit:.3f}"})
+        stop.if_deaf = partial(_tell_stopped, stop, job)
         try:
+            if limit is not None:
+                stop.limit(max(0.0, began + limit - time.time()))
+                export({"SAMESTEP_DEADLINE": f"{began + limit:.3f}"})
             variables = choose_variables(job, environment(), cores, gpus, probe_bf16())
             export({**variables.values, **name_launcher()})
             _say(f"samestep: logs in {job.folder / 'logs'}; the ranks get {variables.reason}")
             return launch(job, stop, _say)
         except Stopped as stopped:
-            if stop.time_is_over:  # which stops a launcher without ranks by a signal of its own
-                _say(f"samestep: the time limit of {job.time_limit} is over, and no rank was at work yet")
-                return TIME_IS_OVER
-            _say(f"samestep: stopped by {stopped.sigval.name}; every rank has ended")
-            return 128 + stopped.sigval
+            return _tell_stopped(stop, job, stopped.sigval)
+        finally:
+            keep_exit_code()
 
 
 def _decide(typed: Typed) -> tuple[Job, int, int]:
@@ -159,6 +163,11 @@ def _meet(asked: Asked) -> Rendezvous:
     """Where the launchers meet; what other nodes type, where this one hosts the meeting unasked, is said at once."""
     fresh_id = uuid4().hex
     placed = host_here(asked, fresh_id, lambda: find_place(asked.local_address))
+    if asked.local_address is not None and not is_known(asked.local_address):
+        raise LaunchError(
+            f"--local-addr {asked.local_address} leads nowhere from here: type an address of this machine, under which "
+            "other nodes reach it"
+        )
     rendezvous = serve_where_named(choose_rendezvous(placed, fresh_id), can_serve)
     if rendezvous.hosted_port is not None:
         check_port(rendezvous.hosted_port)
@@ -180,6 +189,26 @@ def _asked(typed: Typed) -> Asked:
         port=typed["port"],
         local_address=typed["local_address"],
     )
+
+
+def _tell_stopped(stop: Stop, job: Job, number: Signals) -> int:
+    """Say what has stopped the launcher; gives the exit code."""
+    if stop.time_is_over:  # which stops a launcher without ranks by a signal of its own
+        _say(f"samestep: the time limit of {job.time_limit} is over, and no rank was at work yet")
+        return TIME_IS_OVER
+    _say(f"samestep: stopped by {number.name}; every rank has ended")
+    return 128 + number
+
+
+def _open_what_is_closed() -> None:
+    """Let a stream that was closed, as by `>&-` or some services, lead nowhere; files would take its number else."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _patience(seconds: int) -> int:

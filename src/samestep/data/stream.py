@@ -146,8 +146,8 @@ class StreamCut(IterableDataset[StreamStep]):
         for number in count():
             mine = self._is_mine(number, worker, workers)
             found, positions, samples = self._take_lanes(lanes, number, keep=mine or number == 0)
-            if number == 0 and samples:  # one that resumes behind its own end still needs something to pad with
-                spare = samples[0], positions[0]
+            if number == 0:  # one that resumes behind its own end, or has none, still needs something to pad with
+                spare = (samples[0], positions[0]) if samples else self._of_others(dataset)
             if mine or (not found and number <= self.start_step):
                 yield self._step(number, positions, samples, None, spare)
             if not found:
@@ -163,6 +163,12 @@ class StreamCut(IterableDataset[StreamStep]):
             positions += places[keep_from : keep_from + len(kept)]
             samples += kept
         return any_found, positions, samples
+
+    def _of_others(self, dataset: Sharded) -> tuple[object, int] | None:
+        """The first record that any shard has, for a rank whose own have none."""
+        records = chain.from_iterable(map(dataset.shard, range(dataset.num_shards)))
+        _, kept = self._take(records, range(1), (0, 1))
+        return (kept[0], 0) if kept else None
 
     def _begin(self) -> Iterator[object]:
         """The stream from where it is read: its beginning, or the start step where it can jump there."""

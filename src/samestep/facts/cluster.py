@@ -41,6 +41,9 @@ def _srun_version() -> str | None:
         asked = subprocess.run(
             [srun, "--version"], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
         )
+    except subprocess.CalledProcessError as error:
+        said = str(error.stderr).strip().splitlines()
+        return f"unknown (srun --version: {said[-1] if said else f'exit code {error.returncode}'})"
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({error})"
     return asked.stdout.strip().removeprefix("slurm ").removeprefix("slurm-wlm ")

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from samestep.errors import LaunchError
 from samestep.facts.world import export
 from samestep.launch.exit_codes import OUT_OF_MEMORY
 from samestep.launch.failure import is_told_to_end
@@ -70,12 +71,19 @@ def _spec(config: "LaunchConfig", arguments: list[str]) -> "WorkerSpec":
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    try:
+        handler = get_rendezvous_handler(meeting)
+    except ValueError as error:
+        raise LaunchError(
+            f"torch does not take --rdzv-conf: {str(error).rstrip('.')}; type whole seconds for a timeout, as in "
+            "--rdzv-conf join_timeout=600"
+        ) from error
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=sys.executable,
         args=tuple(arguments),
-        rdzv_handler=get_rendezvous_handler(meeting),
+        rdzv_handler=handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address,
@@ -119,6 +127,8 @@ def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElas
 
         def _exit_barrier(self) -> None:
             stop.ranks = frozenset()
+            if config.max_nodes == 1:
+                stop.raise_as(None)  # nobody is waited for, and how the ranks ended stands
             super()._exit_barrier()
 
     known = inspect.signature(LocalElasticAgent.__init__).parameters

@@ -53,6 +53,8 @@ class Failure:
     """Its own traceback, or the last lines of its log; may be empty."""
     traceback: bool
     """Whether `said` is a traceback."""
+    shown: bool = False
+    """Whether all that it printed was shown while it ran, just where the report comes."""
 
     @property
     def kind(self) -> Kind:
@@ -120,7 +122,7 @@ def tell(failures: Sequence[Failure], ranks: int, host: str, logs: str, other_no
     if root.kind == "lost" and other_nodes:
         lines.append("  No rank failed by itself here: look for the cause in the logs of the other nodes.")
     lines += ["", f"rank {root.rank} on {host}, {root.ending}{_introduce(root)}"]
-    return "\n".join([*lines, root.said] if root.said else lines)
+    return "\n".join([*lines, root.said] if root.said and not _is_above(root) else lines)
 
 
 def _row(failure: Failure, root: Failure) -> str:
@@ -131,7 +133,14 @@ def _row(failure: Failure, root: Failure) -> str:
     return f"{failure.ending}{', when it lost a peer' if failure.kind == 'lost' else ''}"
 
 
+def _is_above(root: Failure) -> bool:
+    """Whether its words, such as the usage of its script, would stand there twice; a traceback comes last anyway."""
+    return root.shown and not root.traceback
+
+
 def _introduce(root: Failure) -> str:
     if not root.said:
         return "; it printed nothing"
+    if _is_above(root):
+        return "; its last lines are above"
     return ":" if root.traceback else "; its last lines:"

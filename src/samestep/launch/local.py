@@ -118,11 +118,19 @@ def find_place(address: str | None) -> str:
     return f"{host}:{port}"
 
 
+def is_known(host: str) -> bool:
+    """Whether a host's name, or address, leads anywhere from here."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):  # a name such as a..b is no question for the network
+        return False
+
+
 def can_serve(host: str, port: int) -> bool:
     """Whether `host` is an address of this machine at which nobody listens yet; loopback ones are everybody's."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:  # a name that nobody knows here
+    except (OSError, UnicodeError):  # a name that nobody knows here, or that is none
         return False
     for family, kind, protocol, _, address in found:
         if ip_address(str(address[0]).partition("%")[0]).is_loopback:

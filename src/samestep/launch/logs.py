@@ -1,11 +1,14 @@
 """Where each rank's output goes: its own files in the run's folder, and for some ranks the console too."""
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from samestep.errors import LaunchError
 from samestep.launch.job import Show
 from samestep.launch.mirror import Mirror
 
@@ -62,30 +65,54 @@ class Streams:
     """Where a rank may write the exception that ended it."""
 
 
+class AgentLog(logging.FileHandler):
+    """A file for what torch's agent says, of which a disk that is full loses a part, and no more is said of that."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        """Pass over it: logging would print a stack of its own for every record."""
+
+
 class RankLogs:
     """Opens the files of each attempt, and shows the console what was asked for while the ranks write them."""
 
     def __init__(self, folder: Path, show: Show) -> None:
         self.folder = folder
         self.files: dict[int, RankFiles] = {}
+        self._shown: RankFiles | None = None
         self._show: Show = show
         self._mirror: Mirror | None = None
         self._tails: list[TailLog] = []
+
+    def open_agents(self, host: str) -> AgentLog:
+        """The file for what torch's agent says on this host; makes the folder."""
+        with self._writing():
+            self.folder.mkdir(exist_ok=True)
+            return AgentLog(self.folder / f"launcher-{host}.log")
 
     def open(self, envs: Mapping[int, Mapping[str, str]]) -> Streams:
         """Prepare an attempt, whose ranks are given by their variables; an attempt before it is closed."""
         self.close()
         attempt = self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
-        attempt.mkdir(parents=True, exist_ok=True)
         local = {local_rank: RankFiles(attempt, int(env["RANK"])) for local_rank, env in envs.items()}
         self.files = {files.rank: files for files in local.values()}
-        for files in local.values():
-            files.set_aside()
-        return Streams(
-            stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
-            stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
-            error_files={each: str(files.error) for each, files in local.items()},
-        )
+        self._shown = local[0] if self._show == "first" else None
+        with self._writing():
+            attempt.mkdir(parents=True, exist_ok=True)
+            for files in local.values():
+                files.set_aside()
+            return Streams(
+                stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
+                stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
+                error_files={each: str(files.error) for each, files in local.items()},
+            )
+
+    def has_shown(self, rank: int) -> bool:
+        """Whether all that a rank printed stands where the launcher's own words go, and as it is."""
+        files = self._shown
+        if files is None or files.rank != rank:
+            return False
+        printed = [path for path in (files.screen, files.out, files.err) if path.exists()]
+        return printed == [files.screen] or [path for path in printed if path.stat().st_size] == [files.err]
 
     def close(self) -> None:
         """Show what has been written up to now, then stop following."""
@@ -95,6 +122,15 @@ class RankLogs:
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LaunchError(
+                f"what the ranks print cannot be kept in {self.folder} ({error.strerror}): name another --folder"
+            ) from error
 
     def _connect(self, paths: dict[int, Path], console: TextIO, local: dict[int, RankFiles]) -> dict[int, str]:
         """Where one stream of each local rank goes, with those that are shown joined to the console."""

@@ -29,11 +29,14 @@ class LauncherWatch:
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
         self._rank, self._environ = rank, environ
+        self.launched = False
+        """Whether a launcher was found, which kills what does not end."""
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Watch from now on, where there is a launcher to watch; one that is gone already ends this process at once."""
         launcher = find_launcher(self._environ)
+        self.launched = launcher is not None
         if launcher is not None:
             watch = threading.Thread(target=self._watch, args=[launcher], name="samestep launcher watch", daemon=True)
             watch.start()

@@ -1,5 +1,6 @@
 """Stopping by a signal: the first is passed on to the ranks with time to save or end, the second ends them at once."""
 
+import atexit
 import os
 import signal
 import threading
@@ -11,9 +12,11 @@ from typing import Any
 from samestep.launch.processes import adopt_orphans, children, end_children, kill_children, living, signal_all
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_WARNINGS)
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (*_ENDINGS, *_WARNINGS)
 # A cluster may send SIGTERM to the launcher twice for one reason: what follows so soon is the same.
 _ECHO_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
 _Exception = Callable[[str, signal.Signals], BaseException]
 
 
@@ -43,8 +46,11 @@ class Stop:
         self.ended: set[int] = set()
         """Those of them that were killed because another had failed."""
         self._since = self._deadline = 0.0
+        self.if_deaf: Callable[[signal.Signals], int] = _shells_code
+        """Says what ended the launcher, and gives its exit code, where its first thread cannot hear a signal."""
         self._spare: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
+        self._arrivals, self._woken_before = -1, -1
         self._raise: _Exception | None = Stopped
         self._timers: list[threading.Timer] = []
 
@@ -54,6 +60,10 @@ class Stop:
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
+        heard, self._arrivals = os.pipe()
+        os.set_blocking(self._arrivals, False)
+        self._woken_before = signal.set_wakeup_fd(self._arrivals, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=[heard], name="samestep signals", daemon=True).start()
         return self
 
     def __exit__(
@@ -61,6 +71,8 @@ class Stop:
     ) -> None:
         for timer in self._timers:
             timer.cancel()
+        signal.set_wakeup_fd(self._woken_before)
+        os.close(self._arrivals)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         adopt_orphans(False)
@@ -100,6 +112,21 @@ class Stop:
         elif received != signal.SIGTERM or self.received != received or now - self._since > _ECHO_SECONDS:
             kill_children(self._spare)
 
+    def _hear(self, arrivals: int) -> None:
+        """End this process where a signal asks for it and its first thread does not run.
+
+        Python calls a handler between two bytecodes, and torch looks for a host in native code for minutes. With ranks
+        at work that does not happen.
+        """
+        with os.fdopen(arrivals, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                until = time.monotonic() + self.patience
+                while number[0] in _ENDINGS and self.received is None and not self.ranks:
+                    if time.monotonic() > until:
+                        kill_children(self._spare)
+                        os._exit(self.if_deaf(signal.Signals(number[0])))
+                    time.sleep(_LOOK_SECONDS)
+
     def _begin(self, received: signal.Signals, saving: bool) -> None:
         self.received = received
         seconds = self.grace if saving else self.patience
@@ -112,7 +139,7 @@ class Stop:
             raise self._raise(f"received {received.name}", received)
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, act)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), act)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
@@ -123,3 +150,21 @@ class Stop:
             kill_children(self._spare)
         else:  # nobody is there to save anything; perhaps other nodes are waited for
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def keep_exit_code() -> None:
+    """Ignore signals once this process's own code is over: how it ended stands, and to unload torch takes a second.
+
+    Whoever started it can still kill it.
+    """
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        # SIG_IGN, since Python takes functions away before it unloads its modules
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _shells_code(number: signal.Signals) -> int:
+    return 128 + number

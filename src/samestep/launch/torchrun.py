@@ -1,6 +1,7 @@
 """A job run by torch's elastic agent, from the first rank's start to the last process's end."""
 
 import logging
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from samestep.launch.agent import run_agent
 from samestep.launch.exit_codes import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_IS_OVER
 from samestep.launch.failure import Failure, by_cause, is_agents_doing, is_told_to_end, tell
 from samestep.launch.job import Job
+from samestep.launch.local import is_known
 from samestep.launch.logs import RankFiles, RankLogs
 from samestep.launch.stop import Stop, Stopped
 from samestep.launch.traces import last_words, recorded_message
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+_LEAST_BYTES = 4096  # a block: with less no line can be written
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
@@ -33,7 +36,6 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
     success, what a rank meant to outlive it may live on.
     """
     logs = RankLogs(job.folder / "logs", job.show)
-    logs.folder.mkdir(exist_ok=True)
     failures = _run_agent(job, logs, stop, say)
     while any(failure.code == OUT_OF_MEMORY for failure in failures) and stop.received is None:
         job = _halve(job, say)
@@ -53,8 +55,14 @@ def launch(job: Job, stop: Stop, say: Say) -> int:
             "on"
         )
         return TIME_IS_OVER
-    say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))
+    _tell_failures(job, failures, logs, say)
     return by_cause(failures)[0].exit_code
+
+
+def _tell_failures(job: Job, failures: list[Failure], logs: RankLogs, say: Say) -> None:
+    if shutil.disk_usage(logs.folder).free < _LEAST_BYTES:
+        say(f"samestep: the disk of {logs.folder} is full, so what ranks printed last may be lost: make room on it")
+    say(tell(failures, job.processes, socket.gethostname(), str(logs.folder), job.rendezvous.nodes_max > 1))
 
 
 def _halve(job: Job, say: Say) -> Job:
@@ -75,8 +83,7 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    written = logs.folder / f"launcher-{socket.gethostname()}.log"
-    _listen_to_agent(logging.StreamHandler() if job.verbose else logging.FileHandler(written))
+    _listen_to_agent(logging.StreamHandler() if job.verbose else logs.open_agents(socket.gethostname()))
     config = _config(job, _specs(logs, stop, say), stop.patience)
     # torch fills in ${local_rank} as string.Template does; doubling each $ brings the arguments through untouched.
     arguments = [argument.replace("$", "$$") for argument in job.command]
@@ -95,7 +102,7 @@ def _run_agent(job: Job, logs: RankLogs, stop: Stop, say: Say) -> list[Failure]:
         stop.end_leftovers()
         raise Stopped(str(error), error.sigval) from error
     except (RendezvousError, DistError) as error:
-        raise LaunchError(_explain(job, error)) from error
+        raise LaunchError(_explain(job, error, had_met=bool(logs.files))) from error
     finally:
         stop.raise_as(None)
         logs.close()
@@ -182,18 +189,27 @@ def _failure(rank: int, failure: "ProcessFailure", first: float, logs: RankLogs,
         or is_agents_doing(failure.exitcode, failure.timestamp - first),
         said=said,
         traceback=traceback,
+        shown=logs.has_shown(rank),
     )
 
 
-def _explain(job: Job, error: Exception) -> str:
+def _explain(job: Job, error: Exception, had_met: bool) -> str:
     meeting = job.rendezvous
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0].rstrip(".")
+    reason = (str(cause).strip().splitlines() or ["time is over"])[0].rstrip(".")
+    if not is_known(host := meeting.endpoint.rpartition(":")[0].strip("[]")):  # torch tells of time only
+        reason = f"the name {host} leads nowhere from here"
     nodes = (
         meeting.nodes_max if meeting.nodes_min == meeting.nodes_max else f"{meeting.nodes_min} to {meeting.nodes_max}"
     )
+    if had_met:
+        return (
+            f"the launchers of {nodes} node(s) have lost each other at {meeting.endpoint} ({type(error).__name__}: "
+            f"{reason}): the one that ended first tells why; what the ranks here printed is in {job.folder / 'logs'}; "
+            "start all again to go on"
+        )
     return (
         f"the launchers of {nodes} node(s) did not meet at {meeting.endpoint} "
         f"({type(error).__name__}: {reason}): check that --rdzv-endpoint and --rdzv-id are the same on every node and "

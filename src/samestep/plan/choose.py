@@ -13,7 +13,7 @@ from samestep.plan.memory import Memory, Placed, memory
 from samestep.plan.step_time import StepTime, slowness, step_time
 from samestep.plan.strategy import NOTHING_ASKED, Asked, Layout, calls, command, frozen_bytes, frozen_flops, layouts
 from samestep.plan.teacher import Setting, TeacherFacts, placement_cost
-from samestep.units import bytes_text
+from samestep.units import bytes_text, seconds_text
 
 AS_FAST = 1.03
 """Two layouts whose estimates differ by less than this are taken as equally fast."""
@@ -221,7 +221,7 @@ def _lost(candidate: Candidate, best: Candidate, fastest: float) -> str:
         more = "memory" if _asks(candidate)[0] == _asks(best)[0] else "settings"
         return f"{slow}: as fast, with more {more}"
     part, extra = _slowest(candidate, best)
-    return f"{slow}: {part} takes {extra:.3g} s more"
+    return f"{slow}: {part} takes {seconds_text(extra)} more"
 
 
 def _slowest(candidate: Candidate, best: Candidate) -> tuple[str, float]:
@@ -235,9 +235,8 @@ def _won(task: Task, best: Candidate, others: Sequence[Candidate]) -> str:
     used, has = bytes_text(best.memory.total), bytes_text(task.machines.device.memory_free)
     among = "about the fastest" if any(each.time.total < best.time.total for each in others) else "the fastest"
     rest = f"{among} of {len(others) + 1} that fit" if others else "the only one that fits"
-    return (
-        f"{rest}: {best.time.total:.3g} s a step, {used} of {has} free on a device, {task.margin:.0%} left as a margin"
-    )
+    memory = f"{used} of {has} free on a device, {task.margin:.0%} left as a margin"
+    return f"{rest}: {seconds_text(best.time.total)} a step, {memory}"
 
 
 def _told(model: ModelFacts) -> dict[str, object]:

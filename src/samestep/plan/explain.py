@@ -76,14 +76,13 @@ def gpu_hours(plan: Plan, samples: int) -> float | None:
 
 def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     micro = f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-"
-    verdict = f"chosen: {candidate.reason}" if candidate is plan.chosen else candidate.reason
     return (
         candidate.layout.name,
         str(candidate.layout.ranks),
         micro,
         bytes_text(candidate.memory.total),
         seconds_text(candidate.time.total) if candidate.fits else "-",
-        verdict,
+        "chosen" if candidate is plan.chosen else candidate.reason,
     )
 
 

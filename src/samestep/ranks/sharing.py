@@ -19,12 +19,16 @@ class Share:
     """How many ranks compute on the device, itself among them."""
 
 
-def tightest_share(link: Link, act: str, device: torch.device, free: float) -> Share:
-    """What the rank has that has least of what is `free` on its device; a common act of all."""
+def shares(link: Link, act: str, device: torch.device, free: float) -> list[Share]:
+    """What each rank has of what is `free` on its device, by rank; a common act of all."""
     told = [part.tolist() for part in link.exchange(act, [free, float(link.world.node), _mark(device)])]
     sharing = Counter((node, mark) for _, node, mark in told)
-    free, ranks = min((room / sharing[node, mark], sharing[node, mark]) for room, node, mark in told)
-    return Share(int(free), ranks)
+    return [Share(int(room / sharing[node, mark]), sharing[node, mark]) for room, node, mark in told]
+
+
+def tightest_share(link: Link, act: str, device: torch.device, free: float) -> Share:
+    """What the rank has that has least; a common act of all."""
+    return min(shares(link, act, device, free), key=lambda share: (share.free, share.ranks))
 
 
 def _mark(device: torch.device) -> float:

@@ -133,6 +133,7 @@ class RunEngine:
     def end_micro_batches(self, step: Step) -> None:
         """Called when all micro-batches of a step are done, before the optimizer's turn."""
         self.speed.close_forward()
+        _average_again(self.models, step.number)
         _check_learnt(step, self.models, self._link.world.rank, self.said)
         self.speed.settle(self.models, step.number)
         self.steps, self.stepped, self.samples = step.number + 1, self.stepped + 1, self.samples + step.samples
@@ -234,6 +235,11 @@ class RunEngine:
             return
         which = next(at for at, known in enumerate(self._optimizers) if known is optimizer)
         self._own.update({(self.current.number, name): rate for name, rate in _rates(which, optimizer)})
+
+
+def _average_again(models: Sequence[Wrapped], number: int) -> None:
+    for model in models:
+        model.average_again(number)
 
 
 def _check_learnt(step: Step, models: Sequence[Wrapped], rank: int, said: set[str]) -> None:

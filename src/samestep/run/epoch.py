@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from samestep.errors import DataError
+from samestep.log import note
 from samestep.run.step import Step
 
 
@@ -29,3 +30,16 @@ class Epoch:
             )
         self._begun = True
         return self._steps(self.number)
+
+
+def note_if_trained(epoch: int, count: int) -> None:
+    """Say so where nothing is left to train: a finished run that is started again would end without a word."""
+    if epoch and epoch >= count:
+        note(
+            f"epochs({count}): {epoch} are trained already, nothing is left to do; epochs({epoch + 1}) trains one more"
+        )
+
+
+def under_way(epoch: int, step: int) -> int:
+    """The epoch under way at a position: before the first step of one it is still the one before."""
+    return epoch if step else max(0, epoch - 1)

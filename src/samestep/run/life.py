@@ -17,7 +17,8 @@ from samestep.data.ledger import next_generation
 from samestep.errors import GroupError, LogError
 from samestep.facts.world import deadline, environment, folder_was_typed, read_world, refuse_if_looked_at, run_folder
 from samestep.launch.orphan import LauncherWatch
-from samestep.log import Voice
+from samestep.launch.stop import keep_exit_code
+from samestep.log import Voice, notes_to
 from samestep.ranks.link import Link
 from samestep.run.device import choose_device, see_accelerators
 from samestep.run.engine import RunEngine
@@ -76,7 +77,7 @@ class Life:
         self._wished_folder = Path(asked.folder).expanduser() if asked.folder is not None else run_folder()
         self._settled = asked.folder is not None or (self._wished_folder is not None and folder_was_typed())
         self._folder: Path | None = None
-        self._voice = Voice()
+        self._voice, self._notes = Voice(), ExitStack()
         self._preemption: Preemption | None = None
         self._too_large = False
         self._watch = LauncherWatch(self.world.rank, environment())
@@ -112,6 +113,7 @@ class Life:
             if self.world.first:
                 console = open_console(sys.stdout)
                 self.writer = Writer(lambda: open_sinks(self.folder, console, self._voice.warn_once), console)
+            self._notes.enter_context(notes_to(self.say))
             speed = Speed(self.link, see_arithmetic(device, asked.precision, asked.compile), self.say)
             self._engine = RunEngine(self.link, device, self.writer, asked.check_every, speed)
             self._preemption = Preemption(self._engine.pulse.riders, self.say, deadline())
@@ -132,6 +134,8 @@ class Life:
             self.link.close()
             self._watch.stop()
             self._hear_no_more(ending=early is not None)
+            if self._watch.launched:
+                keep_exit_code()
             if early is not None:
                 get_error_handler().record_exception(early)  # for the launcher, which tells what was saved
         except BaseException as error:
@@ -232,6 +236,7 @@ class Life:
             self._preemption.signals.release(ending)
 
     def _close_files(self, status: str, engine: RunEngine | None) -> None:
+        self._notes.close()
         if self.writer is not None:
             self.writer.close(self.summary(status, engine) if self.writer.opened else {})
 

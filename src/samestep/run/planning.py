@@ -23,7 +23,7 @@ from samestep.plan.choose import Plan, plan
 from samestep.ranks.link import Link
 from samestep.ranks.sharing import Share, tightest_share
 from samestep.run.machines import machines_of_ranks
-from samestep.units import bytes_text
+from samestep.units import bytes_text, seconds_text
 from samestep.wrap.precision import Numbers
 from samestep.wrap.wrap import Wish
 
@@ -107,7 +107,7 @@ def tell(compared: dict[str, object]) -> str:
     """What was planned and what came, in one line.
 
     >>> tell({"planned_seconds": 0.2, "actual_seconds": 0.25})
-    'plan: 0.2 s a step were estimated and 0.25 s came (+25%)'
+    'plan: 200 ms a step were estimated and 250 ms came (+25%)'
     """
     parts: list[str] = []
     if "actual_bytes" in compared:
@@ -117,7 +117,8 @@ def tell(compared: dict[str, object]) -> str:
         )
     if "actual_seconds" in compared:
         ahead, came = float(str(compared["planned_seconds"])), float(str(compared["actual_seconds"]))
-        parts.append(f"{ahead:.3g} s a step were estimated and {came:.3g} s came ({came / ahead - 1:+.0%})")
+        times = f"{seconds_text(ahead)} a step were estimated and {seconds_text(came)} came"
+        parts.append(f"{times} ({came / ahead - 1:+.0%})")
     return f"plan: {'; '.join(parts)}" if parts else ""
 
 
@@ -228,7 +229,7 @@ def _tell_choice(made: Plan, chosen: Candidate, fitting: int, counted: bool) -> 
     cut = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     return (
         f"plan: {chosen.layout.name}, global batch {made.task.global_batch} as {cut} ({used} of {has} free on a "
-        f"device, {chosen.time.total:.3g} s a step by estimate; of {fitting} that fit the simplest that is "
+        f"device, {seconds_text(chosen.time.total)} a step by estimate; of {fitting} that fit the simplest that is "
         "about the fastest)"
     )
 

@@ -22,7 +22,7 @@ from samestep.plan import batch as plan_batch
 from samestep.plan.batch import Cut, Pass
 from samestep.run.account import Account
 from samestep.run.engine import RunEngine
-from samestep.run.epoch import Epoch
+from samestep.run.epoch import Epoch, note_if_trained, under_way
 from samestep.run.step import MicroBatch, Step, StepPlace
 from samestep.run.terms import Terms
 
@@ -67,6 +67,7 @@ class Shard:
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """Epochs from where this shard stands up to `count` in all; a resumed one goes on at its next step."""
+        note_if_trained(self._epoch, count)
         self._engine.expect(count * self._cut.steps, self._epoch * self._cut.steps + self._step)
         while self._epoch < count:
             number = self._engine.epoch = self._epoch
@@ -119,6 +120,7 @@ class Shard:
                     f"already seen would not be the same; {remedy}"
                 )
         self._epoch, self._step = state["epoch"], state["step"]
+        self._engine.epoch = under_way(self._epoch, self._step)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of an epoch from where this shard stands."""

@@ -1,7 +1,8 @@
 """One optimizer step: this rank's micro-batches of the global batch, and the mean over all of it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -30,10 +31,22 @@ class MicroBatch:
     full: bool
     """Whether no row is padding, so that nothing need be weighed."""
 
+    _seeds: Counter[int] = field(default_factory=Counter[int], init=False)
+
     @cached_property
     def keys(self) -> torch.Tensor:
         """One 64-bit key a row, from (seed, epoch, sample): the source of its luck."""
         return self.make_keys()
+
+    def next_seed(self, row: int, draws: int) -> int:
+        """A new seed for one row's sample, after so many draws for all rows.
+
+        Counted for each row by itself: how many others stand before it is a matter of the layout.
+        """
+        self._seeds[row % len(self.keys)] += 1
+        draw = draws + self._seeds[row % len(self.keys)]
+        # every bit of both reaches the lower 32 that torch uses
+        return key64(int(self.keys[row]), draw) % (1 << 63)
 
 
 @dataclass(frozen=True)
@@ -207,7 +220,7 @@ class Step:
         self._engine.loss_known()
         detached = value.detach()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
-        return self._scaled(value)
+        return self._handed_out(value)
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar whose gradient, averaged over ranks and added over micro-batches, is that of the global sum."""
@@ -216,7 +229,7 @@ class Step:
         weighted, _ = self._weigh(losses, mask)
         value = weighted.sum() * self._engine.size
         self._engine.loss_known()
-        return self._scaled(value)
+        return self._handed_out(value)
 
     def finite(self) -> bool:
         """Whether this step's gradients are finite, the same answer on every rank; a warning tells where they are not.
@@ -237,11 +250,12 @@ class Step:
 
     def rng(self, row: int) -> torch.Generator:
         """A generator on the CPU for one row's sample, for what `random` and `normal` cannot draw."""
-        # every bit of both reaches the lower 32 that torch uses
-        return torch.Generator().manual_seed(key64(int(self._micro().keys[row]), self._next_draw()) % (1 << 63))
+        return torch.Generator().manual_seed(self._micro().next_seed(row, self._draws))
 
-    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
+    def _handed_out(self, value: torch.Tensor) -> torch.Tensor:
         scale = self._engine.loss_scale
+        if value.requires_grad and (len(self) > 1 or scale != 1.0):
+            value.register_hook(partial(_check_in_time, self))
         return value if scale == 1.0 else value * scale
 
     def _next_draw(self) -> int:
@@ -301,6 +315,15 @@ class Step:
             )
         self._loss_factor = self.samples / _positive(self._engine.total(self._masked_count), self.number)
         self._engine.scale_gradients(self._loss_factor)
+
+
+def _check_in_time(step: Step, _: torch.Tensor) -> None:
+    """Raise where a loss is learnt from when its step is settled: masked means and loss scales would be left out."""
+    if step.done:
+        raise StepError(
+            f"backward() of a loss of step {step.number} came after the loop over its {len(step)} micro-batch(es), "
+            "where gradients are complete: call it inside the loop, for every micro-batch"
+        )
 
 
 def _check_losses(losses: torch.Tensor, mask: torch.Tensor | None, rows: int) -> None:

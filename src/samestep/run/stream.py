@@ -19,7 +19,7 @@ from samestep.data.worker_signals import Shield, held_back
 from samestep.errors import DataError, StateError
 from samestep.plan.batch import Cut
 from samestep.run.account import Account
-from samestep.run.epoch import Epoch
+from samestep.run.epoch import Epoch, note_if_trained, under_way
 from samestep.run.step import MicroBatch, Step, StepPlace
 from samestep.run.terms import Terms
 
@@ -54,15 +54,17 @@ class Stream:
         self._source, self._terms, self._engine, self._account = source, terms, terms.engine, account
         self._epoch = self._step = self._number = 0
         self._place: object = None
+        self._ended = False
         self._spare: list[object] = []
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """Passes over the stream from where this one stands up to `count` in all."""
+        note_if_trained(self._epoch, count)
         while self._epoch < count:
             number = self._engine.epoch = self._epoch
             yield Epoch(number, self.steps, None)
             if self._epoch == number:  # the loop over its steps was left early
-                self._epoch, self._step, self._place = number + 1, 0, None
+                self._begin_epoch(number + 1)
 
     def __iter__(self) -> Iterator[Any]:
         """Everything once, in batches of this rank; not for sharded models, whose ranks need equally many batches."""
@@ -87,6 +89,7 @@ class Stream:
             "seed": self._terms.seed,
             "global_batch": self._terms.global_batch,
             "stream": self._place,
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -98,15 +101,17 @@ class Stream:
                     f"already seen would not be the same; pass Run({name}={state.get(name)})"
                 )
         self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
-        self._place = state.get("stream")
+        self._place, self._ended = state.get("stream"), bool(state.get("ended"))
+        self._engine.epoch = under_way(self._epoch, self._step)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of one pass from where this stream stands; it ends on all ranks together."""
         self._engine.trained.add(self)
         if self._account:
             self._account.begin(epoch, self._step)
-        for part, count, largest in self._together(self._read(epoch, self._step, self._place, self._source.drop_tail)):
-            micro_batches = list(self._micro_batches(part, count, largest, epoch))
+        parts = iter(()) if self._ended else self._read(epoch, self._step, self._place, self._source.drop_tail)
+        for part, count, largest in self._together(parts):
+            micro_batches = list(self._micro_batches(part, largest, epoch))
             place = StepPlace(self._number, self._step, epoch, count, len(micro_batches))
             step = Step(place, iter(micro_batches), self._engine, partial(self._count, place, part))
             yield from self._engine.hand_out(step)
@@ -114,7 +119,10 @@ class Stream:
             self._engine.end_step(step)
         if not self._step:
             raise DataError(_tell_nothing(self._source))
-        self._epoch, self._step, self._place = epoch + 1, 0, None
+        self._begin_epoch(epoch + 1)
+
+    def _begin_epoch(self, number: int) -> None:
+        self._epoch, self._step, self._place, self._ended = number, 0, None, False
 
     def _count(self, place: StepPlace, part: StreamStep) -> None:
         """Stand behind a step whose samples have been learnt from, and write that down."""
@@ -125,6 +133,8 @@ class Stream:
 
     def _stand_behind(self, place: StepPlace, part: StreamStep) -> None:
         self._step, self._number, self._place = place.index + 1, place.number + 1, part.state
+        # one that was read to its end may tell that it stands at its beginning again
+        self._ended = part.count is not None and part.count < self._terms.global_batch
 
     def _read(self, epoch: int, first: int, state: object, drop_tail: bool) -> Iterator[StreamStep]:
         source, terms = self._source, self._terms
@@ -158,16 +168,11 @@ class Stream:
                 return
             yield part, sum(counts), max(counts)
 
-    def _micro_batches(self, part: StreamStep, count: int, largest: int, epoch: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, part: StreamStep, largest: int, epoch: int) -> Iterator[MicroBatch]:
         """Equally many of equal shape on every rank; one with too few samples repeats a sample without weight."""
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
         self._spare = samples[-1:] or ([part.pad] if part.pad is not None else self._spare)
-        if not self._spare:
-            raise DataError(
-                f"rank {self._terms.world.rank} has no sample at all in the first step of {count}: the stream is "
-                "smaller than the "
-                f"{self._terms.world.size} ranks; use fewer ranks"
-            )
+        assert self._spare  # a step has a sample on some rank, and a rank without any is given one of theirs
         cut = Cut(largest, largest, 0, 1, self._source.micro_batch)
         collate, fewest = self._source.collate or default_collate, self._engine.fewest_rows
         for rows in cut.micro_batches(0):

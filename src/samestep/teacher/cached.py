@@ -40,7 +40,7 @@ class Cached:
 
     def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
         self._ground, self._frozen, self._wish = ground, frozen, wish
-        self._folder = Path(str(ground.once(Path(wish.cache or ground.folder / _FOLDER).absolute)))
+        self._folder = Path(str(ground.once(Path(wish.cache or ground.folder / _FOLDER).expanduser().absolute)))
         ground.once(_claim, self._folder, _about(frozen, wish))
         self._writer, self._reader = RowWriter(self._folder, ground.link.world.rank), RowReader(self._folder)
         together(ground.link, "reading the teacher's cache", self._reader.refresh)

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import TeacherError
@@ -20,6 +21,8 @@ Unused = Callable[[list[str], Collection[str]], Collection[str]]
 SHOWN: Final = 5
 """How many names a message shows."""
 _DRAWS: Final = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
+# Where torch has the hooks of its old ways to normalise a weight, by their module: they may go in a later version.
+_NORMS: Final = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 _MISSING: Final = "name(s) of the module are not in the file"
 _EXTRA: Final = "name(s) of the file are not in the module"
 _JOINED: Final = (
@@ -167,10 +170,15 @@ class _LeaveEmpty(TorchFunctionMode):
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are plain attributes, which torch neither saves nor moves."""
+    """Tensors that are plain attributes, which torch neither saves nor moves.
+
+    Not those that weight_norm and spectral_norm compute anew before each call.
+    """
     for path, part in module.named_modules():
+        hooks: list[Any] = list(part._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
+        anew = {hook.name for hook in hooks if type(hook).__module__ in _NORMS}
         for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name not in anew:
                 yield f"{path}.{name}" if path else name, value
 
 
@@ -186,6 +194,11 @@ def _skeleton(build: Build) -> tuple[nn.Module, object]:
         """What a module keeps instead of a parameter that it is given."""
         if parameter.is_meta:
             return None  # ties depend on it staying the same object
+        if is_lazy(parameter):
+            raise TeacherError(
+                f"build() makes a {type(module).__name__}, whose {name!r} has no shape before the first call: give it "
+                "its size, as in nn.Linear(8, 16) for nn.LazyLinear(16)"
+            )
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     hook = register_module_parameter_registration_hook(without_memory)  # pyright: ignore[reportArgumentType]  # the stub asks for more than is needed

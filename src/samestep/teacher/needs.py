@@ -104,7 +104,7 @@ def _count(frozen: Frozen, wish: Wish, module: nn.Module) -> _Sample:
         with without_memory(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
             state = _without_values(frozen, wish, module)
             given = tree_map_only(torch.Tensor, _shape, (args, kwargs))
-            outputs = functional_call(module, state, *given)
+            outputs = functional_call(module, state, *given, tie_weights=False)
             few = compressed(outputs, wish.top_k, wish.temperature)
     except SamestepError:  # of top_k, which says what it wants
         raise
@@ -129,13 +129,18 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
 
 
 def _without_values(frozen: Frozen, wish: Wish, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer as a shape, in the dtype that it will have; of tied ones the first, for all."""
+    """Every parameter and buffer as a shape, in the dtype that it will have; tied ones under each of their names.
+
+    A layer that stands in several places comes once: what torch had replaced in it twice it could not put back.
+    """
     saved = set(frozen.saved())
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {
-        name: torch.empty(tensor.shape, dtype=frozen.dtype(name, wish.dtype) if name in saved else tensor.dtype)
-        for name, tensor in named
-    }
+    found: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        for name, tensor in ((f"{path}.{leaf}" if path else leaf, tensor) for leaf, tensor in own):
+            dtype = frozen.dtype(name, wish.dtype) if name in saved else tensor.dtype
+            found[name] = torch.empty(tensor.shape, dtype=dtype)
+    return found
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """Inputs and outputs of a teacher taken apart into plain tensors, to be sent or kept, and put together again."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
 
 from samestep.errors import TeacherError
 from samestep.nn.distill import TopK, top_k
+from samestep.teacher.carry import with_fields, with_items
 from samestep.teacher.output_class import (
     is_structure,
     make_mapping,
@@ -53,12 +54,11 @@ def compressed(outputs: Any, k: int | None, temperature: float) -> object:
 
 def _with_logits(outputs: Any, few: TopK) -> object:
     """The same outputs, of the same class, with these logits."""
-    kind: Any = type(outputs)
-    if is_dataclass(kind):
-        return replace(outputs, logits=few)
+    if isinstance(outputs, Mapping):
+        return with_items(outputs, {**outputs, "logits": few})
     if isinstance(outputs, tuple):
         return outputs._replace(logits=few)  # pyright: ignore[reportAttributeAccessIssue]  # a named one: it has logits
-    return kind({**outputs, "logits": few})
+    return with_fields(outputs, {"logits": few})
 
 
 def _form(tree: object, what: str, tensors: list[torch.Tensor]) -> Form:

@@ -12,6 +12,7 @@ import torch
 
 from samestep.errors import TeacherError
 from samestep.facts.cgroup import read_limits
+from samestep.ranks.link import Link
 from samestep.teacher.frozen import Frozen
 from samestep.teacher.ground import Ground
 from samestep.teacher.together import together
@@ -19,6 +20,7 @@ from samestep.units import bytes_text
 
 _ALIGNMENT: Final = 64  # what vector instructions and DMA like
 _BREATH: Final = 1 << 30  # bytes of source that are converted before their mapping is given back
+_COPYING: Final = "copying the teacher into shared memory"
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def share_memory(ground: Ground, frozen: Frozen, dtype: torch.dtype | None, writ
 
     try:
         path = str(ground.once(reserve, per="node"))
-        mine = _part(layout, total, link.world.local_rank, link.world.local_size)
-        together(link, "copying the teacher into shared memory", _fill, frozen, dtype, mine, path, total)
+        mine = _part(layout, total, *_turn(link))
+        together(link, _COPYING, _fill, frozen, dtype, mine, path, total)
         memory = together(link, "mapping the shared teacher", _map, path, total, writable)
     finally:
         for close in keep:
@@ -89,6 +91,15 @@ def _lay_out(frozen: Frozen, dtype: torch.dtype | None) -> tuple[dict[str, int],
         starts[name] = at
         at += aligned(frozen.bytes_of(name, dtype))
     return starts, max(at, 1)
+
+
+def _turn(link: Link) -> tuple[int, int]:
+    """Which this rank is of how many on its node; a common act of all ranks.
+
+    Its local rank would not do: that is 0 on each of them where every rank is given a GPU of its own by hand.
+    """
+    nodes = [int(part[0]) for part in link.exchange(_COPYING, [float(link.world.node)])]
+    return nodes[: link.world.rank].count(link.world.node), nodes.count(link.world.node)
 
 
 def _part(layout: dict[str, int], total: int, rank: int, ranks: int) -> dict[str, int]:

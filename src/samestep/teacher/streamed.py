@@ -101,7 +101,8 @@ class Streamed:
         """Let a block stream from now on."""
         number = len(self._blocks)
         self._blocks.append(block)
-        block.module.register_forward_pre_hook(partial(self._enter, number))
+        # first of all hooks: those of a block itself may look at its weights, as that of weight_norm does
+        block.module.register_forward_pre_hook(partial(self._enter, number), prepend=True)
         block.module.register_forward_hook(partial(self._leave, number), always_call=True)
 
     def _enter(self, number: int, *_: object) -> None:

@@ -32,6 +32,7 @@ class Student(nn.Module):
         super().__init__()
         from transformers import AutoConfig
 
+        folder = Path(folder).expanduser()
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_config(folder, config)
         self.teacher_width, deep = int(config.hidden_size), int(config.num_hidden_layers)

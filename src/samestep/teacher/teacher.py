@@ -98,7 +98,10 @@ class Teacher:
         return self._placed
 
     def close(self) -> None:
-        """Give back memory, threads and processes; the run does it at its end."""
+        """Give back memory, threads and processes; the run does it at its end.
+
+        Before that only where no rank will ask again: the one that serves a teacher ends it for all.
+        """
         placed, self._placed = self._placed, None
         if placed is not None:
             placed.close()
@@ -178,7 +181,7 @@ def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -
             f"that makes it, e.g. build=lambda: {type(build).__name__}(...)"
         )
     if isinstance(build, str | Path):
-        folder = Path(build).absolute()
+        folder = Path(build).expanduser().absolute()
         if not folder.exists():
             raise TeacherError(
                 f"run.teacher({str(build)!r}): there is no such folder here, and nothing is downloaded; give the "

@@ -109,7 +109,7 @@ def open_weights(path: str | Path) -> Weights:
 
     A name that several shards hold, a shard that is missing or cut off, a file that is none: TeacherError.
     """
-    place = Path(path).absolute()
+    place = Path(path).expanduser().absolute()
     if place.is_dir():
         place = _in_folder(place)
     elif place.match("rank-*.safetensors"):
@@ -241,7 +241,7 @@ def _reading(path: Path) -> Generator[None]:
             f"{path} holds more than tensors, a {held[1]} among it, and nothing but tensors is read: write it with "
             "torch.save(model.state_dict(), path)"
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except Exception as error:  # an unpickler that is given something else may raise anything
         raise TeacherError(_unreadable(path, size, error)) from error
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from samestep.errors import TeacherError
+from samestep.ranks.sharing import Share, shares
 from samestep.teacher.carry import carry
 from samestep.teacher.frozen import Frozen, settle
 from samestep.teacher.ground import Ground, Placed, Wish
@@ -39,16 +40,17 @@ class Whole:
 
 def place_on_device(ground: Ground, frozen: Frozen, wish: Wish) -> Placed:
     """A full copy on each rank's device."""
-    size = frozen.bytes_in(wish.dtype)
+    size, act = frozen.bytes_in(wish.dtype), "loading the teacher"
+    share = shares(ground.link, act, ground.device, float(device_room(ground.device)))[ground.link.world.rank]
 
     def load() -> nn.Module:
         """A copy, where there is room for it."""
-        _refuse_too_large(ground, size)
+        _refuse_too_large(ground.device, size, share)
         module = frozen.load(ground.device, wish.dtype)
         frozen.weights.release()
         return module
 
-    module = together(ground.link, "loading the teacher", load)
+    module = together(ground.link, act, load)
     return Whole(ground, module, ground.device, f"gpu: a copy of {bytes_text(size)} on {ground.device} for each rank")
 
 
@@ -92,12 +94,10 @@ def _bring(module: nn.Module, device: torch.device, home: torch.device) -> None:
     module.register_forward_hook(back)
 
 
-def _refuse_too_large(ground: Ground, size: int) -> None:
-    room, device, local = device_room(ground.device), ground.device, ground.link.world.local_size
-    seats = torch.cuda.device_count() if device.type == "cuda" else 1
-    copies = -(-local // max(1, seats))  # ranks that share this device
-    if size * copies > room:
+def _refuse_too_large(device: torch.device, size: int, share: Share) -> None:
+    if size > share.free:
         raise TeacherError(
-            f"placement='gpu' needs {bytes_text(size)} on {device} for each of {copies} rank(s) there and "
-            f"{bytes_text(room)} are free: use placement='sharded' or 'offload' (on the CPU 'cpu'), or a smaller dtype="
+            f"placement='gpu' needs {bytes_text(size)} on {device} for each of {share.ranks} rank(s) there and "
+            f"{bytes_text(share.free * share.ranks)} are free: use placement='sharded' or 'offload' (on the CPU "
+            "'cpu'), or a smaller dtype="
         )

@@ -1,6 +1,7 @@
 """FSDP2: weights, gradients and optimizer state sharded over the ranks, block by block."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,20 @@ class Sharding:
     """Keep gathered weights from the forward to the backward pass: gathered once, but all of them held."""
 
 
+def check_dimensions(model: nn.Module) -> None:
+    """Raise where a parameter has no dimension along which ranks could share it."""
+    left = {p for part in frozen_parts(model).values() for p in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 and parameter not in left:
+            raise WrapError(
+                f"parameter {name!r} is a number without a dimension, and FSDP cuts every parameter along its first: "
+                "give it the shape (1,), as in nn.Parameter(torch.ones(1)), or use strategy='ddp'"
+            )
+
+
 def shard_model(model: nn.Module, world: World, device: torch.device, sharding: Sharding) -> None:
     """Shard `model` in place; the first rank's weights must already stand on every rank."""
+    check_dimensions(model)
     mesh = _mesh(world, device, sharding.hybrid)
     fp32 = torch.float32 if sharding.dtype else None
     policy = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32)
@@ -43,9 +56,9 @@ def shard_model(model: nn.Module, world: World, device: torch.device, sharding: 
     blocks = find_blocks(model, sharding.blocks)
     for part in blocks if sharding.compile else ():
         part.compile()
-    back = _give_back(sharding)
+    back, places = _give_back(sharding), _places(model)
     for block in blocks:
-        if any(p.requires_grad for p in block.parameters()):
+        if _stands_alone(block, places):
             fully_shard(
                 block,
                 mesh=mesh,
@@ -56,6 +69,17 @@ def shard_model(model: nn.Module, world: World, device: torch.device, sharding: 
             )
     whole = MixedPrecisionPolicy(param_dtype=sharding.dtype, reduce_dtype=fp32, output_dtype=fp32)  # losses in fp32
     send_unused_as_zeros(fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=offload, ignored_params=ignored))
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """In how many of its submodules each parameter stands, by id: tied weights stand in several."""
+    return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+
+
+def _stands_alone(block: nn.Module, places: Mapping[int, int]) -> bool:
+    """Whether a block trains, and no weight of it is tied to one outside: those must be gathered together."""
+    trains = any(parameter.requires_grad for parameter in block.parameters())
+    return trains and all(places[parameter] == here for parameter, here in _places(block).items())
 
 
 def _give_back(sharding: Sharding) -> bool | None:

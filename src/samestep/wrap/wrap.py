@@ -17,7 +17,7 @@ from samestep.torch_private import leave_to_their_own, without_buffer_broadcast
 from samestep.wrap.batchnorm import learning, unsynchronised
 from samestep.wrap.fingerprint import check_alike
 from samestep.wrap.frozen import frozen_names, frozen_parts, keep_frozen_in_eval
-from samestep.wrap.fsdp import Sharding, find_blocks, shard_model
+from samestep.wrap.fsdp import Sharding, check_dimensions, find_blocks, shard_model
 from samestep.wrap.precision import Numbers, check_weights, compute_in, use_channels_last
 from samestep.wrap.recompute import recompute_blocks
 from samestep.wrap.sync_batchnorm import over_all_ranks
@@ -92,6 +92,8 @@ def _tell_lone_wish(model: nn.Module, wish: Wish, say: Callable[[str], None]) ->
     if wish.strategy in (None, "single"):
         return
     find_blocks(model, wish.blocks)
+    if wish.strategy in _SHARDED:
+        check_dimensions(model)
     say(f"strategy: single (on one rank {wish.strategy!r} has nothing to share)")
 
 
@@ -142,6 +144,7 @@ def _make_keys(*_: object) -> None:
 
 def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, nn.Module]) -> DistributedDataParallel:
     leave_to_their_own(model, frozen_names(model, parts))
+    _part_sparse_gradients(model)
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -150,6 +153,16 @@ def _join(model: nn.Module, device: torch.device, wish: Wish, parts: dict[str, n
         gradient_as_bucket_view=True,
         **without_buffer_broadcast(),  # pyright: ignore[reportArgumentType]  # one option, by the name this torch has
     )
+
+
+def _part_sparse_gradients(model: nn.Module) -> None:
+    """Give sparse gradients values of their own, since DDP divides them in place.
+
+    Torch lets them share those of the output's gradient, from which layers further back may still have to learn.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            module.weight.register_hook(torch.Tensor.clone)
 
 
 def _time_search(joined: DistributedDataParallel, core: nn.Module, wish: Wish, say: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,39 @@ from samestep.wrap.unused import Use, explain
 _SHOWN = 6
 
 
+class Passes:
+    """Whether a DDP model had two backward passes after one forward pass: it sends the gradients of the first alone."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._again = False
+        # What received gradients since the last forward pass. Held no longer than a step: the hooks that fill it live
+        # as long as the parameters themselves.
+        self._seen: list[torch.Tensor] = []
+        model.register_forward_pre_hook(self._begin_forward)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # called for every parameter at every step: this one runs no line of Python
+                parameter.register_post_accumulate_grad_hook(self._seen.append)
+
+    def begin(self) -> None:
+        """Forget the micro-batches before, whose gradients are not sent."""
+        self._seen.clear()
+        self._again = False
+
+    def end(self) -> bool:
+        """Whether it was so in the micro-batch that is over."""
+        self._look()
+        return self._again
+
+    def _begin_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():  # else DDP takes no note of it either
+            self._look()
+
+    def _look(self) -> None:
+        self._again = self._again or len(self._seen) > len(set(map(id, self._seen)))
+        self._seen.clear()
+
+
 class Wrapped:
     """The user's module (`inner`), the callable that trains it (`model`), and the watch over both."""
 
@@ -24,6 +58,7 @@ class Wrapped:
         self.norms = learning(inner)
         """BatchNorm layers that learn statistics from what goes through."""
         self._use = use
+        self._passes = Passes(model) if isinstance(model, DistributedDataParallel) else None
         self._known = {id(p): p.requires_grad for p in inner.parameters()}
         self._names = {id(p): name for name, p in inner.named_parameters()}
 
@@ -36,6 +71,8 @@ class Wrapped:
         """Let gradients travel in the coming backward pass, or keep them here."""
         if self._use is not None and last:
             self._use.begin()
+        if self._passes is not None and last:
+            self._passes.begin()
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = last
         elif isinstance(self.inner, FSDPModule):
@@ -82,6 +119,23 @@ class Wrapped:
         grads = [gradient for gradient in grads if gradient.numel()] or [torch.zeros(1, device=grads[0].device)]
         norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in grads])
         return norms.isfinite().all()
+
+    def average_again(self, number: int) -> None:
+        """Average the gradients over the ranks where DDP has left some out; every rank has had the same passes.
+
+        It has sent those of the first backward pass after a forward pass. What a second one adds stays on its rank;
+        what was averaged is the same on all, so the average of both is the average of all.
+        """
+        if self._passes is None or not self._passes.end():
+            return
+        if self._use is None:
+            raise WrapError(
+                f"step {number} had a second backward pass after one forward pass: DDP sends the gradients of the "
+                "first alone, and with unused='allow' ranks do not know which others have any; add the losses up and "
+                "call backward() once"
+            )
+        for gradient in self.gradients():
+            dist.all_reduce(gradient.div_(dist.get_world_size()))
 
     def check_use(self, number: int, samples: Sequence[int], rank: int) -> bool:
         """Raise where the step left parameters unused; whether it used any, as far as that is watched."""
