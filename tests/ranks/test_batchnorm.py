@@ -233,6 +233,7 @@ def test_micro_batches_of_one_rank_are_not_filled_up_either(ranks):
     assert given == []
 
 
+@pytest.mark.slow
 def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
     by_rank = ranks(4, train, images, IMAGES[:10], 4)
     assert [rows for rows, *_ in by_rank] == [[1, 1, 1]] * 4

@@ -110,6 +110,7 @@ def test_searching_for_unused_parameters_makes_the_result_depend_on_the_number_o
     assert float((one - two).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_conditioning_dropout_learns_the_same_on_any_number_of_ranks(ranks):
     stepped, one, _ = ranks(1, train, Blending)[0]
     assert stepped == 15

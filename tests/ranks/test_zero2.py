@@ -45,6 +45,7 @@ def train(strategy, offload=False):
         return {name: whole(value) for name, value in model.state_dict().items()}, accuracies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_zero2_learns_what_one_rank_learns(ranks, offload):
     ((expected, accuracies),) = ranks(1, train, None)

@@ -13,6 +13,7 @@ def _torch_keeps_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
 
 
+@pytest.mark.slow
 def test_the_cpu_is_measured():
     said = []
     found = calibrate(torch.device("cpu"), said.append)
@@ -27,6 +28,7 @@ def test_the_cpu_is_measured():
     assert said == ["matrix products", "copies"]
 
 
+@pytest.mark.slow
 def test_products_in_fp32_are_left_as_they_were():
     before = torch.get_float32_matmul_precision()
     calibrate(torch.device("cpu"))

@@ -105,7 +105,7 @@ def test_together_they_take_about_as_long_as_the_step():
     facts = trace_model(build, precision="fp32", target="cpu")
     model, batch = build()
     told, came = [], []
-    for _ in range(4):  # the least of several: others may compute at the same time
+    for _ in range(30):  # the least of several, and of more while others that compute at the same time are in the way
         timed = time_model(facts, build, machines_of("cpu:1"), CPU, 256, FP32).timed
         assert timed is not None
         assert [samples for samples, _ in timed.points] == [128, 256]
@@ -114,6 +114,8 @@ def test_together_they_take_about_as_long_as_the_step():
             since = time.perf_counter()
             model(batch).sum().backward()
             came.append(time.perf_counter() - since)
+        if len(told) >= 4 and min(came) / 3 < min(told) < 3 * min(came):
+            break
     assert min(came) / 3 < min(told) < 3 * min(came)
 
 
