@@ -46,7 +46,7 @@ def measure(folder: Path, megabytes: int, rounds: int, device: torch.device) -> 
     found: dict[str, list[tuple[float, float]]] = {}
     with Run(global_batch=1, folder=folder / "logs") as run:
         model, optimizer = build(megabytes, device)
-        checkpoint = run.restore(folder / "ours", keep=1, model=model, optimizer=optimizer)
+        checkpoint = run.checkpoint(folder / "ours", keep=1, model=model, optimizer=optimizer)
 
         def ours() -> Callable[[], object]:
             checkpoint.save()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from samestep.data.audit import audit
-from samestep.data.ledger import RECORD, Description, Kind, LedgerWriter, check_bytes
+from samestep.data.ledger import RECORD, Kind, LedgerWriter, ShardDescription, check_bytes
 
 STEP_SECONDS = 1e-3
 STEPS = 100
@@ -50,7 +50,7 @@ def records_alone(writer: LedgerWriter) -> float:
 
 
 def measure_writing(folder: Path) -> bool:
-    description = Description(n=10**9, seed=0, shuffle=True, global_batch=256)
+    description = ShardDescription(n=10**9, seed=0, shuffle=True, global_batch=256)
     writer = LedgerWriter(folder, "train", description, rank=0, size=1, generation=0)
     pairs = [(steps(None, 0), steps(writer, STEPS * number)) for number in range(ROUNDS)]
     ratio = statistics.median(recorded / bare for bare, recorded in pairs) - 1
@@ -62,7 +62,7 @@ def measure_writing(folder: Path) -> bool:
 
 
 def measure_audit(folder: Path, n: int = 10**9, global_batch: int = 8192, size: int = 64) -> None:
-    description = Description(n=n, seed=0, shuffle=True, global_batch=global_batch)
+    description = ShardDescription(n=n, seed=0, shuffle=True, global_batch=global_batch)
     share, number = global_batch // size, -(-n // global_batch)
     for rank in range(size):
         writer = LedgerWriter(folder, "large", description, rank=rank, size=size, generation=0)

@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--case NAME ...] [--json FILE]        on a machine with a GPU
     python benchmarks/memory.py --predict-only [--case NAME ...]       anywhere
 
-Every case is traced by `samestep.measure.trace` in a process that sees no GPU, and trained for some steps through
+Every case is traced by `samestep.planner.trace` in a process that sees no GPU, and trained for some steps through
 `Run`, `run.wrap` and `run.shard` on one rank; the peak is torch's `max_memory_allocated` over steady steps. Beside it
 stand `accelerate estimate-memory` (its own function) and DeepSpeed's ZeRO-2 estimate on one GPU (its formula, written
 out here: 20 bytes a parameter), which leave activations out. Only the memory is compared; times are for the record.
@@ -338,14 +338,14 @@ class Rows:
 
 
 def recomputed_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    from samestep.measure.parts import recomputable
+    from samestep.planner.model_parts import recomputable
 
     return recomputable(model, ())
 
 
 def predict(case: Case) -> dict[str, object]:
     """Trace the case."""
-    from samestep.measure.trace import trace_model
+    from samestep.planner.trace import trace_model
 
     torch.set_num_threads(1)
     began, began_cpu = time.monotonic(), time.process_time()
@@ -392,10 +392,10 @@ def measure(case: Case) -> dict[str, float]:
         with torch.device(run.device):
             model, batch, loss = WORKLOADS[case.workload](2)
         again = recomputed_classes(model) if case.recompute else ()
-        model = run.wrap(model, checkpoint=again, channels_last=case.workload in CHANNELS_LAST)
+        model = run.wrap(model, activation_checkpointing=again, channels_last=case.workload in CHANNELS_LAST)
         optimizer = make_optimizer(case.optimizer, model.parameters())
         rows = Rows(tuple(tensor.cpu() for tensor in batch), case.samples * (WARM + TIMED))
-        found = train(model, optimizer, loss, run.shard(rows, micro_batch=case.samples, workers=0))
+        found = train(model, optimizer, loss, run.shard(rows, micro_batch=case.samples, num_workers=0))
     del model, optimizer, batch, loss, rows, run
     return {name: value if name == "step_s" else value - before for name, value in found.items()}
 

@@ -44,12 +44,11 @@ class Samples:
 
 
 def of_samestep(n: int, world: int) -> Figures:
-    from samestep.data.order import Order
-    from samestep.data.order_reader import OrderReader
-    from samestep.plan.batch import Cut
+    from samestep.data.partition import Partition
+    from samestep.data.permutation import OrderReader, SampleOrder
 
-    cut = Cut(n, global_batch=ROWS * world, rank=0, size=world)
-    reader = OrderReader(Order(n, seed=0, shuffle=True), cut.span, cut.steps)
+    cut = Partition(n, global_batch=ROWS * world, rank=0, size=world)
+    reader = OrderReader(SampleOrder(n, seed=0, shuffle=True), cut.span, cut.steps)
     return {
         "first": lambda: reader.read(1, 0).tolist()[0],
         "resume": lambda: reader.read(1, cut.steps * 9 // 10).tolist()[0],

@@ -231,7 +231,7 @@ def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
     with Run(global_batch=task.rows * task.world, seed=0, folder=folder, compile=task.compile) as run:
         model = run.wrap(module)
         optimizer = AdamW(model.parameters(), lr=1e-4)
-        for epoch in run.shard(data, shuffle=True, drop_tail=True, workers=0).epochs(1 << 30):
+        for epoch in run.shard(data, shuffle=True, drop_last=True, num_workers=0).epochs(1 << 30):
             for step in epoch:
                 turn()
                 for inputs, targets in step:

@@ -82,8 +82,8 @@ def train_by_run(out: Path) -> None:
     with Run(global_batch=16, folder=out / "logs", precision="fp32") as run:
         model = run.wrap(torch.nn.Linear(64, 64))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        train = run.shard(torch.utils.data.TensorDataset(torch.ones(1 << 20, 64)), workers=0)
-        run.restore(out / "saved", model=model, optimizer=optimizer, train=train).every(steps=SAVE_EVERY)
+        train = run.shard(torch.utils.data.TensorDataset(torch.ones(1 << 20, 64)), num_workers=0)
+        run.checkpoint(out / "saved", model=model, optimizer=optimizer, train=train).every(steps=SAVE_EVERY)
         for epoch in train.epochs(1000):
             for step in epoch:
                 for (rows,) in step:

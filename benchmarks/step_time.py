@@ -28,7 +28,7 @@ WARM, TIMED = 4, 12
 
 def trace(case: Case):
     """The model's facts, in a process that sees no GPU."""
-    from samestep.measure.trace import trace_model
+    from samestep.planner.trace import trace_model
 
     torch.set_num_threads(1)
     return trace_model(
@@ -41,8 +41,8 @@ def trace(case: Case):
 
 def estimate(case: Case, facts, machines, numbers) -> float:
     """Seconds of a step on one device, by the plan's arithmetic."""
-    from samestep.plan.step_time import step_time
-    from samestep.plan.strategy import Layout
+    from samestep.planner.layouts import Layout
+    from samestep.planner.time_model import step_time
 
     layout = Layout(strategy="single", ranks=1, shards=1, recompute=case.recompute)
     return step_time(layout, machines, facts, (case.samples, 1), case.precision, numbers.tf32, 0.0).total
@@ -50,7 +50,7 @@ def estimate(case: Case, facts, machines, numbers) -> float:
 
 def train(case: Case, numbers) -> float:
     """Seconds of a step of a plain loop, the median of some."""
-    from samestep.wrap.recompute import recompute_blocks
+    from samestep.parallel.activation_checkpointing import checkpoint_activations
 
     clear()
     with torch.device("cuda"):
@@ -59,7 +59,7 @@ def train(case: Case, numbers) -> float:
         model = model.to(memory_format=torch.channels_last)
         batch = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in batch)
     if case.recompute:
-        recompute_blocks(model, recomputed_classes(model))
+        checkpoint_activations(model, recomputed_classes(model))
     for part in model.modules():
         if list(part.parameters()) and not any(p.requires_grad for p in part.parameters()):
             part.eval()
@@ -83,11 +83,11 @@ def train(case: Case, numbers) -> float:
 
 def compare(case: Case, facts, machines) -> dict[str, object]:
     """One row."""
-    from samestep.measure.timing import time_model
-    from samestep.wrap.precision import choose_numbers, see_arithmetic, set_fp32_products
+    from samestep.parallel.precision import choose_precision, see_arithmetic, set_fp32_products
+    from samestep.planner.step_timing import time_model
 
     device = torch.device("cuda", 0)
-    numbers = choose_numbers([see_arithmetic(device, case.precision, False)])
+    numbers = choose_precision([see_arithmetic(device, case.precision, False)])
     began = time.monotonic()
     timed = time_model(
         facts,
@@ -120,11 +120,10 @@ def compare(case: Case, facts, machines) -> dict[str, object]:
 
 def operations(case: Case, machines) -> list[dict[str, object]]:
     """Seconds of a step by kind of operation, run one by one and by rates alone."""
-    from samestep.measure.replay import replay
-    from samestep.measure.timing import as_op
-    from samestep.measure.trace import trace_calls
-    from samestep.plan.speed import op_seconds
-    from samestep.wrap.precision import choose_numbers, see_arithmetic, set_fp32_products
+    from samestep.parallel.precision import choose_precision, see_arithmetic, set_fp32_products
+    from samestep.planner.step_timing import as_op, replay
+    from samestep.planner.time_model import op_seconds
+    from samestep.planner.trace import trace_calls
 
     device, tf32 = torch.device("cuda", 0), case.precision != "fp32"
     (work,) = trace_calls(
@@ -133,7 +132,7 @@ def operations(case: Case, machines) -> list[dict[str, object]]:
         precision=case.precision,
         channels_last=case.workload in CHANNELS_LAST,
     )
-    restore = set_fp32_products(choose_numbers([see_arithmetic(device, case.precision, False)]))
+    restore = set_fp32_products(choose_precision([see_arithmetic(device, case.precision, False)]))
     seen, kinds = replay(work.calls, device), {}
     restore()
     for call, cost in work.calls.items():
@@ -168,14 +167,13 @@ def main() -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    from samestep.facts.calibration import calibrated
-    from samestep.measure.calibrate import calibrate
-    from samestep.run.machines import machines_seen
+    from samestep.planner.calibration import apply_calibration, calibrate
+    from samestep.planner.cluster_discovery import detect_cluster
 
     began = time.monotonic()
     calibration = calibrate(torch.device("cuda", 0))
     print(f"calibration in {time.monotonic() - began:.0f} s: {calibration}", flush=True)
-    machines = calibrated(machines_seen(1), calibration)
+    machines = apply_calibration(detect_cluster(1), calibration)
     rows = [compare(case, facts, machines) for case, facts in zip(cases, traced, strict=True)]
     for key, words in (("timed_error", "operations timed"), ("reckoned_error", "by rates alone")):
         errors = [abs(row[key]) for row in rows]

@@ -119,7 +119,7 @@ def rank(folder: Path, ways: list[str], dtypes: list[str]) -> None:
                 now = once(way, run, folder / "teacher", DTYPES[dtype])
                 best = found.setdefault(f"{way}/{dtype}", now)
                 best.update({name: (max if name == "memory" else min)(best[name], now[name]) for name in now})
-    if run.first:
+    if run.is_main:
         (folder / "found.json").write_text(json.dumps(found))
 
 
@@ -244,10 +244,10 @@ def stream() -> int:
     """Offload against the longer of computing and copying."""
     from safetensors.torch import save_file
 
-    from samestep.teacher.frozen import Frozen
-    from samestep.teacher.ground import Ground, Wish
-    from samestep.teacher.streamed import place_offloaded, place_on_disk
-    from samestep.teacher.weights import open_weights
+    from samestep.teacher.frozen_model import FrozenModel
+    from samestep.teacher.offload import place_offloaded, place_on_disk
+    from samestep.teacher.options import Ground, TeacherOptions
+    from samestep.teacher.weight_files import open_weights
 
     device = torch.device("cuda", 0)
     bandwidth = measure_bandwidth(device)
@@ -262,10 +262,10 @@ def stream() -> int:
         path = Path(place) / "teacher.safetensors"
         size = path.stat().st_size
         resident = run.teacher(Deep, weights=path, placement="gpu")
-        ground = Ground(run._link, run.device, run.folder, run.say, run.once)
+        ground = Ground(run._link, run.device, run.folder, run.print, run.once)
         streamed = {}
         for name, place_it in (("offload", place_offloaded), ("disk", place_on_disk)):
-            streamed[name] = place_it(ground, Frozen(Deep, open_weights(path)), Wish())
+            streamed[name] = place_it(ground, FrozenModel(Deep, open_weights(path)), TeacherOptions())
         copying = size / bandwidth
         print(f"{size / 1e9:.2f} GB in 12 blocks over {bandwidth / 1e9:.1f} GB/s: {1e3 * copying:.1f} ms a pass")
         with torch.no_grad():

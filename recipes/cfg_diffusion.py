@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from samestep import Run, sample_rng
 from samestep.assets import captioned_images
-from samestep.nn import ConditioningDropout, guided, transformer, unmask, unmasking_luck
+from samestep.nn import ConditioningDropout, guided, unmask, unmasking_noise
+from samestep.nn import layers as transformer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -65,7 +66,7 @@ class Wishes(Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Number, caption, and the luck of drawing it."""
-        return torch.tensor(index), self.captions[index], *unmasking_luck(*self.shape, sample_rng())
+        return torch.tensor(index), self.captions[index], *unmasking_noise(*self.shape, sample_rng())
 
 
 def draw(net: nn.Module, caption: Tensor, luck: list[Tensor], scale: float, passes: int) -> dict[str, Tensor]:
@@ -131,7 +132,7 @@ def main(
         classes = labels.unique()
         first = [labels.tolist().index(label) for label in classes.tolist()]  # its words are those asked with
         wanted = texts[first].repeat(draws, 1)
-        wishes = run.shard(Wishes(wanted, pixels.shape[1], levels), workers=0)
+        wishes = run.shard(Wishes(wanted, pixels.shape[1], levels), num_workers=0)
         nothing = torch.zeros(len(wanted), pixels.shape[1], dtype=torch.long, device=run.device)
         drawn = {"unguided": nothing.clone(), "guided": nothing.clone()}
         with run.evaluate(model) as net:
@@ -142,10 +143,12 @@ def main(
         right = run.once(judge, pixels, labels, drawn, classes.repeat(draws))
         run.log({f"draws/{name}_accuracy": share for name, share in right.items()})
         for name, share in right.items():
-            run.say(f"{name}: a classifier of the real images reads {share:.1%} of the pictures as what was asked for")
+            run.print(
+                f"{name}: a classifier of the real images reads {share:.1%} of the pictures as what was asked for"
+            )
         grids = {name: each.view(draws, len(classes), *images.shape[1:]) for name, each in drawn.items()}
         run.once(save, run.folder, net, grids)
-        run.say(f"samples.png, weights and logs: {run.folder}")
+        run.print(f"samples.png, weights and logs: {run.folder}")
 
 
 if __name__ == "__main__":

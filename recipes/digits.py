@@ -69,7 +69,7 @@ def main(
             run.log({"epoch/loss": loss, "epoch/accuracy": accuracy}, step=epoch.number)
 
         run.once(torch.save, {name: value.cpu() for name, value in net.state_dict().items()}, run.folder / "weights.pt")
-        run.say(f"weights and logs: {run.folder}")
+        run.print(f"weights and logs: {run.folder}")
 
 
 if __name__ == "__main__":

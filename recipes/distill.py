@@ -12,7 +12,9 @@ from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import minilm, model_folder, read_texts, smollm2, tokenized
+from samestep.assets import model_folder, read_texts, tokenized
+from samestep.assets import pretrained as minilm
+from samestep.assets import pretrained as smollm2
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
 from samestep.teacher import Student, Timed, pooled
 
@@ -122,7 +124,7 @@ def main(
             return taught(mode, tutor(tokens, mask), mask)
 
         student = Student(folder, learns=mode, layers=layers or few, width=width)
-        model = run.wrap(student, checkpoint=student.blocks() if gradient_checkpointing else ())
+        model = run.wrap(student, activation_checkpointing=student.blocks() if gradient_checkpointing else ())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate, eps=1e-5)
         train, test = run.shard(learnt, shuffle=True), run.shard(judged)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, epochs * train.steps_per_epoch)
@@ -138,7 +140,7 @@ def main(
             return found | {"speedup": float(times[1] / times[0])}, net.state_dict()
 
         untrained, _ = judge()
-        checkpoint = run.restore(run.folder, model=model, optimizer=optimizer, schedule=schedule, train=train)
+        checkpoint = run.checkpoint(run.folder, model=model, optimizer=optimizer, schedule=schedule, train=train)
         for epoch in train.epochs(epochs):
             for step in epoch:
                 for tokens, mask, _ in step:
@@ -153,10 +155,10 @@ def main(
         trained, weights = judge()
         for name, value in trained.items():
             run.log({f"student/{name}": value, f"untrained/{name}": untrained[name]})
-            run.say(f"student: {name} {value:.3f}, untrained {untrained[name]:.3f}")
-        run.say(f"teacher: {tutor.describe()}")
+            run.print(f"student: {name} {value:.3f}, untrained {untrained[name]:.3f}")
+        run.print(f"teacher: {tutor.describe()}")
         run.once(torch.save, {name: value.cpu() for name, value in weights.items()}, run.folder / "weights.pt")
-        run.say(f"weights, checkpoints and logs: {run.folder}")
+        run.print(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import model_folder, read_texts, smollm2, tokenized
-from samestep.nn import embedded, losses_after, prefix_shape, transformer
+from samestep.assets import model_folder, read_texts, tokenized
+from samestep.assets import pretrained as smollm2
+from samestep.nn import embedded, losses_after, prefix_shape
+from samestep.nn import layers as transformer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -128,7 +130,7 @@ def main(
         test = run.shard(TensorDataset(*data[:held_out]))
         rates = [learning_rate, learning_rate / 10]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, epochs * train.steps_per_epoch)
-        checkpoint = run.restore(run.folder, model=model, optimizer=optimizer, schedule=schedule, train=train)
+        checkpoint = run.checkpoint(run.folder, model=model, optimizer=optimizer, schedule=schedule, train=train)
 
         for epoch in train.epochs(epochs):
             for step in epoch:
@@ -152,10 +154,10 @@ def main(
         run.once(torch.save, weights, run.folder / "weights.pt")
         run.log({f"perplexity/{name}": value for name, value in told.items()}, now=True)
         each = run.mean((tokens >= 0).sum(1) - 1 for tokens, *_ in test)
-        run.say(f"{each:.1f} tokens of a sentence became {latents} latents: {each / latents:.1f} to 1")
+        run.print(f"{each:.1f} tokens of a sentence became {latents} latents: {each / latents:.1f} to 1")
         for name, value in told.items():
-            run.say(f"perplexity {name:<26} {value:10.1f}")
-        run.say(f"weights, checkpoints and logs: {run.folder}")
+            run.print(f"perplexity {name:<26} {value:10.1f}")
+        run.print(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

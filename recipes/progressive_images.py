@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 
 from samestep import Run, current_setting, sample_numpy_rng
 from samestep.data import LabelledImages, cut_square, read_images
-from samestep.nn import class_counts, class_scores, resnet
+from samestep.nn import class_counts, class_scores
+from samestep.nn import layers as resnet
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -113,10 +114,10 @@ def main(
         model = run.wrap(inner, channels_last=run.device.type == "cuda")
         average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.98))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        train = run.shard(train_set, shuffle=True, settings=size_of)
-        test = run.shard(test_set, settings=lambda epoch: chosen.size)
+        train = run.shard(train_set, shuffle=True, epoch_settings=size_of)
+        test = run.shard(test_set, epoch_settings=lambda epoch: chosen.size)
         kept = run.folder / "checkpoints"
-        checkpoint = run.restore(kept, model=model, average=average, optimizer=optimizer, train=train)
+        checkpoint = run.checkpoint(kept, model=model, average=average, optimizer=optimizer, train=train)
         steps = chosen.epochs * train.steps_per_epoch
         smooth_loss = partial(cross_entropy, reduction="none", label_smoothing=0.1)
 
@@ -147,7 +148,7 @@ def main(
             checkpoint.save()
         weights = {name: value.cpu() for name, value in average.module.state_dict().items()}
         run.once(torch.save, weights, run.folder / "weights.pt")
-        run.say(f"weights, checkpoints and logs: {run.folder}")
+        run.print(f"weights, checkpoints and logs: {run.folder}")
 
 
 if __name__ == "__main__":

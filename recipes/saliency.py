@@ -73,7 +73,7 @@ def main(
     """Train on four fifths of the images, measure on every fifth after every epoch, keep weights and a picture."""
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         if data is None and not run.once((run.folder / "synthetic").exists):
-            run.say("no --data: the images and fixations of this run are SYNTHETIC")
+            run.print("no --data: the images and fixations of this run are SYNTHETIC")
             run.once(write_scenes, run.folder / "synthetic", 400, width, height)
         pairs = run.folder / f"pairs-{width}x{height}.hdf5"
         run.once(pair_fixations, data or run.folder / "synthetic", pairs, width, height)
@@ -111,7 +111,7 @@ def main(
             maps = fixation_density(fixation_counts(fixations, height, width), width / 30), net(images).exp()
         run.once(picture, run.folder / "maps.png", images, *maps)
         run.once(torch.save, {name: value.cpu() for name, value in net.state_dict().items()}, run.folder / "weights.pt")
-        run.say(f"maps.png, weights and logs: {run.folder}")
+        run.print(f"maps.png, weights and logs: {run.folder}")
 
 
 if __name__ == "__main__":

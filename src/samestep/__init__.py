@@ -7,27 +7,27 @@ __version__ = "0.1.0"
 
 # Names are imported when first asked for: `import samestep` costs milliseconds, torch costs seconds.
 _HOMES = {
-    "Run": "samestep.run.run",
-    "Shard": "samestep.run.shard",
-    "Step": "samestep.run.step",
-    "World": "samestep.facts.world",
+    "Run": "samestep.training.run",
+    "Shard": "samestep.training.shard",
+    "Step": "samestep.training.step",
+    "World": "samestep.environment.world",
     "SamestepError": "samestep.errors",
-    "SamestepWarning": "samestep.log",
+    "SamestepWarning": "samestep.messages",
     "sample_rng": "samestep.data.sample_rng",
     "sample_numpy_rng": "samestep.data.sample_rng",
-    "current_setting": "samestep.data.sample_rng",
-    "read_metrics": "samestep.sinks.metrics_file",
+    "epoch_setting": "samestep.data.sample_rng",
+    "read_metrics": "samestep.loggers.jsonl",
 }
 
 if TYPE_CHECKING:
-    from samestep.data.sample_rng import current_setting, sample_numpy_rng, sample_rng
+    from samestep.data.sample_rng import epoch_setting, sample_numpy_rng, sample_rng
+    from samestep.environment.world import World
     from samestep.errors import SamestepError
-    from samestep.facts.world import World
-    from samestep.log import SamestepWarning
-    from samestep.run.run import Run
-    from samestep.run.shard import Shard
-    from samestep.run.step import Step
-    from samestep.sinks.metrics_file import read_metrics
+    from samestep.loggers.jsonl import read_metrics
+    from samestep.messages import SamestepWarning
+    from samestep.training.run import Run
+    from samestep.training.shard import Shard
+    from samestep.training.step import Step
 
 __all__ = [
     "Run",
@@ -37,7 +37,7 @@ __all__ = [
     "Step",
     "World",
     "__version__",
-    "current_setting",
+    "epoch_setting",
     "read_metrics",
     "sample_numpy_rng",
     "sample_rng",

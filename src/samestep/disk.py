@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _CAUSES: Final = {
     errno.ENOSPC: "the disk is full: make room",
     errno.EDQUOT: "the quota is used up: make room",
@@ -18,7 +18,7 @@ _CAUSES: Final = {
 }
 
 
-def in_words(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Why the operating system refused, and what to do.
 
     >>> in_words(OSError(errno.ENOSPC, "No space left on device"))
@@ -27,12 +27,12 @@ def in_words(error: OSError) -> str:
     return _CAUSES.get(error.errno or 0, error.strerror or str(error))
 
 
-def is_of_the_disk(error: OSError) -> bool:
+def is_disk_error(error: OSError) -> bool:
     """Whether it is the disk that refused, rather than what is done with it."""
     return error.errno in (*_CAUSES, errno.EIO, errno.ESTALE)
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Put a small file in place of another in one act: a reader finds the old or the new one, also after a crash."""
     # In the same folder, since only there a rename is one act; the process id, since others may write at the same time.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -44,10 +44,10 @@ def replace_text(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    flush_folder(path.parent)
+    fsync_folder(path.parent)
 
 
-def flush_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make the names in a folder last through a power failure: a rename is a change of the folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:

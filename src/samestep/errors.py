@@ -41,19 +41,19 @@ class WrapError(SamestepError):
     """A model cannot be wrapped as it is, or was changed after it was wrapped."""
 
 
-class GroupError(SamestepError):
+class CommunicationError(SamestepError):
     """Ranks that should act together did not."""
 
 
-class RankMissing(GroupError):
+class RankMissing(CommunicationError):
     """A rank did not come to a place that all ranks must reach."""
 
 
-class OnceFailed(GroupError):
+class OnceFailed(CommunicationError):
     """What one rank did for all failed with an error that cannot travel; its text is here."""
 
 
-class ReplicasDiffer(GroupError):
+class ReplicasDiffer(CommunicationError):
     """Ranks hold different weights where they must hold the same."""
 
 

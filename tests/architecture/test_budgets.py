@@ -19,7 +19,7 @@ FUNCTION_MOST, FUNCTION_P95 = 60, 30
 COMPLEXITY_MOST = 10
 PARAMETERS_MOST = 10
 RUN_METHODS_MOST = 14
-RUN = ("samestep.run.run", "Run")
+RUN = ("samestep.training.run", "Run")
 ENVIRONMENT_READER = "src/samestep/facts/world.py"
 
 # Names that say what a thing is used as, never what it is.

@@ -10,7 +10,7 @@ import pytest
 
 from samestep import errors
 from samestep.cli.main import COMMANDS, samestep
-from samestep.cli.recipe import recipes
+from samestep.cli.recipe_command import recipes
 from tests.e2e.pages import PAGES, REPOSITORY, Fence, anchors, fences, links, run_page, sides
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from samestep.launch.agent import let_save
-from samestep.launch.stop import Stop
+from samestep.launch.signal_handler import Stop
 from tests.launch.started import start, wait_for
 
 SAVER = """

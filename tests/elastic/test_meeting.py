@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from samestep.distributed.process_group import connect_store, meet
+from samestep.environment.world import World, read_world
 from samestep.errors import WorldError
-from samestep.facts.world import World, read_world
-from samestep.launch.local import can_serve
-from samestep.launch.rendezvous import Asked, choose_rendezvous, serve_where_named
-from samestep.ranks.connect import connect_store, meet
+from samestep.launch.job import can_serve
+from samestep.launch.rendezvous import RendezvousOptions, choose_rendezvous, serve_where_named
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_first_rank_that_never_listens_is_told_with_its_address():
 
 
 def test_the_node_whose_address_is_the_meeting_place_serves_it():
-    asked = Asked(nodes="1:2", endpoint="192.0.2.1:29400")
+    asked = RendezvousOptions(nodes="1:2", endpoint="192.0.2.1:29400")
     chosen = choose_rendezvous(asked, "fresh")
     served = serve_where_named(chosen, lambda host, port: (host, port) == ("192.0.2.1", 29400))
     assert served.settings == {"is_host": "1"}

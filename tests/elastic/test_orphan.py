@@ -12,13 +12,13 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from samestep.launch.orphan import LAUNCHER, find_launcher, name_launcher
+from samestep.launch.processes import LAUNCHER, find_launcher, name_launcher
 from tests.elastic.killing import TRAINING, Launch, launch
 from tests.launch.started import LAUNCHERS, MARK, Started, variable, wait_for
 
 RANK = """
 import os, time
-from samestep.launch.orphan import LauncherWatch
+from samestep.launch.processes import LauncherWatch
 
 watch = LauncherWatch(3, dict(os.environ))
 watch.start()

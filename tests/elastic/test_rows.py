@@ -12,8 +12,8 @@ def rows_at_the_moment_of_saving(folder: str) -> list[int]:
     with Run(global_batch=4, folder=folder, precision="fp32") as run:
         model = run.wrap(torch.nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train = run.shard(torch.utils.data.TensorDataset(torch.ones(400, 1)), workers=0)
-        checkpoint = run.restore(f"{folder}/checkpoints", model=model, optimizer=optimizer, train=train)
+        train = run.shard(torch.utils.data.TensorDataset(torch.ones(400, 1)), num_workers=0)
+        checkpoint = run.checkpoint(f"{folder}/checkpoints", model=model, optimizer=optimizer, train=train)
         for epoch in train.epochs(1):
             for step in epoch:
                 for (rows,) in step:

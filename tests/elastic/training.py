@@ -58,11 +58,11 @@ def main(out: Path, epochs: int, pause: float, patience: float) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.995**step)
         train, test = (
-            run.shard(data(), shuffle=True, workers=0, name="train"),
-            run.shard(data(), workers=0, name="test"),
+            run.shard(data(), shuffle=True, num_workers=0, name="train"),
+            run.shard(data(), num_workers=0, name="test"),
         )
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train, "teller": teller}
-        checkpoint = run.restore(out / "checkpoints", keep=2, **parts)
+        checkpoint = run.checkpoint(out / "checkpoints", keep=2, **parts)
         checkpoint.every(steps=4)
         for epoch in train.epochs(epochs):
             for step in epoch:

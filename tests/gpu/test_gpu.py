@@ -67,7 +67,7 @@ def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
         model = run.wrap(net, **wrap)
         optimizer = make(model.parameters(), lr=1e-3)
         losses, norms = [], []
-        for epoch in run.shard(data(), shuffle=True, micro_batch=4, workers=0).epochs(epochs):
+        for epoch in run.shard(data(), shuffle=True, micro_batch=4, num_workers=0).epochs(epochs):
             for step in epoch:
                 for inputs, labels in step:
                     assert inputs.device.type == "cuda"
@@ -237,7 +237,7 @@ def test_batches_copied_ahead_of_their_use_hold_the_right_values(workers):
         slow = torch.randn(4096, 4096, device=DEVICE)
         wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
         rows = 0
-        for epoch in run.shard(Rows(), shuffle=True, workers=workers).epochs(2):
+        for epoch in run.shard(Rows(), shuffle=True, num_workers=workers).epochs(2):
             for step in epoch:
                 for values, indices in step:
                     for _ in range(10):  # the GPU is busy here long after the next batch was asked for

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from samestep import Run
 from samestep.errors import PlanError
-from samestep.facts.model import CUDA_MARGIN
-from samestep.measure.trace import trace_model
+from samestep.planner.model_profile import CUDA_MARGIN
+from samestep.planner.trace import trace_model
 
 STEPS = 4
 
@@ -82,9 +82,9 @@ def took(make, samples, precision, optimizer, checkpoint, channels_last):
     before = torch.cuda.memory_allocated()
     with Run(global_batch=samples, precision=precision) as run:
         model, batch = make(2)
-        model = run.wrap(model, checkpoint=checkpoint, channels_last=channels_last)
+        model = run.wrap(model, activation_checkpointing=checkpoint, channels_last=channels_last)
         stepper = optimizer(model.parameters())
-        for epoch in run.shard(Rows(batch, samples * STEPS), micro_batch=samples, workers=0).epochs(1):
+        for epoch in run.shard(Rows(batch, samples * STEPS), micro_batch=samples, num_workers=0).epochs(1):
             for step in epoch:
                 if step.number == 2:
                     torch.cuda.reset_peak_memory_stats()

@@ -9,12 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from samestep.cli.main import main
-from samestep.facts.calibration import calibrated
-from samestep.measure.calibrate import calibrate
-from samestep.measure.timing import time_here
-from samestep.measure.trace import trace_model
-from samestep.plan.choose import plan
-from samestep.run.machines import machines_seen
+from samestep.planner.calibration import apply_calibration, calibrate
+from samestep.planner.cluster_discovery import detect_cluster
+from samestep.planner.plan import plan
+from samestep.planner.step_timing import time_here
+from samestep.planner.trace import trace_model
 from tests.gpu.test_memory import convolutions, transformer
 
 GPU = "cuda"
@@ -25,7 +24,7 @@ WARM, TIMED = 4, 10
 def machines():
     if not torch.cuda.is_available():  # before the fixture of each test says so
         pytest.skip("torch sees no CUDA device here: run tests/gpu on a machine with one")
-    return calibrated(machines_seen(1), calibrate(torch.device(GPU, 0)))
+    return apply_calibration(detect_cluster(1), calibrate(torch.device(GPU, 0)))
 
 
 def small_layers(samples: int):

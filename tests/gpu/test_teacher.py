@@ -13,13 +13,11 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.errors import TeacherError
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.ground import Ground, Wish
-from samestep.teacher.pinned import pin, unpin
-from samestep.teacher.reading import open_reader
-from samestep.teacher.shared import share_memory
-from samestep.teacher.streamed import Source, place_offloaded, place_on_disk, stream
-from samestep.teacher.weights import open_weights
+from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.offload import Source, open_reader, pin, place_offloaded, place_on_disk, stream, unpin
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.single_device import share_memory
+from samestep.teacher.weight_files import open_weights
 from tests.teachers import Speaker, save, speaker, words
 
 DEVICE = torch.device("cuda", 0)
@@ -33,7 +31,7 @@ def run(tmp_path):
 
 
 def ground_of(run):
-    return Ground(run._link, run.device, run.folder, run.say, run.once)
+    return Ground(run._link, run.device, run.folder, run.print, run.once)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -41,7 +39,7 @@ def ground_of(run):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_gives_the_bits_of_the_plain_module(run, placement, form, dtype):
     weights = save(speaker(blocks=5), form)
-    plain = Frozen(lambda: Speaker(blocks=5), open_weights(weights)).load(
+    plain = FrozenModel(lambda: Speaker(blocks=5), open_weights(weights)).load(
         torch.device("cpu") if placement == "cpu" else DEVICE, dtype
     )
     options = {"device_map": {"": "cuda:0", "blocks.1": "cuda:0"}} if placement == "custom" else {}
@@ -74,10 +72,10 @@ class Sayer(Speaker):
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "sharded", "served", "cached"])
 def test_outputs_come_home_to_the_gpu_in_their_own_class(run, placement, few):
     weights = save(speaker(), "one.safetensors")
-    plain = Frozen(Speaker, open_weights(weights)).load(torch.device("cpu") if placement == "cpu" else DEVICE)
+    plain = FrozenModel(Speaker, open_weights(weights)).load(torch.device("cpu") if placement == "cpu" else DEVICE)
     options = {"device_map": {"": "cuda:0"}} if placement == "custom" else {}
     teacher = run.teacher(Sayer, weights=weights, placement=placement, top_k=few, **options)
-    for epoch in run.shard(TensorDataset(words(8)), micro_batch=4, workers=0).epochs(2):
+    for epoch in run.shard(TensorDataset(words(8)), micro_batch=4, num_workers=0).epochs(2):
         for step in epoch:
             for (inputs,) in step:
                 for found in (teacher(inputs), teacher.ahead(inputs).result()):
@@ -146,7 +144,7 @@ def middle(call, rounds=5):
 
 
 def test_shared_memory_can_be_pinned(run):
-    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
     copy = share_memory(ground_of(run), frozen, None, writable=True)
     assert pin(copy.memory)
     assert copy.get("places").is_pinned()
@@ -156,8 +154,8 @@ def test_shared_memory_can_be_pinned(run):
 
 
 def test_offload_overlaps_and_stays_bit_equal(run, deep):
-    resident = Frozen(Deep, open_weights(deep)).load(DEVICE)
-    placed = place_offloaded(ground_of(run), Frozen(Deep, open_weights(deep)), Wish())
+    resident = FrozenModel(Deep, open_weights(deep)).load(DEVICE)
+    placed = place_offloaded(ground_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     x = torch.randn(16384, 8192, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = resident(x)
@@ -178,14 +176,17 @@ def test_offload_overlaps_and_stays_bit_equal(run, deep):
 @pytest.mark.parametrize("file", ["deep.safetensors", "deep.pt"])
 def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
     weights = open_weights(deep.parent / file)
-    resident = Frozen(Deep, weights).load(DEVICE)
+    resident = FrozenModel(Deep, weights).load(DEVICE)
     x = torch.randn(64, 8192, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = resident(x)
-        frozen = Frozen(Deep, weights)
+        frozen = FrozenModel(Deep, weights)
         staged = Source(None, open_reader(frozen), "staged")
         ground = ground_of(run)
-        for placed in (place_on_disk(ground, frozen, Wish()), stream(ground, frozen, Wish(), staged, "offload", None)):
+        for placed in (
+            place_on_disk(ground, frozen, TeacherOptions()),
+            stream(ground, frozen, TeacherOptions(), staged, "offload", None),
+        ):
             for _ in range(4):
                 found = placed(x)
             assert torch.equal(found, expected)
@@ -195,7 +196,7 @@ def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
 def test_streaming_holds_two_blocks_on_the_gpu(run, deep):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(DEVICE)
-    placed = place_offloaded(ground_of(run), Frozen(Deep, open_weights(deep)), Wish())
+    placed = place_offloaded(ground_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     block = 2 * 8192 * 8192
     assert torch.cuda.memory_allocated(DEVICE) - before < 2.1 * block
     with torch.no_grad():

@@ -98,7 +98,7 @@ def test_a_taken_port_names_its_holder(here: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_folder_that_is_a_file_is_refused(here: Path):
-    from samestep.launch.local import make_folder
+    from samestep.launch.job import make_folder
 
     with pytest.raises(LaunchError, match=r"^--folder ok\.py is a file: name a folder, or a new name$"):
         make_folder(Path("ok.py"), "train")
@@ -109,7 +109,7 @@ def test_a_folder_that_is_a_file_is_refused(here: Path):
 
 
 def test_folders_of_runs_within_a_second_differ(here: Path):
-    from samestep.launch.local import make_folder
+    from samestep.launch.job import make_folder
 
     folders = [str(make_folder(None, "train-1")) for _ in range(3)]
     assert folders == ["runs/train-1", "runs/train-1-2", "runs/train-1-3"]

@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import LaunchError
-from samestep.launch.failure import Failure, by_cause, is_agents_doing, is_lost_peer, tell
+from samestep.launch.failure_report import (
+    Failure,
+    by_cause,
+    is_agents_doing,
+    is_lost_peer,
+    last_traceback,
+    last_words,
+    tell,
+)
 from samestep.launch.job import Job, Show
-from samestep.launch.logs import RankFiles, RankLogs
+from samestep.launch.launcher import _explain
+from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import Rendezvous
-from samestep.launch.torchrun import _explain
-from samestep.launch.traces import last_traceback, last_words
 from tests.small_disk import small_disk
 
 OWN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: mine'

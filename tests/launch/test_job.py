@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from samestep.environment.bf16_probe import Bf16
 from samestep.errors import LaunchError
-from samestep.launch.job import Job, count_processes, count_threads, folder_name
-from samestep.launch.local import find_place
-from samestep.launch.probe import Bf16
-from samestep.launch.rendezvous import Asked, Rendezvous, choose_rendezvous, host_here, invitation, parse_nodes
-from samestep.launch.variables import choose_variables
+from samestep.launch.job import Job, choose_variables, count_processes, count_threads, find_place, folder_name
+from samestep.launch.rendezvous import (
+    Rendezvous,
+    RendezvousOptions,
+    choose_rendezvous,
+    host_here,
+    invitation,
+    parse_nodes,
+)
 
 WORKS = Bf16("works", "fine")
 
@@ -21,7 +26,7 @@ def job(processes: int = 2, max_restarts: int = 0, module: bool = False, argumen
         module=module,
         arguments=arguments,
         processes=processes,
-        rendezvous=choose_rendezvous(Asked(), "fresh"),
+        rendezvous=choose_rendezvous(RendezvousOptions(), "fresh"),
         max_restarts=max_restarts,
         folder=Path("/runs/one"),
     )
@@ -112,35 +117,41 @@ def test_impossible_numbers_of_nodes_are_refused(text: str):
 
 
 # What is typed, and the backend, endpoint, settings and port that must be free here.
-MEETINGS: list[tuple[Asked, str, str, dict[str, str | int], int | None]] = [
-    (Asked(), "c10d", "localhost:0", {}, None),
-    (Asked(standalone=True), "c10d", "localhost:0", {}, None),
-    (Asked(backend="c10d"), "c10d", "localhost:0", {}, None),
-    (Asked(port=1234), "static", "127.0.0.1:1234", {"rank": 0}, 1234),
-    (Asked(address="node1"), "static", "node1:29500", {"rank": 0}, 29500),
-    (Asked(endpoint="node1:77"), "c10d", "node1:77", {}, 77),
-    (Asked(nodes="1:4", endpoint="node1:77"), "c10d", "node1:77", {}, None),
-    (Asked(nodes="2", endpoint="node1:77", settings="is_host=1"), "c10d", "node1:77", {"is_host": "1"}, 77),
-    (Asked(nodes="2", endpoint="node1"), "c10d", "node1", {}, None),
-    (Asked(nodes="2", endpoint="node1:77", node_rank=0), "static", "node1:77", {"rank": 0}, 77),
-    (Asked(nodes="2", endpoint="node1", node_rank=1), "static", "node1:29500", {"rank": 1}, None),
-    (Asked(nodes="2", address="[::1]", port=77, node_rank=1), "static", "[::1]:77", {"rank": 1}, None),
-    (Asked(nodes="2", backend="etcd", endpoint="e:1", settings="a=b, c=d"), "etcd", "e:1", {"a": "b", "c": "d"}, None),
+MEETINGS: list[tuple[RendezvousOptions, str, str, dict[str, str | int], int | None]] = [
+    (RendezvousOptions(), "c10d", "localhost:0", {}, None),
+    (RendezvousOptions(standalone=True), "c10d", "localhost:0", {}, None),
+    (RendezvousOptions(backend="c10d"), "c10d", "localhost:0", {}, None),
+    (RendezvousOptions(port=1234), "static", "127.0.0.1:1234", {"rank": 0}, 1234),
+    (RendezvousOptions(address="node1"), "static", "node1:29500", {"rank": 0}, 29500),
+    (RendezvousOptions(endpoint="node1:77"), "c10d", "node1:77", {}, 77),
+    (RendezvousOptions(nodes="1:4", endpoint="node1:77"), "c10d", "node1:77", {}, None),
+    (RendezvousOptions(nodes="2", endpoint="node1:77", settings="is_host=1"), "c10d", "node1:77", {"is_host": "1"}, 77),
+    (RendezvousOptions(nodes="2", endpoint="node1"), "c10d", "node1", {}, None),
+    (RendezvousOptions(nodes="2", endpoint="node1:77", node_rank=0), "static", "node1:77", {"rank": 0}, 77),
+    (RendezvousOptions(nodes="2", endpoint="node1", node_rank=1), "static", "node1:29500", {"rank": 1}, None),
+    (RendezvousOptions(nodes="2", address="[::1]", port=77, node_rank=1), "static", "[::1]:77", {"rank": 1}, None),
+    (
+        RendezvousOptions(nodes="2", backend="etcd", endpoint="e:1", settings="a=b, c=d"),
+        "etcd",
+        "e:1",
+        {"a": "b", "c": "d"},
+        None,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("asked", "backend", "endpoint", "settings", "port"), MEETINGS)
 def test_the_meeting_place_follows_from_what_is_typed(
-    asked: Asked, backend: str, endpoint: str, settings: dict[str, str | int], port: int | None
+    asked: RendezvousOptions, backend: str, endpoint: str, settings: dict[str, str | int], port: int | None
 ):
     chosen = choose_rendezvous(asked, fresh_id="fresh")
     assert (chosen.backend, chosen.endpoint, chosen.settings, chosen.hosted_port) == (backend, endpoint, settings, port)
 
 
 def test_a_job_on_one_machine_has_a_name_of_its_own():
-    assert choose_rendezvous(Asked(), "fresh").id == "fresh"
-    assert choose_rendezvous(Asked(nodes="2", endpoint="a:1"), "fresh").id == "samestep"
-    assert choose_rendezvous(Asked(nodes="2", endpoint="a:1", id="mine"), "fresh").id == "mine"
+    assert choose_rendezvous(RendezvousOptions(), "fresh").id == "fresh"
+    assert choose_rendezvous(RendezvousOptions(nodes="2", endpoint="a:1"), "fresh").id == "samestep"
+    assert choose_rendezvous(RendezvousOptions(nodes="2", endpoint="a:1", id="mine"), "fresh").id == "mine"
 
 
 def nowhere() -> str:
@@ -148,32 +159,34 @@ def nowhere() -> str:
 
 
 def test_a_node_that_may_begin_alone_hosts_the_meeting_where_no_place_was_named():
-    hosting = host_here(Asked(nodes="1:4", settings="last_call_timeout=1"), "0123456789ab", lambda: "node1:29401")
+    hosting = host_here(
+        RendezvousOptions(nodes="1:4", settings="last_call_timeout=1"), "0123456789ab", lambda: "node1:29401"
+    )
     assert invitation(hosting) == "samestep run --nnodes 1:4 --rdzv-endpoint node1:29401 --rdzv-id 01234567 ..."
     chosen = choose_rendezvous(hosting, "0123456789ab")
     settings = {"is_host": "1", "last_call_timeout": "1"}
     assert chosen == Rendezvous("c10d", "node1:29401", "01234567", settings, 1, 4, None)
     assert chosen.hosted_port == 29401
-    named = host_here(Asked(nodes="1:4", backend="c10d", id="it's"), "0123456789ab", lambda: "node1:29401")
+    named = host_here(RendezvousOptions(nodes="1:4", backend="c10d", id="it's"), "0123456789ab", lambda: "node1:29401")
     assert invitation(named).endswith("""--rdzv-id 'it'"'"'s' ...""")
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        Asked(),
-        Asked(nodes="2"),
-        Asked(nodes="2:4"),
-        Asked(nodes="1:4", standalone=True),
-        Asked(nodes="1:4", endpoint="node1:77"),
-        Asked(nodes="1:4", address="node1"),
-        Asked(nodes="1:4", port=77),
-        Asked(nodes="1:4", node_rank=0),
-        Asked(nodes="1:4", backend="etcd"),
-        Asked(nodes="1:4", settings="is_host=0"),
+        RendezvousOptions(),
+        RendezvousOptions(nodes="2"),
+        RendezvousOptions(nodes="2:4"),
+        RendezvousOptions(nodes="1:4", standalone=True),
+        RendezvousOptions(nodes="1:4", endpoint="node1:77"),
+        RendezvousOptions(nodes="1:4", address="node1"),
+        RendezvousOptions(nodes="1:4", port=77),
+        RendezvousOptions(nodes="1:4", node_rank=0),
+        RendezvousOptions(nodes="1:4", backend="etcd"),
+        RendezvousOptions(nodes="1:4", settings="is_host=0"),
     ],
 )
-def test_a_node_that_was_told_where_to_meet_or_needs_others_hosts_nothing_unasked(asked: Asked):
+def test_a_node_that_was_told_where_to_meet_or_needs_others_hosts_nothing_unasked(asked: RendezvousOptions):
     assert host_here(asked, "fresh", nowhere) == asked
 
 
@@ -184,7 +197,7 @@ def test_the_place_is_this_machine_by_name_or_by_the_address_it_was_given(monkey
     assert find_place("127.0.0.1").startswith("127.0.0.1:")
     with socket.create_server(("", int(port))):
         assert int(find_place(None).rpartition(":")[2]) > int(port)
-        monkeypatch.setattr("samestep.launch.local._MEETING_PORTS", range(int(port), int(port) + 1))
+        monkeypatch.setattr("samestep.launch.job._MEETING_PORTS", range(int(port), int(port) + 1))
         told = f"the nodes would meet on this machine, and none of its ports {port} to {port} is free: type --rdzv-endp"
         with pytest.raises(LaunchError, match=f"^{told}"):
             find_place(None)
@@ -199,56 +212,65 @@ def test_a_machine_whose_own_name_leads_nowhere_is_told_to_give_an_address(monke
 
 WRONG = [
     (
-        Asked(nodes="2"),
+        RendezvousOptions(nodes="2"),
         "--nnodes 2 needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE:29400 on",
     ),
     (
-        Asked(nodes="1:4", settings="is_host=0"),
+        RendezvousOptions(nodes="1:4", settings="is_host=0"),
         "--nnodes 1:4 needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE:29400 on",
     ),
     (
-        Asked(nodes="2", port=77),
+        RendezvousOptions(nodes="2", port=77),
         "--nnodes 2 needs a place where the nodes meet: type the same --rdzv-endpoint FIRST_NODE",
     ),
     (
-        Asked(nodes="2", backend="c10d"),
+        RendezvousOptions(nodes="2", backend="c10d"),
         "--rdzv-backend c10d with --nnodes 2 needs a place where the nodes meet: type the",
     ),
-    (Asked(backend="zeus"), "--rdzv-backend zeus is unknown: use one of c10d, static, etcd, etcd-v2"),
+    (RendezvousOptions(backend="zeus"), "--rdzv-backend zeus is unknown: use one of c10d, static, etcd, etcd-v2"),
     (
-        Asked(standalone=True, nodes="2"),
+        RendezvousOptions(standalone=True, nodes="2"),
         "--standalone is for this machine alone, and --nnodes 2 asks for more: leave one",
     ),
     (
-        Asked(standalone=True, endpoint="a:1", port=2),
+        RendezvousOptions(standalone=True, endpoint="a:1", port=2),
         "--standalone finds a free port by itself: leave out --rdzv-endpoint and",
     ),
-    (Asked(endpoint="a:b"), "a:b is not a meeting place: type HOST:PORT with a port up to 65535, as in node1:29400"),
-    (Asked(endpoint="a:70000"), "a:70000 is not a meeting place: type HOST:PORT with a port up to 65535, as in node1"),
-    (Asked(port=0), "--master-port 0 is not a port: type a number from 1 to 65535"),
     (
-        Asked(nodes="1:2", address="a"),
+        RendezvousOptions(endpoint="a:b"),
+        "a:b is not a meeting place: type HOST:PORT with a port up to 65535, as in node1:29400",
+    ),
+    (
+        RendezvousOptions(endpoint="a:70000"),
+        "a:70000 is not a meeting place: type HOST:PORT with a port up to 65535, as in node1",
+    ),
+    (RendezvousOptions(port=0), "--master-port 0 is not a port: type a number from 1 to 65535"),
+    (
+        RendezvousOptions(nodes="1:2", address="a"),
         "--nnodes 1:2 may change, and a static rendezvous cannot: use --rdzv-endpoint HOST:",
     ),
-    (Asked(nodes="2", address="a"), "--master-addr on 2 nodes needs --node-rank 0 to 1, another on each node"),
     (
-        Asked(nodes="2", address="a", node_rank=2),
+        RendezvousOptions(nodes="2", address="a"),
+        "--master-addr on 2 nodes needs --node-rank 0 to 1, another on each node",
+    ),
+    (
+        RendezvousOptions(nodes="2", address="a", node_rank=2),
         "--node-rank 2 is not one of the 2 node(s): type a number from 0 to 1",
     ),
     (
-        Asked(nodes="2", address="a", node_rank=-1),
+        RendezvousOptions(nodes="2", address="a", node_rank=-1),
         "--node-rank -1 is not one of the 2 node(s): type a number from 0 to 1",
     ),
-    (Asked(settings="a"), "--rdzv-conf a is not a list of settings: type KEY=VALUE,KEY=VALUE"),
+    (RendezvousOptions(settings="a"), "--rdzv-conf a is not a list of settings: type KEY=VALUE,KEY=VALUE"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "complaint"), WRONG, ids=[complaint[:40] for _, complaint in WRONG])
-def test_an_impossible_meeting_place_is_refused(asked: Asked, complaint: str):
+def test_an_impossible_meeting_place_is_refused(asked: RendezvousOptions, complaint: str):
     with pytest.raises(LaunchError, match=f"^{re.escape(complaint)}"):
         choose_rendezvous(asked, "fresh")
 
 
 def test_a_static_meeting_has_a_fixed_number_of_nodes():
-    chosen = choose_rendezvous(Asked(nodes="3", address="a", node_rank=1), "fresh")
+    chosen = choose_rendezvous(RendezvousOptions(nodes="3", address="a", node_rank=1), "fresh")
     assert chosen == Rendezvous("static", "a:29500", "samestep", {"rank": 1}, 3, 3, None)

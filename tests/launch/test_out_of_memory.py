@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from samestep import Run
-from samestep.facts.world import halvings
-from samestep.run.out_of_memory import advise, is_out_of_memory
+from samestep.environment.world import micro_batch_halvings
+from samestep.training.lifecycle import advise, is_out_of_memory
 from tests.launch.started import run_script, start
 from tests.warm import Ranks
 
@@ -32,7 +32,7 @@ SCRIPT = """
                     step.mean(model(x).square().sum(1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        if run.first:
+        if run.is_main:
             torch.save([each.detach() for each in model.parameters()], "weights.pt")
 """
 TWO = ["--nproc-per-node", "2", "--folder", "kept", "train.py"]
@@ -98,7 +98,7 @@ def test_a_rank_knows_that_another_one_ran_out_of_memory():
 
 
 def test_halvings_are_read_from_what_the_launcher_exports():
-    assert (halvings({}), halvings({"SAMESTEP_HALVINGS": "2"})) == (0, 2)
+    assert (micro_batch_halvings({}), micro_batch_halvings({"SAMESTEP_HALVINGS": "2"})) == (0, 2)
 
 
 def test_rows_are_halved_rounding_up_and_never_below_one(monkeypatch: pytest.MonkeyPatch, capsys):

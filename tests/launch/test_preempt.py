@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.launch.failure import is_told_to_end
-from samestep.launch.logs import RankFiles
-from samestep.launch.stop import Stop
-from samestep.launch.torchrun import _tell_end
+from samestep.launch.failure_report import is_told_to_end
+from samestep.launch.launcher import _tell_end
+from samestep.launch.rank_logs import RankFiles
+from samestep.launch.signal_handler import Stop
 from tests.launch.started import Ended, Started, run_script, start
 from tests.warm import Ranks
 
@@ -30,7 +30,7 @@ SCRIPT = """
         model = run.wrap(nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         data = run.shard(TensorDataset(torch.arange(4.0 * 4 * steps).view(-1, 4) / 99), shuffle=True, workers=0)
-        run.restore("out", model=model, optimizer=optimizer, train=data)
+        run.checkpoint("out", model=model, optimizer=optimizer, train=data)
         for epoch in data.epochs(1):
             for step in epoch:
                 for (x,) in step:
@@ -40,7 +40,7 @@ SCRIPT = """
                 if step.number == 4:
                     open(f"up-{run.rank}", "w").close()
                 time.sleep(pause)
-        if run.first:
+        if run.is_main:
             torch.save([each.detach() for each in model.parameters()], "weights.pt")
 """
 
@@ -257,7 +257,7 @@ def test_ranks_that_save_for_longer_than_the_grace_are_killed():
 
 
 def test_a_second_sigterm_kills_at_once_but_not_one_that_follows_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("samestep.launch.stop._ECHO_SECONDS", 1.0)
+    monkeypatch.setattr("samestep.launch.signal_handler._ECHO_SECONDS", 1.0)
     with Stop(patience=60, grace=60) as stop:
         rank = sleeper(stubborn=True)
         stop.ranks = frozenset([rank.pid])

@@ -5,19 +5,19 @@ import sys
 
 import pytest
 
-from samestep.launch.stop import Stop, Stopped
+from samestep.launch.signal_handler import Stop, Stopped
 
 # The C library waits for the shell, whatever signals come, and it is the shell that says so.
 HELD_UP = """
 import ctypes
-from samestep.launch.stop import Stop
+from samestep.launch.signal_handler import Stop
 with Stop(patience=1, grace=1):
     ctypes.CDLL(None).system(b"echo up; exec sleep 60")
 """
 # What a module holds goes when Python ends, after all of the script's own code.
 ENDS_SLOWLY = """
 import os, signal
-from samestep.launch.stop import keep_exit_code
+from samestep.launch.signal_handler import keep_exit_code
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
         for number in numbers:

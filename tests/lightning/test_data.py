@@ -76,7 +76,7 @@ def fit_despite_copies(n):
 
 
 def test_drop_tail_leaves_out_the_smaller_step(ranks):
-    two = ranks(2, fit, 17, {"drop_tail": True}, {"max_epochs": 1})
+    two = ranks(2, fit, 17, {"drop_last": True}, {"max_epochs": 1})
     assert [len(step) for step in steps(two)] == [8, 8]
 
 

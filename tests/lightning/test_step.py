@@ -114,12 +114,12 @@ def test_plain_lightning_makes_the_last_window_four_times_too_small(ranks):
 
 def by_hand(n, epochs):
     """The same training without Lightning and without ranks."""
-    from samestep.data.order import Order
+    from samestep.data.permutation import SampleOrder
 
     module, data = regression(), numbers(n)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for epoch in range(epochs):
-        order = Order(n, 0, shuffle=True).indices(epoch, 0, n)
+        order = SampleOrder(n, 0, shuffle=True).indices(epoch, 0, n)
         for start in range(0, n, 8):
             inputs, labels = data[order[start : start + 8].tolist()]
             optimizer.zero_grad()

@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.nn import distill_loss
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.weights import open_weights
+from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.weight_files import open_weights
 
 CLASSES, WIDTH = 13, 8
 
@@ -78,7 +78,7 @@ def tokens(n=23):
 
 def plain(path):
     """The module itself, as the file has it."""
-    return Frozen(Teacher, open_weights(path)).load(torch.device("cpu"))
+    return FrozenModel(Teacher, open_weights(path)).load(torch.device("cpu"))
 
 
 def train_with(path, options, build=Teacher, epochs=2, micro_batch=2, ahead=False):

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from samestep import Run
-from samestep.wrap.sync_batchnorm import CpuSyncBatchNorm, over_all_ranks
+from samestep.parallel.batchnorm import CpuSyncBatchNorm, over_all_ranks
 from tests.ranks.expected import batchnorm_of_one_rank
 
 LUCK = torch.Generator().manual_seed(4)
@@ -137,7 +137,7 @@ def evaluate_what_sleeps_already():
 def evaluate_on_the_first_rank_only():
     with Run(global_batch=7, start_timeout=20) as run, batchnorm_of_one_rank():
         model = run.wrap(Normed(images()))
-        if run.first:
+        if run.is_main:
             with run.evaluate(model):
                 pass
         run.barrier()
@@ -164,7 +164,7 @@ def follow_statistics():
 
 def keep_statistics_of_instances():
     """The running mean of an InstanceNorm that keeps one, before an evaluation and in it, with replicas compared."""
-    with Run(global_batch=7, check_every=1) as run:
+    with Run(global_batch=7, replica_check_every=1) as run:
         inner = Normed(nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
         model = run.wrap(inner)
         learn_from_images(run, model)
@@ -191,7 +191,7 @@ def save_what_ranks_learnt(folder):
         inner = Normed(images())
         model = run.wrap(inner)
         data = run.shard(IMAGES[:12])
-        checkpoint = run.restore(folder, model=model, train=data)
+        checkpoint = run.checkpoint(folder, model=model, train=data)
         for epoch in data.epochs(1):
             for step in epoch:
                 for x in step:
@@ -200,7 +200,7 @@ def save_what_ranks_learnt(folder):
         checkpoint.save()
     with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
         inner = Normed(images())
-        run.restore(folder, model=run.wrap(inner), train=run.shard(IMAGES[:12]))
+        run.checkpoint(folder, model=run.wrap(inner), train=run.shard(IMAGES[:12]))
         return before, inner.norm.running_mean.clone()
 
 
@@ -241,7 +241,7 @@ def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
         PER_RANK,
         "step 2 of each epoch has 2 sample(s) for 4 rank(s) in 1 micro-batch(es) each, and BatchNorm needs 1 at a "
         "time: copies fill in, which weigh nothing in the loss but enter the statistics of BatchNorm; another "
-        "global_batch or micro_batch, or run.shard(drop_tail=True), avoids it",
+        "global_batch or micro_batch, or run.shard(drop_last=True), avoids it",
     ]
     assert all(given == [] for *_, given in by_rank[1:])
 

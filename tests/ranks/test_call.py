@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.run import call
-from samestep.run.preempt import EndedEarly
+from samestep.training import metric_sync as call
+from samestep.training.preemption import StoppedEarly
 
 QUICK, SLOW = 400, 0.25  # steps that set a long interval, then seconds that each later step takes
 
@@ -22,10 +22,10 @@ def slow_down(folder, told_by, evaluating):
     interval = 0
     late, call._LATE_SECONDS = call._LATE_SECONDS, 0.5
     try:
-        with Run(global_batch=2, seed=0, folder=folder, check_every=0) as run:
+        with Run(global_batch=2, seed=0, folder=folder, replica_check_every=0) as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(TensorDataset(torch.zeros(2 * QUICK + 400, 1)), workers=0)
-            run.restore(folder, model=model, train=data)
+            data = run.shard(TensorDataset(torch.zeros(2 * QUICK + 400, 1)), num_workers=0)
+            run.checkpoint(folder, model=model, train=data)
             for epoch in data.epochs(1):
                 for step in epoch:
                     for (x,) in step:
@@ -40,7 +40,7 @@ def slow_down(folder, told_by, evaluating):
                     if step.number >= QUICK:
                         time.sleep(SLOW)
             return None
-    except EndedEarly as early:
+    except StoppedEarly as early:
         return interval, int(str(early).removeprefix("saved step ")) - QUICK
     finally:
         call._LATE_SECONDS = late

@@ -44,8 +44,8 @@ def train(folder, strategy=None, fail_at=None, every=3, kind=torch.optim.AdamW, 
             model = run.wrap(task.model().to(dtype), None if run.size == 1 else strategy)
             optimizer = kind(model.parameters(), lr=0.05)
             scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 9], gamma=0.5)
-            data = run.shard(dataset(task, dtype), shuffle=True, workers=0, micro_batch=3)
-            checkpoint = run.restore(folder, model=model, optimizer=optimizer, scheduler=scheduler, train=data)
+            data = run.shard(dataset(task, dtype), shuffle=True, num_workers=0, micro_batch=3)
+            checkpoint = run.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, train=data)
             if not in_body:
                 checkpoint.every(steps=every)
             for epoch in data.epochs(EPOCHS):
@@ -108,8 +108,8 @@ def state_of(folder, strategy, save):
     with Run(global_batch=8, seed=0, folder=folder) as run:
         model = run.wrap(Mlp(), None if run.size == 1 else strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        data = run.shard(TensorDataset(torch.randn(16, 6)), workers=0)
-        checkpoint = run.restore(folder, model=model, optimizer=optimizer, train=data)
+        data = run.shard(TensorDataset(torch.randn(16, 6)), num_workers=0)
+        checkpoint = run.checkpoint(folder, model=model, optimizer=optimizer, train=data)
         if save:
             for epoch in data.epochs(1):
                 for step in epoch:
@@ -144,10 +144,10 @@ def fail_to_write(folder, failing):
     """Fail where rank `failing` writes its file, and see when all ranks hear of it."""
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(400, 1)), workers=0)
-        checkpoint = run.restore(folder / "out", model=model, train=data)
+        data = run.shard(TensorDataset(torch.zeros(400, 1)), num_workers=0)
+        checkpoint = run.checkpoint(folder / "out", model=model, train=data)
         if run.rank == failing:
-            from samestep.checkpoint import writing
+            from samestep.checkpoint import save as writing
 
             writing.tensor_blocks = full_disk
         try:
@@ -160,7 +160,7 @@ def fail_to_write(folder, failing):
                     time.sleep(0.02)
         finally:
             if run.rank == failing:
-                from samestep.checkpoint.tensor_file import tensor_blocks
+                from samestep.checkpoint.tensor_storage import tensor_blocks
 
                 writing.tensor_blocks = tensor_blocks
 
@@ -183,7 +183,7 @@ def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_a_step_boundary(rank
 def save_unlike_steps(folder):
     with Run(global_batch=2, seed=0, folder=folder) as run:
         model = run.wrap(nn.Linear(1, 1))
-        run.restore(folder, model=model).save(step=run.rank)
+        run.checkpoint(folder, model=model).save(step=run.rank)
 
 
 def test_ranks_that_save_different_steps_are_told_so(ranks, tmp_path):
@@ -194,7 +194,7 @@ def test_ranks_that_save_different_steps_are_told_so(ranks, tmp_path):
 
 def save_backwards(folder):
     with Run(global_batch=2, seed=0, folder=folder) as run:
-        checkpoint = run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+        checkpoint = run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
         for step in (100, 50):
             checkpoint.save(step=step)
 
@@ -206,18 +206,18 @@ def test_a_number_that_goes_backwards_is_refused_on_all_ranks(ranks, tmp_path):
 
 
 def restore_in_use(folder):
-    from samestep.checkpoint import lock
+    from samestep.checkpoint import checkpoint_folder as lock
 
     with pytest.MonkeyPatch.context() as patch, Run(global_batch=2, seed=0, folder=folder / "logs") as run:
         patch.setattr(lock, "_PATIENCE_SECONDS", 1.0)  # not 10: the other run does not end
-        if run.first:
+        if run.is_main:
             from dataclasses import asdict, replace
 
             folder.mkdir(exist_ok=True)
             parent = psutil.Process().parent()
             theirs = replace(lock._describe(), pid=parent.pid, began=parent.create_time(), launch="")
             (folder / lock.NAME).write_text(json.dumps(asdict(theirs)))
-        run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+        run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
 
 
 def test_a_folder_in_use_is_refused_on_all_ranks(ranks, tmp_path):
@@ -238,7 +238,7 @@ class Odd:
 
 def save_the_odd(folder):
     with Run(global_batch=2, seed=0, folder=folder) as run:
-        run.restore(folder, model=run.wrap(nn.Linear(1, 1)), odd=Odd(run.rank)).save()
+        run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)), odd=Odd(run.rank)).save()
 
 
 def test_state_that_cannot_be_told_on_one_rank_is_refused_on_all(ranks, tmp_path):
@@ -251,8 +251,8 @@ def save_by_the_clock(folder, of_rank):
     """Save whenever the clock of one rank says so; the other's has hours."""
     with Run(global_batch=1, seed=0, folder=folder) as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(30, 1)), workers=0)
-        checkpoint = run.restore(folder, model=model, train=data, keep=100)
+        data = run.shard(TensorDataset(torch.zeros(30, 1)), num_workers=0)
+        checkpoint = run.checkpoint(folder, model=model, train=data, keep=100)
         checkpoint.every(minutes=1e-9 if run.rank == of_rank else 600)
         for epoch in data.epochs(1):
             for step in epoch:
@@ -278,14 +278,14 @@ def damage(path, at, bit):
 def restored_step(folder):
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        checkpoint = run.restore(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
+        checkpoint = run.checkpoint(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
         told = [str(warning.message) for warning in given]
         return (checkpoint.restored and checkpoint.restored.name), told
 
 
 def save_two(folder):
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
-        checkpoint = run.restore(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
+        checkpoint = run.checkpoint(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
         for step in (10, 20):
             checkpoint.save(step=step)
 
@@ -302,7 +302,7 @@ def test_a_file_of_another_rank_that_is_damaged_is_seen_by_all(ranks, tmp_path):
 
 def draw(folder, save):
     with Run(global_batch=2, seed=0, folder=folder) as run:
-        checkpoint = run.restore(folder, model=run.wrap(nn.Linear(1, 1)))
+        checkpoint = run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
         if save:
             torch.rand(3)
             checkpoint.save()
@@ -320,7 +320,7 @@ def test_each_rank_goes_on_drawing_where_it_was(ranks, tmp_path):
 
 def other_model(folder):
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
-        run.restore(folder, model=run.wrap(nn.Linear(6, 3), "fsdp"))
+        run.checkpoint(folder, model=run.wrap(nn.Linear(6, 3), "fsdp"))
 
 
 def test_another_model_is_refused_on_every_rank(ranks, tmp_path):
@@ -333,7 +333,7 @@ def test_another_model_is_refused_on_every_rank(ranks, tmp_path):
 def unshared(folder):
     """Two ranks whose folders of one name are not the same folder, as on nodes without a shared disk."""
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
-        checkpoint = run.restore(folder / "out", model=run.wrap(Mlp(), "fsdp"))
+        checkpoint = run.checkpoint(folder / "out", model=run.wrap(Mlp(), "fsdp"))
         if run.rank == 1:
             from dataclasses import replace
 

@@ -10,15 +10,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from samestep import Run, __version__
-from samestep.checkpoint import restoring
+from samestep.checkpoint import restore as restoring
 
 
 def save(folder):
     """Two steps of four samples, of a model that was planned for."""
     with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
         model = run.wrap(nn.Linear(3, 1), example=torch.zeros(2, 3))
-        data = run.shard(TensorDataset(torch.zeros(8, 3)), workers=0)
-        checkpoint = run.restore(folder / "out", model=model, train=data)
+        data = run.shard(TensorDataset(torch.zeros(8, 3)), num_workers=0)
+        checkpoint = run.checkpoint(folder / "out", model=model, train=data)
         for epoch in data.epochs(1):
             for step in epoch:
                 for (x,) in step:
@@ -51,8 +51,8 @@ def restore_other(folder):
         with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
             if run.rank == 1:
                 restoring.read_manifest = another
-            model, data = run.wrap(nn.Linear(3, 1)), run.shard(TensorDataset(torch.zeros(8, 3)), workers=0)
-            run.restore(folder / "out", model=model, train=data)
+            model, data = run.wrap(nn.Linear(3, 1)), run.shard(TensorDataset(torch.zeros(8, 3)), num_workers=0)
+            run.checkpoint(folder / "out", model=model, train=data)
     finally:
         restoring.read_manifest = read
 
@@ -80,7 +80,7 @@ def keep_an_average(folder, save):
         average, pair = AveragedModel(model), Pair(run)
         optimizer = torch.optim.SGD(pair.parameters(), momentum=0.9)
         parts = {"model": model, "average": average, "pair": pair, "optimizer": optimizer}
-        checkpoint = run.restore(folder / "out", **parts)
+        checkpoint = run.checkpoint(folder / "out", **parts)
         with torch.no_grad():
             if save:
                 for at, parameter in enumerate([*average.parameters(), *pair.parameters()]):

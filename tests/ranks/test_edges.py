@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run, read_metrics
-from samestep.errors import DataError, GroupError, StepError, WrapError
+from samestep.errors import CommunicationError, DataError, StepError, WrapError
 
 
 class Count(IterableDataset):
@@ -52,11 +52,13 @@ def test_several_runs_one_after_the_other_work(ranks):
 
 def test_a_run_that_is_not_open_says_so():
     run = Run(global_batch=4)
-    with pytest.raises(GroupError, match=r"run\.barrier at test_edges\.py:\d+ was called on a run that is not started"):
+    with pytest.raises(
+        CommunicationError, match=r"run\.barrier at test_edges\.py:\d+ was called on a run that is not started"
+    ):
         run.barrier()
     with run:
         pass
-    with pytest.raises(GroupError, match="not started or is closed"):
+    with pytest.raises(CommunicationError, match="not started or is closed"):
         run.agree(True)
 
 
@@ -67,7 +69,7 @@ def unlike_tensors():
 
 def test_tensors_of_other_sizes_are_refused_instead_of_hanging(ranks):
     for text in ranks.errors(2, unlike_tensors):
-        assert "GroupError: run.all_reduce got op='sum' and" in text
+        assert "CommunicationError: run.all_reduce got op='sum' and" in text
         assert "all ranks must give tensors alike" in text
 
 
@@ -209,7 +211,7 @@ def test_what_is_logged_is_the_value_at_that_time(tmp_path):
 
 def test_an_evaluation_of_a_stream_drops_nothing_and_keeps_to_the_micro_batch():
     with Run(global_batch=4) as run:
-        batches = [batch.tolist() for batch in run.stream(Count(), drop_tail=True, micro_batch=2)]
+        batches = [batch.tolist() for batch in run.stream(Count(), drop_last=True, micro_batch=2)]
         assert batches == [[0, 1], [2, 3], [4, 5], [6]]
 
 
@@ -234,14 +236,14 @@ def test_a_stream_in_shards_resumes_where_one_rank_has_nothing_left(ranks):
 
 def test_a_failed_start_tells_the_other_ranks(ranks):
     first, second = ranks.errors(2, fail_in_start)
-    assert "RankMissing" in first or "GroupError" in first
+    assert "RankMissing" in first or "CommunicationError" in first
     assert "OSError: no console" in second
 
 
 def fail_in_start():
     import os
 
-    from samestep.run import life
+    from samestep.training import lifecycle as life
 
     if os.environ["RANK"] == "1":
 
@@ -253,9 +255,9 @@ def fail_in_start():
         with Run(global_batch=4, start_timeout=30):
             pass
     finally:
-        from samestep.run.seed import seed_alike
+        from samestep.training.lifecycle import seed_all_ranks
 
-        life.seed_alike = seed_alike
+        life.seed_alike = seed_all_ranks
 
 
 class Nothing(IterableDataset):
@@ -263,22 +265,22 @@ class Nothing(IterableDataset):
         return iter(())
 
 
-def train_on(dataset, drop_tail):
+def train_on(dataset, drop_last):
     with Run(global_batch=8) as run:
-        for epoch in run.stream(dataset, drop_tail=drop_tail).epochs(1):
+        for epoch in run.stream(dataset, drop_last=drop_last).epochs(1):
             for _ in epoch:
                 pass
 
 
 @pytest.mark.parametrize(
-    ("dataset", "drop_tail", "message"),
+    ("dataset", "drop_last", "message"),
     [
         (Nothing(), False, "Nothing gave no record at all: there is nothing to train on; check the path it reads from"),
-        (Count(), True, "Count gave fewer records than one global batch, and drop_tail=True drops them all"),
+        (Count(), True, "Count gave fewer records than one global batch, and drop_last=True drops them all"),
     ],
 )
-def test_a_stream_without_a_step_is_told_on_every_rank(ranks, dataset, drop_tail, message):
-    for text in ranks.errors(2, train_on, dataset, drop_tail):
+def test_a_stream_without_a_step_is_told_on_every_rank(ranks, dataset, drop_last, message):
+    for text in ranks.errors(2, train_on, dataset, drop_last):
         assert f"DataError: {message}" in text
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run, read_metrics
-from samestep.checkpoint.catalog import newest_sound
+from samestep.checkpoint.checkpoint_folder import newest_sound
 from samestep.data.audit import audit
 from samestep.errors import LogError
-from samestep.sinks import appended
+from samestep.loggers import jsonl as appended
 from tests.small_disk import SmallDisk, small_disk
 
 STEPS = 30
@@ -32,8 +32,8 @@ def train(disk: SmallDisk, full, saves=(), ledger=True, steps=STEPS):
         try:
             with Run(global_batch=2, seed=0, ledger=ledger) as run:
                 model = run.wrap(nn.Linear(1, 1))
-                data = run.shard(TensorDataset(torch.zeros(2 * steps, 1)), workers=0, shuffle=True)
-                checkpoint = run.restore(disk.path / "out", model=model, train=data)
+                data = run.shard(TensorDataset(torch.zeros(2 * steps, 1)), num_workers=0, shuffle=True)
+                checkpoint = run.checkpoint(disk.path / "out", model=model, train=data)
                 for epoch in data.epochs(1):
                     for step in epoch:
                         for (x,) in step:

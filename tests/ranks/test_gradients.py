@@ -118,7 +118,7 @@ def pass_twice(model, step, batch, how):
 def gradients_of_two_passes(how, micro_batch, strategy, unused="error"):
     x, counts = rows()
     with Run(global_batch=7) as run:
-        model = run.wrap(Weights(), strategy, unused=unused)
+        model = run.wrap(Weights(), strategy, unused_parameters=unused)
         seen = []
         for epoch in run.shard(list(zip(x, counts, strict=True)), micro_batch=micro_batch).epochs(1):
             for step in epoch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep import Run
-from samestep.errors import GroupError
+from samestep.errors import CommunicationError
 from tests.launch.started import wait_for
 
 
@@ -76,7 +76,7 @@ def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
     ],
 )
 def test_means_of_nothing_and_values_without_names_are_explained(batches, text):
-    with Run(global_batch=8) as run, pytest.raises(GroupError, match=re.escape(text)):
+    with Run(global_batch=8) as run, pytest.raises(CommunicationError, match=re.escape(text)):
         run.means(batches)
 
 
@@ -98,23 +98,25 @@ def test_all_reduce_gives_a_new_tensor_for_each_op(ranks):
 
 def test_empty_and_wrong_values_are_explained():
     with Run(global_batch=8) as run:
-        with pytest.raises(GroupError, match=r"run\.mean got no values on any rank"):
+        with pytest.raises(CommunicationError, match=r"run\.mean got no values on any rank"):
             run.mean([])
-        with pytest.raises(GroupError, match=r"run\.max got no values on any rank"):
+        with pytest.raises(CommunicationError, match=r"run\.max got no values on any rank"):
             run.max([])
         with pytest.raises(
-            GroupError, match="cannot take numbers from NoneType: give a number, a tensor, or an iterable"
+            CommunicationError, match="cannot take numbers from NoneType: give a number, a tensor, or an iterable"
         ):
             run.mean(None)
-        with pytest.raises(GroupError, match="an iterable of str: its items must be numbers or tensors"):
+        with pytest.raises(CommunicationError, match="an iterable of str: its items must be numbers or tensors"):
             run.mean(["a"])
-        with pytest.raises(GroupError, match="complex tensor"):
+        with pytest.raises(CommunicationError, match="complex tensor"):
             run.mean(torch.tensor([1j]))
-        with pytest.raises(GroupError, match="does not know op='median': use one of 'sum', 'mean', 'max', 'min'"):
+        with pytest.raises(
+            CommunicationError, match="does not know op='median': use one of 'sum', 'mean', 'max', 'min'"
+        ):
             run.all_reduce(torch.ones(1), "median")
-        with pytest.raises(GroupError, match="takes weight= with op='mean' only"):
+        with pytest.raises(CommunicationError, match="takes weight= with op='mean' only"):
             run.all_reduce(torch.ones(1), "sum", weight=2.0)
-        with pytest.raises(GroupError, match="got weight=0 on every rank"):
+        with pytest.raises(CommunicationError, match="got weight=0 on every rank"):
             run.all_reduce(torch.ones(1), "mean", weight=0.0)
 
 
@@ -194,7 +196,7 @@ def test_a_failure_on_one_node_reaches_all_nodes(ranks):
 
 def once_under_condition():
     with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
-        if run.first:
+        if run.is_main:
             run.once(int)
         run.barrier()
 
@@ -202,16 +204,16 @@ def once_under_condition():
 def test_once_under_a_rank_condition_is_explained_on_every_rank_at_once(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, once_under_condition)
-    assert "GroupError: rank 0 came to run.once(int) at test_group.py:" in first
+    assert "CommunicationError: rank 0 came to run.once(int) at test_group.py:" in first
     assert "while rank 1 came to run.barrier at test_group.py:" in first
-    assert "every rank must make the same calls in the same order (is one of them under `if run.first:`?)" in first
+    assert "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)" in first
     assert "rank 1 came to run.barrier at test_group.py:" in second
     assert time.monotonic() - began < 15  # far less than the timeout of 30 s
 
 
 def mean_under_condition():
     with Run(global_batch=8, step_timeout=30) as run:
-        if run.first:
+        if run.is_main:
             run.mean(1.0)
         run.mean(2.0)
 
@@ -223,7 +225,7 @@ def test_the_same_act_from_another_line_is_not_mixed_up(ranks):
 
 def skip_last_call():
     with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
-        if run.first:
+        if run.is_main:
             run.agree(False)
 
 
@@ -241,7 +243,7 @@ def nested_once():
 @pytest.mark.parametrize("size", [1, 2])
 def test_nested_once_is_refused_with_its_reason(ranks, size):
     for text in ranks.errors(size, nested_once):
-        assert "GroupError: run.once(int) at test_group.py:" in text
+        assert "CommunicationError: run.once(int) at test_group.py:" in text
         assert "was called inside run.once(<lambda>): one rank alone is there and the others would never come" in text
 
 
@@ -291,7 +293,7 @@ def test_once_may_take_longer_than_a_step(ranks):
 def agree_and_wait():
     with Run(global_batch=8) as run:
         run.barrier()
-        return run.agree(run.rank == 1), run.agree(False), run.first, run.node_first, run.rank, run.size
+        return run.agree(run.rank == 1), run.agree(False), run.is_main, run.is_node_main, run.rank, run.size
 
 
 def test_agree_is_true_on_all_if_true_on_any(ranks):
@@ -322,7 +324,7 @@ def unlike_settings():
 
 def test_ranks_with_unlike_settings_do_not_start(ranks):
     for text in ranks.errors(2, unlike_settings):
-        assert "GroupError: rank " in text
+        assert "CommunicationError: rank " in text
         assert "Run(global_batch=8, seed=0)" in text
         assert "Run(global_batch=9, seed=0)" in text
 
@@ -337,10 +339,10 @@ def start_and_close():
 
 def test_start_and_close_serve_scripts_without_with(ranks):
     assert ranks(2, start_and_close) == [2, 2]
-    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+    with pytest.raises(CommunicationError, match="this run is not started: use `with Run"):
         Run(global_batch=8).wrap(torch.nn.Linear(1, 1))
     run = Run(global_batch=8).start()
-    with pytest.raises(GroupError, match="started already"):
+    with pytest.raises(CommunicationError, match="started already"):
         run.start()
     run.close()
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run
-from samestep.cli.audit import command
+from samestep.cli.audit_command import command
 from samestep.data.audit import audit
 
 

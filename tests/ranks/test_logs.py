@@ -47,7 +47,7 @@ def test_values_logged_together_travel_in_one_collective_and_are_averaged(ranks,
 
 def log_on_first_rank_only(folder):
     with Run(global_batch=4, folder=folder) as run:
-        if run.first:
+        if run.is_main:
             run.log({"val/mine": 3.0, "val/also": 4.0}, step=0)
         run.log({"val/all": float(run.rank)}, step=0)
 
@@ -87,7 +87,7 @@ def train(folder):
                 optimizer.zero_grad()
                 scheduler.step()
             run.log({"val/loss": float(epoch.number)}, step=epoch.number)
-        run.say("all done")
+        run.print("all done")
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -112,7 +112,7 @@ def test_a_training_writes_rates_losses_speed_text_curves_and_a_summary(ranks, t
 
 def say(folder):
     with Run(global_batch=4, folder=folder) as run:
-        run.say("once and for all")
+        run.print("once and for all")
         return run.folder == Path(folder)
 
 

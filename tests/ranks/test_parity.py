@@ -39,7 +39,7 @@ def train(name, strategy, dtype, micro_batch):
                 optimizer.step()
                 optimizer.zero_grad()
         learnt = {key.removeprefix("module."): whole(value) for key, value in model.state_dict().items()}
-        first = run.first
+        first = run.is_main
     losses = [r["train/loss"] for r in read_metrics(folder / "metrics.jsonl", by_step=True)] if first else []
     return learnt, losses, norms
 

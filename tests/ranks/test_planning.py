@@ -13,21 +13,21 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.facts.machine_words import machines_of
-from samestep.facts.world import World
-from samestep.measure.weights_alone import facts_of_weights
-from samestep.plan.choose import plan
-from samestep.ranks.sharing import Share, tightest_share
-from samestep.run import planning
-from samestep.run.planning import Site, tell
-from samestep.wrap.precision import choose_numbers, see_arithmetic
-from samestep.wrap.wrap import Wish
+from samestep.distributed.device import MemoryShare, smallest_memory_share
+from samestep.environment.world import World
+from samestep.parallel.precision import choose_precision, see_arithmetic
+from samestep.parallel.wrap import WrapOptions
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.model_parts import profile_weights
+from samestep.planner.plan import plan
+from samestep.training import auto_plan as planning
+from samestep.training.auto_plan import PlanSite, tell
 
 LUCK = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(96, 20, 64, generator=LUCK), torch.randint(0, 10, (96,), generator=LUCK))
 EXAMPLE = (torch.zeros(8, 20, 64), torch.zeros(8, dtype=torch.long))
 EXAMPLE_OF_FOUR = torch.zeros(4, 4)
-FP32 = choose_numbers([see_arithmetic(torch.device("cpu"), "fp32", False)])
+FP32 = choose_precision([see_arithmetic(torch.device("cpu"), "fp32", False)])
 OVERHEAD = 300 * 2**20  # that a plan counts for a process on the CPU
 
 
@@ -76,7 +76,7 @@ def train(example, free, strategy=None):
         model = run.wrap(Net(), strategy, example=example)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         most = 0
-        for epoch in run.shard(DATA, shuffle=True, workers=0).epochs(2):
+        for epoch in run.shard(DATA, shuffle=True, num_workers=0).epochs(2):
             for step in epoch:
                 for x, y in step:
                     most = max(most, len(x))
@@ -84,9 +84,9 @@ def train(example, free, strategy=None):
                 optimizer.step()
                 optimizer.zero_grad()
         weights = torch.cat([whole(p).flatten() for p in model.parameters()])
-        run.say("end")
-    summary = json.loads((run.folder / "summary.json").read_text()) if run.first else None
-    return weights, most, summary and summary["plan"], (run.folder / "log.txt").read_text() if run.first else ""
+        run.print("end")
+    summary = json.loads((run.folder / "summary.json").read_text()) if run.is_main else None
+    return weights, most, summary and summary["plan"], (run.folder / "log.txt").read_text() if run.is_main else ""
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -161,10 +161,10 @@ def test_a_wrong_wish_is_told_on_every_rank(ranks):
 def test_by_weights_alone_a_model_is_sharded_where_its_state_takes_half_of_a_gpu(width, strategy):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    made = plan(machines_of("h100:4", 1), facts_of_weights(model), 256, "bf16", 0.5)
+    made = plan(parse_cluster_spec("h100:4", 1), profile_weights(model), 256, "bf16", 0.5)
     ours = [each for each in made.candidates if each.fits and each.layout.ranks == 4]
     assert min(ours, key=planning._simplicity).layout.strategy == strategy
-    assert facts_of_weights(model).persistent == 16 * sum(p.numel() for p in model.parameters())
+    assert profile_weights(model).persistent == 16 * sum(p.numel() for p in model.parameters())
 
 
 def test_memory_is_compared_where_the_device_tells_it():
@@ -178,34 +178,40 @@ def test_memory_is_compared_where_the_device_tells_it():
 
 def free_of_a_rank(free):
     with room(None), Run(global_batch=8) as run:
-        return tightest_share(run._link, "looking for room", run.device, free)
+        return smallest_memory_share(run._link, "looking for room", run.device, free)
 
 
 def test_ranks_of_one_device_share_what_is_free_there(ranks):
-    assert ranks(1, free_of_a_rank, 6e9) == [Share(6 * 10**9, 1)]
-    assert ranks(2, free_of_a_rank, 6e9) == 2 * [Share(3 * 10**9, 2)]
-    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == 2 * [Share(6 * 10**9, 1)]
+    assert ranks(1, free_of_a_rank, 6e9) == [MemoryShare(6 * 10**9, 1)]
+    assert ranks(2, free_of_a_rank, 6e9) == 2 * [MemoryShare(3 * 10**9, 2)]
+    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == 2 * [MemoryShare(6 * 10**9, 1)]
 
 
 @pytest.mark.parametrize("sharing", [2, 8])
 def test_ranks_that_share_a_gpu_have_a_part_of_its_memory_and_leave_free_a_part_of_that(monkeypatch, sharing):
-    monkeypatch.setattr("samestep.run.machines.machines_seen", lambda nodes: machines_of("h200:1", nodes))
-    world, whole = World(size=sharing, local_size=sharing), machines_of("h200:1", 1)
-    share = Share(whole.device.memory // sharing, sharing)
+    monkeypatch.setattr(
+        "samestep.planner.cluster_discovery.machines_seen", lambda nodes: parse_cluster_spec("h200:1", nodes)
+    )
+    world, whole = World(size=sharing, local_size=sharing), parse_cluster_spec("h200:1", 1)
+    share = MemoryShare(whole.device.memory // sharing, sharing)
     found = planning._machines(world, share)
     assert found.device.memory == found.device.memory_free == share.free
     assert found.device.rates["bfloat16"] == whole.device.rates["bfloat16"] / sharing
     assert found.host_link == whole.host_link / sharing
-    site = Site(SimpleNamespace(world=world), torch.device("cuda"), FP32, 16, lambda function, *given: function(*given))
-    made = planning._decide(site, Net(), Wish(), None, "AdamW", share)
+    site = PlanSite(
+        SimpleNamespace(world=world), torch.device("cuda"), FP32, 16, lambda function, *given: function(*given)
+    )
+    made = planning._decide(site, Net(), WrapOptions(), None, "AdamW", share)
     assert made.told.startswith("plan: ddp"), made.told
 
 
 def test_nodes_with_unlike_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
     world = World(rank=0, size=3, local_size=2, nodes=2)
-    found = planning._machines(world, Share(2**33, 2))
+    found = planning._machines(world, MemoryShare(2**33, 2))
     assert (found.devices, found.per_node, found.nodes) == (3, 1, 3)
-    site = Site(SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given))
-    made = planning._decide(site, nn.Linear(4, 4), Wish(), EXAMPLE_OF_FOUR, "AdamW", Share(2**33, 2))
+    site = PlanSite(
+        SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given)
+    )
+    made = planning._decide(site, nn.Linear(4, 4), WrapOptions(), EXAMPLE_OF_FOUR, "AdamW", MemoryShare(2**33, 2))
     assert made.chosen.layout.ranks == 3

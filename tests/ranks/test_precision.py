@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.launch.probe import probe_bf16
+from samestep.environment.bf16_probe import probe_bf16
 from samestep.nn import ConditioningDropout
 
 CLASSES = 3

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.data.audit import audit
-from samestep.run.preempt import EndedEarly, Preemption, TimeLimit
+from samestep.training.preemption import Preemption, StoppedEarly, TimeLimit
 from tests.ranks.models import TASKS, dataset
 
 EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
@@ -31,9 +31,9 @@ def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
             task = TASKS["mlp"]
             model = run.wrap(task.model(), None if run.size == 1 else strategy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            data = run.shard(dataset(task, torch.float32), shuffle=True, workers=0, micro_batch=3)
+            data = run.shard(dataset(task, torch.float32), shuffle=True, num_workers=0, micro_batch=3)
             if keep:
-                run.restore(folder, model=model, optimizer=optimizer, train=data)
+                run.checkpoint(folder, model=model, optimizer=optimizer, train=data)
             for epoch in data.epochs(EPOCHS):
                 for step in epoch:
                     for batch in step:
@@ -47,7 +47,7 @@ def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
             with torch.no_grad():
                 weights = {name: value.clone() for name, value in model.state_dict().items()}
             return weights, evaluated
-    except EndedEarly as early:
+    except StoppedEarly as early:
         return early.code, early.status, str(early), evaluated
     finally:
         signal.signal(number, before)
@@ -82,11 +82,13 @@ def test_a_run_with_nothing_to_save_goes_on_after_a_warning_and_ends_at_sigterm(
     assert all(torch.equal(warned[name], calm[name]) for name in calm)
     assert len(evaluated) == EPOCHS
     told = (tmp_path / "warned" / "log.txt").read_text()
-    assert told.count("SIGUSR2: this run has no checkpoint to save (run.restore makes one), so it goes on") == 1
+    assert told.count("SIGUSR2: this run has no checkpoint to save (run.checkpoint makes one), so it goes on") == 1
     for ended in ranks(2, train, tmp_path / "ended", "ddp", 2, False):
         assert ended == (143, "stopped", "ended at step 3 with nothing saved", [])
     told = (tmp_path / "ended" / "log.txt").read_text()
-    assert "SIGTERM: this run has no checkpoint to save (run.restore makes one); it ends at step 3, and what it" in told
+    assert (
+        "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3, and what it" in told
+    )
     assert json.loads((tmp_path / "ended" / "summary.json").read_text())["status"] == "stopped"
 
 
@@ -95,8 +97,8 @@ def number_by_epoch(folder, told_in):
     try:
         with Run(global_batch=2, seed=0, folder=folder) as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(TensorDataset(torch.zeros(8, 1)), workers=0)
-            checkpoint = run.restore(folder, model=model, train=data, keep=9)
+            data = run.shard(TensorDataset(torch.zeros(8, 1)), num_workers=0)
+            checkpoint = run.checkpoint(folder, model=model, train=data, keep=9)
             for epoch in data.epochs(4):
                 for step in epoch:
                     for (x,) in step:
@@ -105,7 +107,7 @@ def number_by_epoch(folder, told_in):
                         os.kill(os.getpid(), signal.SIGTERM)
                     run.log({"mark": 1.0}, now=True)
                 checkpoint.save(step=epoch.number)
-    except EndedEarly:
+    except StoppedEarly:
         pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -243,7 +245,7 @@ GROUP = """
         with Run(global_batch=4, seed=0, folder="out") as run:
             model = run.wrap(nn.Linear(1, 1))
             data = run.shard(Slow(), workers=2)
-            run.restore("out", model=model, train=data)
+            run.checkpoint("out", model=model, train=data)
             for epoch in data.epochs(1):
                 for step in epoch:
                     for x in step:

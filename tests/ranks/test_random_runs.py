@@ -30,7 +30,7 @@ def draw(seed):
     run = SimpleNamespace(seed=seed, samples=luck.randint(1, 40), global_batch=luck.randint(1, 13))
     run.epochs, run.tests = luck.randint(1, 3), luck.randint(1, 20)
     run.shuffle, run.stream, run.clip, run.tied = (luck.random() < 0.4 for _ in range(4))
-    run.drop_tail = run.samples >= run.global_batch and luck.random() < 0.3
+    run.drop_last = run.samples >= run.global_batch and luck.random() < 0.3
     run.bad = luck.randrange(run.samples) if luck.random() < 0.3 else None
     run.loss, run.optimizer = luck.choice(list(LOSSES)), luck.choice(list(OPTIMIZERS))
     run.noise = luck.choice(["none", "random", "normal", "rng"])
@@ -123,20 +123,20 @@ def train(drawn, layout, folder):
     warnings.simplefilter("ignore")  # a bad sample is told of, and FSDP speaks of views
     torch.manual_seed(drawn.seed)
     texts, values, done = Texts(drawn.samples), {}, 0
-    with Run(global_batch=drawn.global_batch, seed=drawn.seed, ledger=True, check_every=2) as run:
+    with Run(global_batch=drawn.global_batch, seed=drawn.seed, ledger=True, replica_check_every=2) as run:
         net = Net(drawn.tied).double()
         model = run.wrap(net, layout.strategy)
         weights = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() == 1]
         optimizer = OPTIMIZERS[drawn.optimizer]([{"params": weights, "weight_decay": 0.01}, {"params": rest}])
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        how = {"workers": layout.workers, "micro_batch": layout.micro_batch, "drop_tail": drawn.drop_tail}
+        how = {"workers": layout.workers, "micro_batch": layout.micro_batch, "drop_last": drawn.drop_last}
         if drawn.stream:
             data = run.stream(Numbers(drawn.samples), decode=texts.__getitem__, **how)
         else:
             data = run.shard(texts, shuffle=drawn.shuffle, name="train", **how)
-        test = run.shard(Texts(drawn.tests), name="test", workers=0, micro_batch=3)
-        checkpoint = run.restore(folder, model=model, optimizer=optimizer, schedule=schedule, train=data)
+        test = run.shard(Texts(drawn.tests), name="test", num_workers=0, micro_batch=3)
+        checkpoint = run.checkpoint(folder, model=model, optimizer=optimizer, schedule=schedule, train=data)
         for epoch in data.epochs(drawn.epochs):
             for step in epoch:
                 learn(drawn, model, step, optimizer)
@@ -210,5 +210,5 @@ def test_a_random_run_does_not_depend_on_its_layouts(ranks, tmp_path, seed):
         for epoch, numbers in values.items():
             assert numbers == pytest.approx(evaluated[epoch], abs=10 * TOLERANCE), told
     assert logged(several) == pytest.approx(logged(alone), abs=10 * TOLERANCE, nan_ok=True), told
-    kept = drawn.samples - drawn.drop_tail * (drawn.samples % drawn.global_batch)
+    kept = drawn.samples - drawn.drop_last * (drawn.samples % drawn.global_batch)
     assert counted(alone) == counted(several) == drawn.epochs * kept, told

@@ -22,9 +22,9 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(x)))
 
 
-def train(check_every, change, strategy=None):
+def train(replica_check_every, change, strategy=None):
     """Six steps; in step 2 rank 1 changes something for itself."""
-    with Run(global_batch=8, check_every=check_every, start_timeout=20, step_timeout=20) as run:
+    with Run(global_batch=8, replica_check_every=replica_check_every, start_timeout=20, step_timeout=20) as run:
         with batchnorm_of_one_rank():
             model = run.wrap(Net(), strategy)
         inner = getattr(model, "module", model)

@@ -37,7 +37,11 @@ def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=Non
     """What each step learnt: {global step: rows of (index, luck, luck, setting) that counted}, and the last state."""
     with Run(global_batch=global_batch, seed=3) as run:
         train = run.shard(
-            dataset or Numbers(lucky=True), shuffle=True, micro_batch=micro_batch, workers=workers, settings=settings
+            dataset or Numbers(lucky=True),
+            shuffle=True,
+            micro_batch=micro_batch,
+            num_workers=workers,
+            epoch_settings=settings,
         )
         if state is not None:
             train.load_state_dict(state)
@@ -124,7 +128,7 @@ def test_a_setting_reaches_every_sample_of_its_epoch_and_none_of_another(ranks, 
 
 def evaluate(n, global_batch, workers=0):
     with Run(global_batch=global_batch) as run:
-        test = run.shard(Numbers(n), workers=workers)
+        test = run.shard(Numbers(n), num_workers=workers)
         batches = list(test)
         assert len(batches) == len(test)
         mean = run.mean(batch[:, 0] for batch in test)
@@ -140,7 +144,7 @@ def test_an_evaluation_counts_each_sample_once(ranks, size, workers):
 
 def evaluate_within_training(workers):
     with Run(global_batch=4, seed=3) as run:
-        train = run.shard(Numbers(), shuffle=True, workers=workers)
+        train = run.shard(Numbers(), shuffle=True, num_workers=workers)
         order = []
         for epoch in train.epochs(1):
             for step in epoch:
@@ -174,8 +178,8 @@ def test_lengths_are_right(ranks):
 def drop(capture):
     with Run(global_batch=6) as run:
         said = []
-        run.say = said.append
-        train = run.shard(Numbers(), drop_tail=True)
+        run.print = said.append
+        train = run.shard(Numbers(), drop_last=True)
         seen = [int(i) for epoch in train.epochs(1) for step in epoch for batch in step for i in batch[:, 0]]
         return seen, said
 
@@ -183,7 +187,7 @@ def drop(capture):
 def test_a_dropped_tail_is_said(ranks):
     seen, said = ranks(1, drop, True)[0]
     assert seen == list(range(18))
-    assert "drop_tail: 5 of 23 samples are left out of every epoch" in said
+    assert "drop_last: 5 of 23 samples are left out of every epoch" in said
 
 
 def test_position_is_saved_within_the_body_of_the_last_step():
@@ -252,7 +256,7 @@ class Odd(Numbers):
 
 def read_all(dataset, workers, collate=None):
     with Run(global_batch=6) as run:
-        for _ in run.shard(dataset, workers=workers, collate=collate):
+        for _ in run.shard(dataset, num_workers=workers, collate_fn=collate):
             pass
 
 
@@ -283,7 +287,7 @@ def weighted():
     with Run(global_batch=8, seed=1) as run:
         weights = torch.zeros(N)
         weights[[2, 7]] = torch.tensor([1.0, 3.0])
-        train = run.shard(Numbers(), weights=weights)
+        train = run.shard(Numbers(), sampling_weights=weights)
         return [
             int(i)
             for epoch in train.epochs(20)
@@ -305,7 +309,7 @@ def weigh():
     """What each rank is told of the rows of a step of five."""
     with Run(global_batch=5) as run:
         told = []
-        for epoch in run.shard(Numbers(n=5), workers=0).epochs(1):
+        for epoch in run.shard(Numbers(n=5), num_workers=0).epochs(1):
             for step in epoch:
                 told += [(rows[:, 0].tolist(), step.weights.tolist()) for rows in step]
         return told
@@ -344,7 +348,7 @@ def read_after_a_run_that_is_garbage():
     try:
         train_once()
         with Run(global_batch=3) as run:
-            return run.sum(batch for batch in run.shard(Collecting(), workers=1))
+            return run.sum(batch for batch in run.shard(Collecting(), num_workers=1))
     finally:
         gc.enable()
 
@@ -359,7 +363,7 @@ def test_an_evaluation_after_a_restart_has_the_setting_that_it_had_before():
 
     before, after = {}, {}
     with Run(global_batch=16) as run:
-        train, test = (run.shard(Numbers(settled=True), workers=0, settings=double) for _ in range(2))
+        train, test = (run.shard(Numbers(settled=True), num_workers=0, epoch_settings=double) for _ in range(2))
         for epoch in train.epochs(3):
             for step in epoch:
                 for _ in step:
@@ -368,7 +372,7 @@ def test_an_evaluation_after_a_restart_has_the_setting_that_it_had_before():
             before[epoch.number, "over"] = (settings_of(test), train.state_dict())
     for place, (_, state) in before.items():
         with Run(global_batch=16) as run:
-            train, test = (run.shard(Numbers(settled=True), workers=0, settings=double) for _ in range(2))
+            train, test = (run.shard(Numbers(settled=True), num_workers=0, epoch_settings=double) for _ in range(2))
             train.load_state_dict(state)
             after[place] = (settings_of(test), state)
     assert after == before

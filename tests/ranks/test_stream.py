@@ -35,7 +35,7 @@ def lucky(record):
 
 def learn(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_after=None, epochs=2):
     with Run(global_batch=global_batch, seed=3) as run:
-        train = run.stream(dataset, decode=lucky, micro_batch=micro_batch, workers=workers)
+        train = run.stream(dataset, decode=lucky, micro_batch=micro_batch, num_workers=workers)
         if state is not None:
             train.load_state_dict(state)
         seen = {}
@@ -162,7 +162,7 @@ def go_on(kind, folder):
     with Run(global_batch=4, folder=folder) as run:
         for epochs in (1, 2):
             rows = torch.arange(12.0)
-            train = run.stream(Count(12), workers=0) if kind == "stream" else run.shard(rows, workers=0)
+            train = run.stream(Count(12), num_workers=0) if kind == "stream" else run.shard(rows, num_workers=0)
             state = train.state_dict()
             train.load_state_dict({**state, "epoch": epochs - 1, "step": 1} if epochs == 1 else {**state, "epoch": 3})
             for epoch in train.epochs(epochs):

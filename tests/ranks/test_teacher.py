@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 
 from samestep import Run
-from samestep.facts.machine_words import machines_of
-from samestep.plan.teacher import Setting
-from samestep.teacher import shared
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.weights import open_weights
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.teacher_costs import TeacherSetup
+from samestep.teacher import single_device as shared
+from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.weight_files import open_weights
 from tests.teachers import WORDS, Speaker, save, speaker, words
 
 PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
@@ -54,8 +54,8 @@ def distil(weights, placement, dtype=None):
         torch.manual_seed(3)
         model = run.wrap(Student(teacher))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train = run.shard(Data(), shuffle=True, workers=0)
-        checkpoint = run.restore(f"out-{placement}", model=model, optimizer=optimizer, train=train)
+        train = run.shard(Data(), shuffle=True, num_workers=0)
+        checkpoint = run.checkpoint(f"out-{placement}", model=model, optimizer=optimizer, train=train)
         for epoch in train.epochs(2):
             for step in epoch:
                 for batch in step:
@@ -178,8 +178,8 @@ def open_with_little_room(weights, placement, dtype):
     """One rank has no memory left."""
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
         if run.rank == 1 or dtype is not None:  # the first rank of a node makes the room for what is converted
-            patch.setattr("samestep.teacher.whole.host_room", lambda: 1000)
-            patch.setattr("samestep.teacher.shared.host_room", lambda: 1000)
+            patch.setattr("samestep.teacher.single_device.host_room", lambda: 1000)
+            patch.setattr("samestep.teacher.single_device.host_room", lambda: 1000)
         run.teacher(Speaker, weights=weights, placement=placement, dtype=dtype)
 
 
@@ -193,9 +193,9 @@ def test_too_little_memory_on_one_rank_is_told_on_all(ranks, tmp_path, placement
 def open_in_room_for_one(weights, apart):
     """There is room for one copy, on the device of all or on one that each rank has, and sees, alone."""
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samestep.teacher.whole.host_room", lambda: 50_000)
+        patch.setattr("samestep.teacher.single_device.host_room", lambda: 50_000)
         if apart:
-            patch.setattr("samestep.ranks.sharing._mark", lambda device: float(run.rank))
+            patch.setattr("samestep.distributed.device._mark", lambda device: float(run.rank))
         return run.teacher(Speaker, weights=weights, placement="gpu").describe()
 
 
@@ -240,7 +240,7 @@ def test_ranks_that_ask_for_different_teachers_are_told_in_what_they_differ(rank
 def ask_for_devices_of_its_own(weights):
     """A map names the devices of a rank, which are not those of another."""
     with Run(global_batch=4, folder="logs") as run:
-        device_map = {"": "cpu"} if run.first else {"": "cpu", "blocks.1": "cpu"}
+        device_map = {"": "cpu"} if run.is_main else {"": "cpu", "blocks.1": "cpu"}
         return run.teacher(Speaker, weights=weights, device_map=device_map)(words())
 
 
@@ -259,12 +259,14 @@ def test_a_file_that_is_harmed_for_all_fails_on_all(ranks, tmp_path):
 
 def choose_with_little_room_on(rank, weights):
     """The placement that each rank comes to, for GPUs that stand elsewhere; one rank's has little room."""
-    size = Frozen(Speaker, open_weights(weights)).bytes
+    size = FrozenModel(Speaker, open_weights(weights)).bytes
     with Run(global_batch=4, folder="logs") as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samestep.teacher.choose.device_room", lambda device: size * (1 if run.rank == rank else 100))
-        there = machines_of("h100:2")
+        patch.setattr(
+            "samestep.teacher.placement_choice.device_room", lambda device: size * (1 if run.rank == rank else 100)
+        )
+        there = parse_cluster_spec("h100:2")
         there = replace(there, device=replace(there.device, memory=100 * size))
-        patch.setattr("samestep.run.run.setting_here", lambda *_: Setting(there, 2, 4, 2))
+        patch.setattr("samestep.training.run.setting_here", lambda *_: TeacherSetup(there, 2, 4, 2))
         return run.teacher(Speaker, weights=weights).placement
 
 

@@ -152,7 +152,7 @@ class Augmented(torch.utils.data.Dataset):
 def augment(path, cache):
     with Run(global_batch=7, start_timeout=30, step_timeout=30) as run:
         teacher = run.teacher(Teacher, weights=path, placement="cached", cache=cache)
-        for epoch in run.shard(Augmented(), shuffle=True, workers=0, name="texts").epochs(2):
+        for epoch in run.shard(Augmented(), shuffle=True, num_workers=0, name="texts").epochs(2):
             for step in epoch:
                 for batch in step:
                     teacher(batch)

@@ -13,9 +13,9 @@ import torch
 
 from samestep import Run
 from samestep.nn import TopK, distill_loss, top_k
-from samestep.teacher.frozen import Frozen
+from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.served import serving_ranks
-from samestep.teacher.weights import open_weights
+from samestep.teacher.weight_files import open_weights
 from tests.ranks.teachers import CLASSES, Teacher, plain, tokens, train_with, write_teacher
 
 
@@ -36,7 +36,7 @@ def open_served(path, build=Teacher, timeout=30, **options):
 def outputs(path, dtype, servers):
     """Whether outputs have the plain module's bits, for ranks that ask differently often."""
     with open_served(path, dtype=dtype, servers=servers) as (run, teacher):
-        module = Frozen(Teacher, open_weights(path)).load(run.device, dtype)
+        module = FrozenModel(Teacher, open_weights(path)).load(run.device, dtype)
         mine = tokens()[run.rank :: run.size]
         alike = []
         for at in range(2 + run.rank):  # no rank waits for another's question

@@ -6,8 +6,8 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.nn import distill_loss
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.weights import open_weights
+from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.weight_files import open_weights
 from tests.ranks.teachers import CLASSES, Student, Teacher, tokens, train_with, write_teacher
 
 
@@ -22,7 +22,7 @@ def outputs(path, dtype):
     """Whether outputs have the plain module's bits, bytes before and after the calls, and the line for the log."""
     with Run(global_batch=4) as run:
         teacher = run.teacher(Teacher, weights=path, placement="sharded", dtype=dtype)
-        module, placed = Frozen(Teacher, open_weights(path)).load(run.device, dtype), teacher._placed
+        module, placed = FrozenModel(Teacher, open_weights(path)).load(run.device, dtype), teacher._placed
         before, mine = placed.local_bytes, tokens()[run.rank :: run.size]
         with torch.no_grad():
             alike = [torch.equal(teacher(part), module(part)) for part in (mine, mine[:1], mine[:5])]
@@ -59,7 +59,7 @@ def call_more_often(path, extra):
     with Run(global_batch=4, start_timeout=30, step_timeout=30) as run:
         teacher = run.teacher(Teacher, weights=path, placement="sharded")
         teacher(tokens(2))
-        if run.first:
+        if run.is_main:
             teacher(tokens(2))
         if extra:
             run.barrier()
@@ -89,7 +89,7 @@ def call_on_one_rank_only(path, strategy):
         for epoch in run.shard(TensorDataset(tokens())).epochs(1):
             for step in epoch:
                 for (batch,) in step:
-                    target = teacher(batch) if run.first else torch.zeros(len(batch), 6, CLASSES)
+                    target = teacher(batch) if run.is_main else torch.zeros(len(batch), 6, CLASSES)
                     step.mean(distill_loss(model(batch), target)).backward()
 
 

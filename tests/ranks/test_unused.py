@@ -86,7 +86,7 @@ def train(kind):
     """How often AdamW has stepped the encoder, its weights, and what was said about the search."""
     folder = Path("run")
     with Run(global_batch=4, folder=folder) as run:
-        model = run.wrap(kind(), unused="allow")
+        model = run.wrap(kind(), unused_parameters="allow")
         inner = getattr(model, "module", model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for epoch in run.shard(DATA, shuffle=True).epochs(5):
@@ -97,7 +97,7 @@ def train(kind):
                 optimizer.zero_grad()
         weights = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
         stepped = int(optimizer.state[inner.encoder.first.weight]["step"])
-        first = run.first
+        first = run.is_main
     said = [line for line in (folder / "log.txt").read_text().splitlines() if "unused=" in line] if first else []
     return stepped, weights, said
 

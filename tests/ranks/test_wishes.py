@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run
-from samestep.errors import DataError, GroupError, WrapError
+from samestep.errors import CommunicationError, DataError, WrapError
 
 
 class Count(IterableDataset):
@@ -25,19 +25,22 @@ def numbers():
         ({"global_batch": 0}, "global_batch=0 is not a number of samples: pass 1 or more"),
         ({"seed": None}, "seed=None is not a whole number of 64 bits: pass one, e.g. seed=0"),
         ({"seed": 1 << 64}, "seed=18446744073709551616 is not a whole number of 64 bits"),
-        ({"check_every": -1}, "check_every=-1 is not a number of steps: pass 1 or more, or 0 for no comparison"),
+        (
+            {"replica_check_every": -1},
+            "replica_check_every=-1 is not a number of steps: pass 1 or more, or 0 for no comparison",
+        ),
         ({"start_timeout": 0}, "start_timeout=0 is not a number of seconds: pass one above 0, e.g. start_timeout=1800"),
         ({"step_timeout": "5m"}, "step_timeout='5m' is not a number of seconds: pass one above 0, e.g. step_timeout="),
     ],
 )
 def test_numbers_that_a_run_cannot_use_are_refused_before_it_starts(wish, message):
-    with pytest.raises(GroupError) as caught:
+    with pytest.raises(CommunicationError) as caught:
         Run(**{"global_batch": 4, **wish})
     assert str(caught.value).startswith(message)
 
 
 def test_a_run_that_is_not_started_has_no_folder():
-    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+    with pytest.raises(CommunicationError, match="this run is not started: use `with Run"):
         _ = Run(global_batch=4).folder
 
 
@@ -61,8 +64,8 @@ def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):
 def test_weights_of_samples_are_a_tensor():
     with Run(global_batch=4) as run:
         with pytest.raises(DataError, match=r"weights are a list and must be a tensor .*weights=torch\.as_tensor\("):
-            run.shard(numbers(), weights=[1.0] * 10)
-        assert len(run.shard(numbers(), weights=torch.ones(10, requires_grad=True))) == 3
+            run.shard(numbers(), sampling_weights=[1.0] * 10)
+        assert len(run.shard(numbers(), sampling_weights=torch.ones(10, requires_grad=True))) == 3
 
 
 def test_what_is_no_module_cannot_be_evaluated():

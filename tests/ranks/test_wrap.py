@@ -8,7 +8,7 @@ from torch import nn
 
 from samestep import Run
 from samestep.errors import WrapError
-from samestep.wrap.fsdp import find_blocks
+from samestep.parallel.fsdp import find_blocks
 from tests.ranks.expected import batchnorm_of_one_rank
 
 DATA = [torch.full((4,), float(i)) for i in range(8)]
@@ -327,7 +327,7 @@ def shard_by_class(offload):
     with Run(global_batch=4) as run:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), Part2(), Part2(), nn.Linear(4, 2))
-        model = run.wrap(net, "fsdp", blocks=(Part2,), offload=offload)
+        model = run.wrap(net, "fsdp", blocks=(Part2,), cpu_offload=offload)
         one_step(run, model, model, torch.optim.SGD(model.parameters(), lr=0.1))
         return whole(model[1].layer.weight), whole(model[0].weight)
 

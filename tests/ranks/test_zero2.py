@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from samestep import Run
-from samestep.wrap.fsdp import find_blocks
+from samestep.parallel.fsdp import find_blocks
 
 DATA = [(torch.randn(6, generator=torch.Generator().manual_seed(i)).double(), i % 3) for i in range(22)]
 
@@ -30,7 +30,7 @@ def whole(tensor):
 def train(strategy, offload=False):
     """Two epochs in micro-batches, an evaluation after each, which gathers weights without a backward pass."""
     with Run(global_batch=8, seed=3) as run:
-        model = run.wrap(Net().double(), strategy, offload=offload)
+        model = run.wrap(Net().double(), strategy, cpu_offload=offload)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         data, tests = run.shard(DATA, shuffle=True, micro_batch=2), run.shard(DATA, micro_batch=3)
         accuracies = []

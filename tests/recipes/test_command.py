@@ -114,7 +114,7 @@ def test_a_copy_is_the_recipe_itself(tmp_path, capsys):
     [("digits", {"typer", "sklearn"}, "recipes"), ("lightning_images", {"lightning"}, "recipes,lightning")],
 )
 def test_without_the_extra_it_says_what_to_install(name, missing, extra, monkeypatch, capsys):
-    monkeypatch.setattr("samestep.cli.recipe.find_spec", lambda module: None if module in missing else object())
+    monkeypatch.setattr("samestep.cli.recipe_command.find_spec", lambda module: None if module in missing else object())
     assert main(["recipe", "run", name]) == 2
     packages = ", ".join(sorted(missing, reverse=True))
     told = f"samestep: the recipe {name} needs {packages}, which is not installed: pip install 'samestep[{extra}]'\n"
@@ -122,7 +122,9 @@ def test_without_the_extra_it_says_what_to_install(name, missing, extra, monkeyp
 
 
 def test_a_package_without_recipes_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("samestep.cli.recipe.__file__", str(tmp_path / "src" / "samestep" / "cli" / "recipe.py"))
+    monkeypatch.setattr(
+        "samestep.cli.recipe_command.__file__", str(tmp_path / "src" / "samestep" / "cli" / "recipe.py")
+    )
     assert main(["recipe", "list"]) == 2
     inside = tmp_path / "src" / "samestep" / "recipes"
     assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: install samestep anew\n"

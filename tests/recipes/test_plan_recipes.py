@@ -85,7 +85,7 @@ def test_what_is_no_recipe_lists_those_that_are(capsys):
 def other_recipes(tmp_path, monkeypatch):
     def put(text):
         (tmp_path / "bare.py").write_text(text)
-        monkeypatch.setattr("samestep.cli.recipe.recipes", lambda: {"bare": tmp_path / "bare.py"})
+        monkeypatch.setattr("samestep.cli.recipe_command.recipes", lambda: {"bare": tmp_path / "bare.py"})
 
     yield put
     sys.modules.pop("bare", None)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.slow
 SUM = """
     import sys
     from samestep import Run
-    from samestep.facts.world import read_world
+    from samestep.environment.world import read_world
 
     world = read_world()
     with Run(global_batch=4, backend="gloo") as run:
         total = run.sum(run.rank + 1)
         run.log({"total": total}, step=0)
-    if run.first:
+    if run.is_main:
         print("SUM", total, world.launcher, world.size, world.nodes, world.address, world.port, sys.argv[1:])
 """
 
@@ -110,7 +110,7 @@ TRAINING = """
         model = run.wrap(nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         data = run.shard(TensorDataset(torch.arange(8000.0).view(-1, 4) / 2000), shuffle=True, workers=1)
-        run.restore("out", model=model, optimizer=optimizer, train=data)
+        run.checkpoint("out", model=model, optimizer=optimizer, train=data)
         for epoch in data.epochs(2):
             for step in epoch:
                 for (x,) in step:
@@ -120,7 +120,7 @@ TRAINING = """
                 if step.number == 3:
                     Path("begun").touch()
                 time.sleep(pause)
-        if run.first:
+        if run.is_main:
             torch.save([each.detach() for each in model.parameters()], "weights.pt")
 """
 

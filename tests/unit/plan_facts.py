@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from samestep.facts.machines import Device, Machines
-from samestep.facts.model import Line, ModelFacts, Moment, Op, Part, Peak
+from samestep.planner.cluster_spec import ClusterSpec, DeviceSpec
+from samestep.planner.model_profile import Line, ModelProfile, Moment, Op, Part, Peak
 
 GIB = 2**30
 MIB = 2**20
 
-DEVICE = Device(
+DEVICE = DeviceSpec(
     name="plain",
     kind="cuda",
     memory=100 * GIB,
@@ -17,7 +17,7 @@ DEVICE = Device(
     rates={"float32": 1e13, "tf32": 5e13, "bfloat16": 1e14, "float16": 1e14},
     source="by hand",
 )
-MACHINES = Machines(
+MACHINES = ClusterSpec(
     device=DEVICE,
     per_node=1,
     nodes=1,
@@ -40,7 +40,7 @@ def machines(per_node=1, nodes=1, gib=100, **changes):
 def model(gib=1.0, per_sample=GIB, fixed=0, blocks=10, **changes):
     """A model of `gib` GiB of float32 weights in equal blocks, trained by AdamW; activations far beyond gradients."""
     size = int(gib * GIB)
-    facts = ModelFacts(
+    facts = ModelProfile(
         name="Plain",
         trainable={"float32": size},
         frozen={},

@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from samestep.assets import captioned_images, minilm, model_folder, packages, read_texts, sentences, smollm2, tokenized
-from samestep.assets.whole import publish
+from samestep.assets import captioned_images, model_folder, read_texts, sentences, tokenized
+from samestep.assets import pretrained as minilm
+from samestep.assets import pretrained as packages
+from samestep.assets import pretrained as smollm2
+from samestep.assets.pretrained import publish
 from samestep.errors import DataError
 
 

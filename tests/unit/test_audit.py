@@ -18,18 +18,26 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.cli.audit import command
-from samestep.data.audit import audit
-from samestep.data.audit_report import Fault, ShardReport
-from samestep.data.ledger import CAPACITY, RECORD, SIZE, Description, Kind, LedgerWriter, check_bytes, next_generation
-from samestep.data.order import Order
+from samestep.cli.audit_command import command
+from samestep.data.audit import Fault, ShardReport, audit
+from samestep.data.ledger import (
+    CAPACITY,
+    RECORD,
+    SIZE,
+    Kind,
+    LedgerWriter,
+    ShardDescription,
+    check_bytes,
+    next_generation,
+)
+from samestep.data.partition import EvaluationPartition, Partition, steps_per_epoch
+from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError
-from samestep.plan.batch import Cut, Pass, steps_per_epoch
 
 # Memory, where there is such a folder: a sync to disk for every simulated checkpoint would take most of the time.
 QUICK = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
-WHOLE = Description(n=100, seed=7, shuffle=True, global_batch=10)
+WHOLE = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Start:
     """Steps between two saved positions, before which the ledger is synced."""
 
 
-def simulate(folder: Path, description: Description, *starts: Start, evaluate_every: int = 0) -> None:
+def simulate(folder: Path, description: ShardDescription, *starts: Start, evaluate_every: int = 0) -> None:
     """Write the ledger that these starts would leave, each rank with its own cut."""
     for start in starts:
         generation = next_generation(folder, "train")
@@ -54,9 +62,9 @@ def simulate(folder: Path, description: Description, *starts: Start, evaluate_ev
 
 
 def _simulate_rank(
-    folder: Path, description: Description, start: Start, generation: int, rank: int, evaluate_every: int
+    folder: Path, description: ShardDescription, start: Start, generation: int, rank: int, evaluate_every: int
 ) -> None:
-    cut = Cut(description.n, description.global_batch, rank, start.size, drop_tail=description.drop_tail)
+    cut = Partition(description.n, description.global_batch, rank, start.size, drop_last=description.drop_last)
     position = divmod(start.begin, cut.steps)
     writer = LedgerWriter(
         folder, "train", description, rank=rank, size=start.size, generation=generation, start=position
@@ -71,7 +79,7 @@ def _simulate_rank(
         if (done + 1) % start.saved_every == 0 or (start.ending == "killed" and (done * 7 + rank) % 5 == 0):
             writer.sync()
         if evaluate_every and (done + 1) % evaluate_every == 0:
-            evaluate(writer, Pass(description.n, 7, rank, start.size), evaluations)
+            evaluate(writer, EvaluationPartition(description.n, 7, rank, start.size), evaluations)
             evaluations += 1
     if start.ending == "killed":
         os.close(writer._file)
@@ -79,7 +87,7 @@ def _simulate_rank(
         writer.close(failed=start.ending == "error")
 
 
-def evaluate(writer: LedgerWriter, batches: Pass, number: int) -> None:
+def evaluate(writer: LedgerWriter, batches: EvaluationPartition, number: int) -> None:
     for k in range(len(batches)):
         batch = batches.batch(k)
         writer.evaluated(number, k, batch.start, batch.real)
@@ -126,13 +134,13 @@ starts = st.builds(
     saved_every=st.integers(1, 6),
 )
 descriptions = st.builds(
-    Description,
+    ShardDescription,
     n=st.integers(1, 60),
     seed=st.integers(0, 3),
     shuffle=st.booleans(),
     global_batch=st.integers(1, 20),
-    drop_tail=st.booleans(),
-).filter(lambda description: description.n >= description.global_batch or not description.drop_tail)
+    drop_last=st.booleans(),
+).filter(lambda description: description.n >= description.global_batch or not description.drop_last)
 
 
 def continued(drawn: list[Start]) -> list[Start]:
@@ -157,7 +165,7 @@ def test_a_run_is_sound_through_kills_and_changes_of_world_size(description, dra
     assert [(start.world_size, start.number) for start in report.starts] == [
         (start.size, number) for number, start in enumerate(run)
     ]
-    steps = steps_per_epoch(description.n, description.global_batch, description.drop_tail)
+    steps = steps_per_epoch(description.n, description.global_batch, description.drop_last)
     samples = min(description.n, steps * description.global_batch)
     done = sum(epoch.steps for epoch in report.epochs)
     end = run[-1].begin + run[-1].steps
@@ -211,7 +219,7 @@ def test_a_changed_record_is_a_fault_exactly_where_counting_one_by_one_finds_one
         edit(folder, rank, changed)
         counts = live_counts(sorted((folder / "ledger" / "train").glob("*.bin")))
         report = shard(folder)
-    steps = steps_per_epoch(description.n, description.global_batch, description.drop_tail)
+    steps = steps_per_epoch(description.n, description.global_batch, description.drop_last)
     expected = Counter()
     for done in range(run[-1].begin + run[-1].steps):
         epoch, step = divmod(done, steps)
@@ -255,7 +263,7 @@ def test_a_sound_run_tells_what_was_done(run):
 
 def test_a_missing_record_is_named_with_its_samples_step_and_rank(run):
     edit(run, 1, lambda records: np.delete(records, trained(records, epoch=1, step=5)))
-    samples = Order(100, 7, shuffle=True).indices(1, 54, 57).tolist()
+    samples = SampleOrder(100, 7, shuffle=True).indices(1, 54, 57).tolist()
     named = ", ".join(map(str, samples))
     assert [fault.text for fault in shard(run).faults] == [
         f"epoch 1: 3 samples never counted: {named} in step 5; rank 1 recorded nothing in step 5 (start 1, 3 ranks)"
@@ -284,7 +292,7 @@ def test_what_a_restart_superseded_may_be_missing(run):
 
 def test_a_duplicated_record_is_named_with_its_rank(run):
     edit(run, 2, lambda records: np.insert(records, 3, records[trained(records, 2, 0)]))
-    samples = Order(100, 7, shuffle=True).indices(2, 7, 10).tolist()
+    samples = SampleOrder(100, 7, shuffle=True).indices(2, 7, 10).tolist()
     (fault,) = shard(run).faults
     assert fault.text == f"epoch 2: 3 samples counted again: {', '.join(map(str, samples))} in step 0; by rank 2"
     assert (fault.kind, fault.positions, fault.ranks) == ("counted again", (7, 8, 9), (2,))
@@ -427,7 +435,7 @@ def test_a_rank_a_little_behind_is_no_fault_but_noted(tmp_path):
 
 def test_ranks_that_an_error_ended_at_an_epochs_edge_are_no_fault(tmp_path):
     for rank, steps in ((0, 11), (1, 10)):
-        cut = Cut(100, 10, rank, 2)
+        cut = Partition(100, 10, rank, 2)
         writer = LedgerWriter(tmp_path, "train", WHOLE, rank=rank, size=2, generation=0)
         for done in range(steps):
             epoch, step = divmod(done, 10)
@@ -501,11 +509,11 @@ def test_an_epoch_that_was_left_early_is_a_fault(tmp_path):
 
 
 def test_a_dropped_tail_is_no_fault_but_noted(tmp_path):
-    simulate(tmp_path, replace(WHOLE, n=107, drop_tail=True), Start(3, 0, 10))
+    simulate(tmp_path, replace(WHOLE, n=107, drop_last=True), Start(3, 0, 10))
     report = shard(tmp_path)
     assert report.sound
     assert [(epoch.complete, epoch.samples) for epoch in report.epochs] == [(True, 100)]
-    assert report.notes == ("drop_tail leaves 7 of 107 samples out of every epoch, as asked",)
+    assert report.notes == ("drop_last leaves 7 of 107 samples out of every epoch, as asked",)
 
 
 def test_samples_drawn_by_weights_are_named_by_position(tmp_path):
@@ -521,7 +529,7 @@ def stream(folder: Path, n: int = 37, size: int = 3, ending: str = "well") -> No
     description = replace(WHOLE, n=None)
     for rank in range(size):
         writer = LedgerWriter(folder, "train", description, rank=rank, size=size, generation=0)
-        cut = Cut(n, 10, rank, size)
+        cut = Partition(n, 10, rank, size)
         for epoch in range(2):
             for step in range(cut.steps):
                 low, high = cut.slice(step)
@@ -580,7 +588,7 @@ def test_a_sample_evaluated_twice_is_named(run):
 def test_an_evaluation_that_was_left_early_is_no_fault(tmp_path):
     for rank in range(2):
         writer = LedgerWriter(tmp_path, "train", WHOLE, rank=rank, size=2, generation=0)
-        batches = Pass(100, 7, rank, 2)
+        batches = EvaluationPartition(100, 7, rank, 2)
         writer.evaluated(0, 0, batches.batch(0).start, 7)
         evaluate(writer, batches, 1)
         writer.close()
@@ -592,7 +600,7 @@ def test_an_evaluation_that_was_left_early_is_no_fault(tmp_path):
 def test_a_kill_in_an_evaluation_is_no_fault(tmp_path):
     for rank in range(2):
         writer = LedgerWriter(tmp_path, "train", WHOLE, rank=rank, size=2, generation=0)
-        evaluate(writer, Pass(100, 7, rank, 2), 0)
+        evaluate(writer, EvaluationPartition(100, 7, rank, 2), 0)
         if rank == 0:
             writer.flush()
         os.close(writer._file)
@@ -603,7 +611,7 @@ def test_a_kill_in_an_evaluation_is_no_fault(tmp_path):
 
 def train_until(end: int | None, folder: Path, rank: int, size: int, generation: int, begin: int, saved) -> None:
     """One rank as a process: it saves its position after every sync, and goes on until it is done or killed."""
-    cut = Cut(WHOLE.n, WHOLE.global_batch, rank, size)
+    cut = Partition(WHOLE.n, WHOLE.global_batch, rank, size)
     writer = LedgerWriter(
         folder, "train", WHOLE, rank=rank, size=size, generation=generation, start=divmod(begin, cut.steps)
     )
@@ -643,9 +651,9 @@ def test_processes_that_are_killed_at_any_moment_leave_a_sound_ledger():
 
 def test_a_billion_samples_are_judged_by_ranges(tmp_path):
     n, batch, size = 10**9, 1 << 20, 64
-    description = Description(n=n, seed=0, shuffle=True, global_batch=batch)
+    description = ShardDescription(n=n, seed=0, shuffle=True, global_batch=batch)
     for rank in range(size):
-        cut = Cut(n, batch, rank, size)
+        cut = Partition(n, batch, rank, size)
         writer = LedgerWriter(tmp_path, "train", description, rank=rank, size=size, generation=0)
         for step in range(cut.steps):
             low, high = cut.slice(step)
@@ -656,9 +664,9 @@ def test_a_billion_samples_are_judged_by_ranges(tmp_path):
     assert [(epoch.complete, epoch.samples) for epoch in report.epochs] == [(True, n)]
     edit(tmp_path, 17, lambda records: np.delete(records, trained(records, 0, 900)))
     fault = the_fault(tmp_path, "never counted")
-    low, high = Cut(n, batch, 17, size).slice(900)
+    low, high = Partition(n, batch, 17, size).slice(900)
     assert (fault.count, fault.positions[0], fault.ranks) == (high - low, low, (17,))
-    assert fault.samples == tuple(Order(n, 0, shuffle=True).indices(0, low, low + 5).tolist())
+    assert fault.samples == tuple(SampleOrder(n, 0, shuffle=True).indices(0, low, low + 5).tolist())
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -717,7 +725,7 @@ def test_every_shard_of_a_run_is_judged(run):
     for rank in range(2):
         test = replace(WHOLE, shuffle=False)
         writer = LedgerWriter(run, "test", test, rank=rank, size=2, generation=0)
-        evaluate(writer, Pass(100, 7, rank, 2), 0)
+        evaluate(writer, EvaluationPartition(100, 7, rank, 2), 0)
         writer.evaluated(1, 0, rank, 1)
         writer.close()
     edit(run, 1, lambda records: np.delete(records, trained(records, epoch=1, step=5)))

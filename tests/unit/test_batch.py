@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition, split_evenly, steps_per_epoch
 from samestep.errors import DataError
-from samestep.plan.batch import Cut, MicroBatch, Pass, split_evenly, steps_per_epoch
 
 samples = st.integers(1, 2_000)
 batches = st.integers(1, 300)
@@ -19,7 +19,7 @@ micro = st.none() | st.integers(1, 40)
 
 def positions_of(step: int, size: int, n: int, global_batch: int, micro_batch: int | None) -> list[int]:
     """What all ranks together count in a step, in the order of ranks and micro-batches."""
-    cuts = [Cut(n, global_batch, rank, size, micro_batch) for rank in range(size)]
+    cuts = [Partition(n, global_batch, rank, size, micro_batch) for rank in range(size)]
     return [p for cut in cuts for piece in cut.micro_batches(step) for p in range(piece.start, piece.stop)]
 
 
@@ -39,7 +39,7 @@ def test_even_parts_cover_everything_and_differ_by_at_most_one(n: int, parts: in
 def test_every_sample_counts_exactly_once_in_an_epoch(
     n: int, global_batch: int, size: int, micro_batch: int | None
 ) -> None:
-    steps = steps_per_epoch(n, global_batch, drop_tail=False)
+    steps = steps_per_epoch(n, global_batch, drop_last=False)
     counted = [p for step in range(steps) for p in positions_of(step, size, n, global_batch, micro_batch)]
     assert counted == list(range(n))
 
@@ -49,7 +49,7 @@ def test_every_sample_counts_exactly_once_in_an_epoch(
 def test_world_size_and_micro_batch_may_change_at_any_step(
     n: int, global_batch: int, micro_batch: int | None, sizes: list[int], data: st.DataObject
 ) -> None:
-    steps = steps_per_epoch(n, global_batch, drop_tail=False)
+    steps = steps_per_epoch(n, global_batch, drop_last=False)
     turns = sorted(data.draw(st.lists(st.integers(0, steps), min_size=len(sizes) - 1, max_size=len(sizes) - 1)))
     bounds = [0, *turns, steps]
     counted: list[list[int]] = []
@@ -64,8 +64,8 @@ def test_world_size_and_micro_batch_may_change_at_any_step(
 def test_all_ranks_run_the_same_number_of_equally_shaped_micro_batches(
     n: int, global_batch: int, size: int, micro_batch: int | None, data: st.DataObject
 ) -> None:
-    step = data.draw(st.integers(0, steps_per_epoch(n, global_batch, drop_tail=False) - 1))
-    cuts = [Cut(n, global_batch, rank, size, micro_batch) for rank in range(size)]
+    step = data.draw(st.integers(0, steps_per_epoch(n, global_batch, drop_last=False) - 1))
+    cuts = [Partition(n, global_batch, rank, size, micro_batch) for rank in range(size)]
     shapes = {tuple(piece.rows for piece in cut.micro_batches(step)) for cut in cuts}
     number, rows = cuts[0].shape(step)
     largest = max(stop - start for start, stop in (cut.slice(step) for cut in cuts))
@@ -80,7 +80,7 @@ def test_all_ranks_run_the_same_number_of_equally_shaped_micro_batches(
 def test_padding_repeats_a_sample_that_this_rank_reads_in_any_case(
     n: int, global_batch: int, size: int, micro_batch: int | None, data: st.DataObject
 ) -> None:
-    cut = Cut(n, global_batch, data.draw(st.integers(0, size - 1)), size, micro_batch)
+    cut = Partition(n, global_batch, data.draw(st.integers(0, size - 1)), size, micro_batch)
     step = data.draw(st.integers(0, cut.steps - 1))
     first, last = cut.span(step)
     start, stop = cut.slice(step)
@@ -93,41 +93,41 @@ def test_padding_repeats_a_sample_that_this_rank_reads_in_any_case(
 
 
 def test_a_dataset_smaller_than_the_world_gives_idle_ranks_only_padding() -> None:
-    cuts = [Cut(n=3, global_batch=8, rank=rank, size=5, micro_batch=None) for rank in range(5)]
+    cuts = [Partition(n=3, global_batch=8, rank=rank, size=5, micro_batch=None) for rank in range(5)]
     assert [cut.micro_batches(0) for cut in cuts] == [
-        [MicroBatch(0, 1, padding=0, pad=0)],
-        [MicroBatch(1, 2, padding=0, pad=1)],
-        [MicroBatch(2, 3, padding=0, pad=2)],
-        [MicroBatch(3, 3, padding=1, pad=0)],
-        [MicroBatch(3, 3, padding=1, pad=0)],
+        [MicroBatchRows(0, 1, padding=0, pad=0)],
+        [MicroBatchRows(1, 2, padding=0, pad=1)],
+        [MicroBatchRows(2, 3, padding=0, pad=2)],
+        [MicroBatchRows(3, 3, padding=1, pad=0)],
+        [MicroBatchRows(3, 3, padding=1, pad=0)],
     ]
 
 
 def test_a_rank_with_the_smaller_slice_pads_its_last_micro_batch_from_its_own_slice() -> None:
-    cut = Cut(n=5, global_batch=5, rank=1, size=2, micro_batch=1)
-    assert cut.micro_batches(0) == [MicroBatch(3, 4, 0, 3), MicroBatch(4, 5, 0, 4), MicroBatch(5, 5, 1, 3)]
+    cut = Partition(n=5, global_batch=5, rank=1, size=2, micro_batch=1)
+    assert cut.micro_batches(0) == [MicroBatchRows(3, 4, 0, 3), MicroBatchRows(4, 5, 0, 4), MicroBatchRows(5, 5, 1, 3)]
 
 
 def test_the_tail_is_one_smaller_step() -> None:
-    cut = Cut(n=10, global_batch=4, rank=0, size=1)
+    cut = Partition(n=10, global_batch=4, rank=0, size=1)
     assert (cut.steps, cut.dropped) == (3, 0)
     assert [cut.positions(step) for step in range(3)] == [(0, 4), (4, 8), (8, 10)]
 
 
 def test_a_dropped_tail_is_no_step_and_says_how_many_samples_it_had() -> None:
-    cut = Cut(n=10, global_batch=4, rank=0, size=1, drop_tail=True)
+    cut = Partition(n=10, global_batch=4, rank=0, size=1, drop_last=True)
     assert (cut.steps, cut.dropped) == (2, 2)
     with pytest.raises(DataError, match=r"step 2 is not in an epoch of 2 steps: steps are 0 to 1"):
         cut.positions(2)
 
 
 def test_nothing_is_dropped_where_the_global_batch_divides_the_dataset() -> None:
-    cut = Cut(n=8, global_batch=4, rank=0, size=1, drop_tail=True)
+    cut = Partition(n=8, global_batch=4, rank=0, size=1, drop_last=True)
     assert (cut.steps, cut.dropped) == (2, 0)
 
 
 def test_ten_samples_on_four_ranks_count_ten_where_the_torch_sampler_counts_twelve() -> None:
-    ours = [range(*Cut(n=10, global_batch=10, rank=rank, size=4).slice(0)) for rank in range(4)]
+    ours = [range(*Partition(n=10, global_batch=10, rank=rank, size=4).slice(0)) for rank in range(4)]
     torchs = [list(DistributedSampler(range(10), num_replicas=4, rank=rank, shuffle=False)) for rank in range(4)]
     assert sum(map(len, ours)) == 10
     assert sum(map(len, torchs)) == 12
@@ -138,7 +138,7 @@ def test_ten_samples_on_four_ranks_count_ten_where_the_torch_sampler_counts_twel
 @pytest.mark.parametrize("global_batch", [4096, 1_000_003, 5000])
 def test_slices_of_4096_ranks_over_a_thousand_million_samples_meet_without_gap_or_overlap(global_batch: int) -> None:
     n, size = 1_000_000_000, 4096
-    cuts = [Cut(n, global_batch, rank, size, micro_batch=50) for rank in range(size)]
+    cuts = [Partition(n, global_batch, rank, size, micro_batch=50) for rank in range(size)]
     last = cuts[0].steps - 1
     assert last == (n - 1) // global_batch
     for step in (0, 1, last // 2, last - 1, last):
@@ -156,7 +156,7 @@ def test_slices_of_4096_ranks_over_a_thousand_million_samples_meet_without_gap_o
 @settings(max_examples=80, deadline=None)
 @given(samples, st.integers(1, 50), worlds)
 def test_an_evaluation_reads_everything_once_and_pads_nothing(n: int, rows: int, size: int) -> None:
-    passes = [Pass(n, rows, rank, size) for rank in range(size)]
+    passes = [EvaluationPartition(n, rows, rank, size) for rank in range(size)]
     read = [one.batch(k) for one in passes for k in range(len(one))]
     assert [p for batch in read for p in range(batch.start, batch.stop)] == list(range(n))
     assert all(batch.padding == 0 and 1 <= batch.real <= rows for batch in read)
@@ -165,7 +165,7 @@ def test_an_evaluation_reads_everything_once_and_pads_nothing(n: int, rows: int,
 @settings(max_examples=80, deadline=None)
 @given(samples, st.integers(1, 50), worlds)
 def test_an_evaluation_in_lockstep_reads_everything_once_in_equal_shapes(n: int, rows: int, size: int) -> None:
-    passes = [Pass(n, rows, rank, size, lockstep=True) for rank in range(size)]
+    passes = [EvaluationPartition(n, rows, rank, size, lockstep=True) for rank in range(size)]
     assert len({len(one) for one in passes}) == 1
     read = [one.batch(k) for one in passes for k in range(len(one))]
     assert [p for batch in read for p in range(batch.start, batch.stop)] == list(range(n))
@@ -179,36 +179,44 @@ def test_an_evaluation_in_lockstep_reads_everything_once_in_equal_shapes(n: int,
 
 
 def test_a_rank_beyond_the_samples_has_no_evaluation_batch_unless_in_lockstep() -> None:
-    assert len(Pass(n=3, rows=2, rank=3, size=4)) == 0
-    assert Pass(n=3, rows=2, rank=3, size=4, lockstep=True).batch(0) == MicroBatch(3, 3, padding=1, pad=0)
+    assert len(EvaluationPartition(n=3, rows=2, rank=3, size=4)) == 0
+    assert EvaluationPartition(n=3, rows=2, rank=3, size=4, lockstep=True).batch(0) == MicroBatchRows(
+        3, 3, padding=1, pad=0
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: Cut(0, 4, 0, 1),
+            lambda: Partition(0, 4, 0, 1),
             "the dataset is empty: it has 0 samples and needs at least 1; check what it reads",
         ),
-        (lambda: Cut(5, 0, 0, 1), "global_batch is 0 and must be at least 1: pass, for example, global_batch=256"),
-        (lambda: Cut(5, -2, 0, 1), "global_batch is -2 and must be at least 1"),
         (
-            lambda: Cut(5, 4, 0, 1, 0),
+            lambda: Partition(5, 0, 0, 1),
+            "global_batch is 0 and must be at least 1: pass, for example, global_batch=256",
+        ),
+        (lambda: Partition(5, -2, 0, 1), "global_batch is -2 and must be at least 1"),
+        (
+            lambda: Partition(5, 4, 0, 1, 0),
             "micro_batch is 0 and must be at least 1: pass micro_batch=1 or more, or leave",
         ),
-        (lambda: Cut(5, 4, 4, 4), "rank 4 is not in a world of 4: ranks are 0 to 3"),
-        (lambda: Cut(5, 4, -1, 4), "rank -1 is not in a world of 4"),
-        (lambda: Cut(5, 4, 0, 0), "a world of 0 ranks holds no data: its size must be at least 1"),
+        (lambda: Partition(5, 4, 4, 4), "rank 4 is not in a world of 4: ranks are 0 to 3"),
+        (lambda: Partition(5, 4, -1, 4), "rank -1 is not in a world of 4"),
+        (lambda: Partition(5, 4, 0, 0), "a world of 0 ranks holds no data: its size must be at least 1"),
         (
-            lambda: Cut(10, 256, 0, 1, drop_tail=True),
-            "the dataset has 10 samples, the global batch is 256, and drop_tail=True drops them all: "
-            "use drop_tail=False, or global_batch=10 or less",
+            lambda: Partition(10, 256, 0, 1, drop_last=True),
+            "the dataset has 10 samples, the global batch is 256, and drop_last=True drops them all: "
+            "use drop_last=False, or global_batch=10 or less",
         ),
-        (lambda: Cut(10, 4, 0, 1).slice(3), "step 3 is not in an epoch of 3 steps: steps are 0 to 2"),
-        (lambda: Cut(10, 4, 0, 1).positions(-1), "step -1 is not in an epoch of 3 steps"),
-        (lambda: Pass(10, 0, 0, 1), "an evaluation batch of 0 rows holds nothing: pass micro_batch=1 or more"),
-        (lambda: Pass(0, 4, 0, 1), "the dataset is empty: it has 0 samples"),
-        (lambda: Pass(10, 4, 1, 2).batch(2), "batch 2 is not in a pass of 2 batches on rank 1 of 2"),
+        (lambda: Partition(10, 4, 0, 1).slice(3), "step 3 is not in an epoch of 3 steps: steps are 0 to 2"),
+        (lambda: Partition(10, 4, 0, 1).positions(-1), "step -1 is not in an epoch of 3 steps"),
+        (
+            lambda: EvaluationPartition(10, 0, 0, 1),
+            "an evaluation batch of 0 rows holds nothing: pass micro_batch=1 or more",
+        ),
+        (lambda: EvaluationPartition(0, 4, 0, 1), "the dataset is empty: it has 0 samples"),
+        (lambda: EvaluationPartition(10, 4, 1, 2).batch(2), "batch 2 is not in a pass of 2 batches on rank 1 of 2"),
     ],
 )
 def test_what_cannot_be_cut_says_its_numbers_and_what_to_type(make, message: str) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from samestep.cli.main import main
-from samestep.facts.calibration import read_calibration
-from samestep.measure.calibrate import all_reduce_rate, calibrate
+from samestep.planner.calibration import all_reduce_rate, calibrate, read_calibration
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.checkpoint import catalog, files, manifest
-from samestep.checkpoint.tensor_file import Entry, tensor_blocks
-from samestep.cli.checkpoint import command
+from samestep.checkpoint import checkpoint_folder as catalog
+from samestep.checkpoint import manifest
+from samestep.checkpoint import manifest as files
+from samestep.checkpoint.tensor_storage import Entry, tensor_blocks
+from samestep.cli.checkpoint_command import command
 from samestep.cli.main import main
 from samestep.errors import CheckpointError
-from samestep.log import SamestepWarning
+from samestep.messages import SamestepWarning
 
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads dynamo, which sets a variable for good
 
@@ -35,7 +37,7 @@ def save(folder, steps, keep=3, keep_best=None, values=None, model=None):
         torch.manual_seed(3)
         model = model or nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.Adam(model.parameters())
-        checkpoint = run.restore(folder, keep=keep, keep_best=keep_best, model=model, optimizer=optimizer)
+        checkpoint = run.checkpoint(folder, keep=keep, keep_best=keep_best, model=model, optimizer=optimizer)
         for at, step in enumerate(steps):
             if values is not None and values[at] is not None:
                 run.log({keep_best: values[at]})
@@ -47,7 +49,7 @@ def restored(folder):
     with Run(global_batch=2, folder=folder / "logs") as run, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        checkpoint = run.restore(folder, model=model, optimizer=torch.optim.Adam(model.parameters()))
+        checkpoint = run.checkpoint(folder, model=model, optimizer=torch.optim.Adam(model.parameters()))
         return checkpoint.restored and checkpoint.restored.name, [str(warning.message) for warning in given]
 
 
@@ -81,7 +83,7 @@ def test_a_value_judges_the_checkpoint_after_it_and_no_later_one(tmp_path):
 
 def test_a_value_that_the_pulse_has_written_judges_the_next_checkpoint_too(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        checkpoint = run.restore(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
+        checkpoint = run.checkpoint(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
         run.log({"val/loss": 0.5}, now=True)
         checkpoint.save(step=1)
         run.log({"val/loss": 0.5}, now=True)  # the same number, of other weights
@@ -114,9 +116,9 @@ def test_the_best_and_its_second_save_count_as_one_of_those_that_stay(tmp_path):
 
 def test_a_number_below_that_of_another_checkpoint_is_refused_and_nothing_written(tmp_path):
     told = (
-        f"this checkpoint would be of step 50, and {tmp_path / 'step-00000100'} is there: run.restore takes the "
+        f"this checkpoint would be of step 50, and {tmp_path / 'step-00000100'} is there: run.checkpoint takes the "
         "highest number, so what was trained since would be lost; number checkpoints upwards, as in "
-        "checkpoint.save(step=101), or always by the steps done with checkpoint.save(), or give run.restore another "
+        "checkpoint.save(step=101), or always by the steps done with checkpoint.save(), or give run.checkpoint another "
         "folder"
     )
     with pytest.raises(CheckpointError) as refused:
@@ -203,12 +205,12 @@ class Moody:
 
 def test_what_a_part_of_the_user_raises_is_told_with_the_checkpoint(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        run.restore(tmp_path, thing=Moody()).save()
+        run.checkpoint(tmp_path, thing=Moody()).save()
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         with pytest.raises(CheckpointError, match="step-00000000 cannot be restored: ZeroDivisionError: not today"):
-            run.restore(tmp_path, thing=Moody())
+            run.checkpoint(tmp_path, thing=Moody())
         thing = Moody()
-        checkpoint = run.restore(tmp_path / "other", thing=thing)
+        checkpoint = run.checkpoint(tmp_path / "other", thing=thing)
         thing.state_dict = lambda: 1 / 0
         with pytest.raises(CheckpointError, match="the state cannot be told: ZeroDivisionError"):
             checkpoint.save()
@@ -257,7 +259,7 @@ def test_a_file_in_place_of_the_folder_is_told(tmp_path):
         Run(global_batch=2, folder=tmp_path / "logs") as run,
         pytest.raises(CheckpointError, match="a file stands where"),
     ):
-        run.restore(tmp_path / "out", model=nn.Linear(1, 1))
+        run.checkpoint(tmp_path / "out", model=nn.Linear(1, 1))
 
 
 def test_a_written_file_that_reads_otherwise_is_refused(tmp_path, monkeypatch):
@@ -316,7 +318,7 @@ def test_another_model_is_refused_with_the_names_that_differ(tmp_path):
         in str(told.value)
     )
     assert "1.bias is there only" in str(told.value)
-    assert "and 2 more; give run.restore another folder, or build the model as it was" in str(told.value)
+    assert "and 2 more; give run.checkpoint another folder, or build the model as it was" in str(told.value)
     assert names(tmp_path) == ["step-00000005"]
 
 
@@ -328,11 +330,11 @@ def test_what_run_restore_cannot_take_is_told(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         model = nn.Linear(1, 1)
         with pytest.raises(CheckpointError, match="got a Nothing, which has no state_dict and no load_state_dict"):
-            run.restore(tmp_path, thing=Nothing())
+            run.checkpoint(tmp_path, thing=Nothing())
         for keep in (0, 2.5, "3"):
             with pytest.raises(CheckpointError, match=f"keep={keep!r} is no number of checkpoints: keep 1 or more"):
-                run.restore(tmp_path, keep=keep, model=model)
-        checkpoint = run.restore(tmp_path, model=model)
+                run.checkpoint(tmp_path, keep=keep, model=model)
+        checkpoint = run.checkpoint(tmp_path, model=model)
         with pytest.raises(CheckpointError, match=r"says no time to save: give steps=, a whole number as in every\("):
             checkpoint.every()
         for times in ({"steps": 0}, {"steps": 2.5}, {"steps": "9"}, {"minutes": -1}, {"minutes": math.nan}):
@@ -344,10 +346,12 @@ def test_parts_that_are_not_there_are_missed_and_parts_not_asked_for_are_told(tm
     save(tmp_path, [5])
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        with pytest.raises(CheckpointError, match=r"holds no ema, only model, optimizer: leave it out of run.restore"):
-            run.restore(tmp_path, model=model, ema=nn.Linear(1, 1))
-        with pytest.warns(SamestepWarning, match="also holds optimizer, which run.restore was not given"):
-            run.restore(tmp_path, model=model)
+        with pytest.raises(
+            CheckpointError, match=r"holds no ema, only model, optimizer: leave it out of run.checkpoint"
+        ):
+            run.checkpoint(tmp_path, model=model, ema=nn.Linear(1, 1))
+        with pytest.warns(SamestepWarning, match="also holds optimizer, which run.checkpoint was not given"):
+            run.checkpoint(tmp_path, model=model)
 
 
 def test_an_optimizer_with_other_groups_is_refused(tmp_path):
@@ -356,14 +360,14 @@ def test_an_optimizer_with_other_groups_is_refused(tmp_path):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
         with pytest.raises(CheckpointError, match=r"\[4\] parameters in its groups there, \[2, 2\] here"):
-            run.restore(tmp_path, model=model, optimizer=optimizer)
+            run.checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
 def test_a_position_in_other_data_is_refused_by_the_data(tmp_path):
     def go(n):
         with Run(global_batch=2, folder=tmp_path / "logs") as run:
-            data = run.shard(TensorDataset(torch.zeros(n)), workers=0)
-            run.restore(tmp_path, train=data).save()
+            data = run.shard(TensorDataset(torch.zeros(n)), num_workers=0)
+            run.checkpoint(tmp_path, train=data).save()
 
     go(6)
     with pytest.raises(CheckpointError, match="the saved position has n=6 and this shard has n=8"):
@@ -374,10 +378,10 @@ def test_saving_before_the_first_step_leaves_the_optimizer_as_it_is(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.Adam(model.parameters())
-        run.restore(tmp_path, model=model, optimizer=optimizer).save()
+        run.checkpoint(tmp_path, model=model, optimizer=optimizer).save()
         assert not optimizer.state
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        run.restore(tmp_path, model=model, optimizer=optimizer)
+        run.checkpoint(tmp_path, model=model, optimizer=optimizer)
         assert not optimizer.state
 
 
@@ -386,7 +390,7 @@ def test_how_an_optimizer_computes_stays_a_matter_of_the_machine(tmp_path):
         with Run(global_batch=2, folder=tmp_path / "logs") as run:
             model = nn.Linear(1, 1)
             optimizer = torch.optim.Adam(model.parameters(), **options)
-            checkpoint = run.restore(tmp_path, model=model, optimizer=optimizer)
+            checkpoint = run.checkpoint(tmp_path, model=model, optimizer=optimizer)
             checkpoint.save()
             return optimizer.param_groups[0]
 
@@ -400,8 +404,8 @@ def test_logs_and_ledger_lie_beside_the_checkpoints_where_no_folder_was_named(tm
     for _ in range(2):
         with Run(global_batch=2, ledger=True) as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(TensorDataset(torch.zeros(4, 1)), workers=0)
-            checkpoint = run.restore("out", model=model, train=data)
+            data = run.shard(TensorDataset(torch.zeros(4, 1)), num_workers=0)
+            checkpoint = run.checkpoint("out", model=model, train=data)
             assert run.folder == tmp_path / "out"
             for epoch in data.epochs(1 if checkpoint.restored is None else 2):
                 for step in epoch:
@@ -417,7 +421,7 @@ def test_a_folder_may_be_in_the_users_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with Run(global_batch=2, seed=0, folder="~/logs") as run:
         assert run.folder == tmp_path / "logs"
-        run.restore("~/saved", model=run.wrap(nn.Linear(2, 1))).save()
+        run.checkpoint("~/saved", model=run.wrap(nn.Linear(2, 1))).save()
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000000"]
 
 
@@ -429,9 +433,9 @@ def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_
     monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", str(int(typed)))
     with Run(global_batch=2, ledger=True) as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(4, 1)), workers=0)
-        run.restore(tmp_path / "out", model=model, train=data)
-        run.restore(tmp_path / "second", model=model)  # the first one counts
+        data = run.shard(TensorDataset(torch.zeros(4, 1)), num_workers=0)
+        run.checkpoint(tmp_path / "out", model=model, train=data)
+        run.checkpoint(tmp_path / "second", model=model)  # the first one counts
         assert run.folder == tmp_path / ("launched" if typed else "out")
         for epoch in data.epochs(1):
             for step in epoch:
@@ -454,8 +458,8 @@ def test_without_restore_a_run_writes_to_the_launchers_own_folder(tmp_path, monk
 def test_a_save_inside_a_step_waits_for_its_end(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(6, 1)), workers=0)
-        checkpoint = run.restore(tmp_path, model=model, train=data)
+        data = run.shard(TensorDataset(torch.zeros(6, 1)), num_workers=0)
+        checkpoint = run.checkpoint(tmp_path, model=model, train=data)
         for epoch in data.epochs(1):
             for step in epoch:
                 for (x,) in step:
@@ -472,8 +476,8 @@ def test_a_save_inside_a_step_waits_for_its_end(tmp_path):
 def test_a_step_that_is_passed_over_is_not_saved_twice(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         model = run.wrap(nn.Linear(1, 1))
-        data = run.shard(TensorDataset(torch.zeros(12, 1)), workers=0)
-        checkpoint = run.restore(tmp_path, model=model, train=data, keep=9)
+        data = run.shard(TensorDataset(torch.zeros(12, 1)), num_workers=0)
+        checkpoint = run.checkpoint(tmp_path, model=model, train=data, keep=9)
         checkpoint.every(steps=2)
         for epoch in data.epochs(1):
             for step in epoch:
@@ -587,7 +591,7 @@ def test_a_folder_without_checkpoints_is_told_in_one_line(tmp_path, capsys):
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 2
     assert f"samestep: {tmp_path} holds no sound checkpoint: give the folder" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no checkpoint: give the folder that run.restore was given" in capsys.readouterr().err
+    assert f"{tmp_path} holds no checkpoint: give the folder that run.checkpoint was given" in capsys.readouterr().err
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):

@@ -24,7 +24,7 @@ def save_for_ever(folder, report):
 
     with Run(global_batch=1, folder=folder / "logs") as run:
         model = torch.nn.Linear(64, 64)
-        checkpoint = run.restore(folder, keep=2, model=model, optimizer=torch.optim.SGD(model.parameters()))
+        checkpoint = run.checkpoint(folder, keep=2, model=model, optimizer=torch.optim.SGD(model.parameters()))
         step = 0 if checkpoint.restored is None else int(model.bias[0].item())
         while True:
             step += 1
@@ -44,7 +44,7 @@ def resume(folder, report):
 
     with Run(global_batch=1, folder=folder / "logs") as run:
         model = torch.nn.Linear(64, 64)
-        restored = run.restore(folder, model=model, optimizer=torch.optim.SGD(model.parameters())).restored
+        restored = run.checkpoint(folder, model=model, optimizer=torch.optim.SGD(model.parameters())).restored
         name = "nothing" if restored is None else restored.name
         held = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).unique().tolist()
         os.write(report, json.dumps([name, held if len(held) == 1 else "mixed"]).encode())
@@ -81,7 +81,7 @@ def kill_often(folder):
     """Kill and resume again and again; for each kill what was published before it, and what was resumed."""
     import torch
 
-    import samestep.run.run  # noqa: F401  # what is loaded here need not be loaded a hundred times
+    import samestep.training.run  # noqa: F401  # what is loaded here need not be loaded a hundred times
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.checkpoint import catalog
-from samestep.checkpoint.catalog import newest_first, newest_sound
+from samestep.checkpoint import checkpoint_folder as catalog
+from samestep.checkpoint.checkpoint_folder import newest_first, newest_sound
 from samestep.cli.main import main
 from samestep.errors import CheckpointError
-from samestep.run.preempt import EndedEarly
+from samestep.training.preemption import StoppedEarly
 
 
 def number_by_epoch(folder, epochs, told_at=None, keep_best=None):
@@ -23,8 +23,8 @@ def number_by_epoch(folder, epochs, told_at=None, keep_best=None):
     try:
         with Run(global_batch=2, seed=0, folder=folder) as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(TensorDataset(torch.zeros(8, 1)), workers=0)
-            checkpoint = run.restore(folder, model=model, train=data, keep=9, keep_best=keep_best)
+            data = run.shard(TensorDataset(torch.zeros(8, 1)), num_workers=0)
+            checkpoint = run.checkpoint(folder, model=model, train=data, keep=9, keep_best=keep_best)
             began = run._life.engine.steps
             for epoch in data.epochs(epochs):
                 for step in epoch:
@@ -34,7 +34,7 @@ def number_by_epoch(folder, epochs, told_at=None, keep_best=None):
                         os.kill(os.getpid(), signal.SIGTERM)
                     run.log({"val/accuracy": 1.0 / (1 + step.number)}, now=True)
                 checkpoint.save(step=epoch.number)
-    except EndedEarly:
+    except StoppedEarly:
         pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -82,7 +82,7 @@ def test_checkpoints_that_cannot_be_read_keep_their_place(tmp_path):
 def test_a_file_or_nothing_in_place_of_a_folder_is_told_with_what_to_give(tmp_path, capsys):
     number_by_epoch(tmp_path, 1)
     one = tmp_path / "step-00000000"
-    remedy = "give the folder that run.restore was given, or one checkpoint in it"
+    remedy = "give the folder that run.checkpoint was given, or one checkpoint in it"
     for command in ("inspect", "verify", "export"):
         assert main(["checkpoint", command, str(one / "manifest.json")]) == 2
         told = capsys.readouterr().err
@@ -97,9 +97,9 @@ def test_a_file_or_nothing_in_place_of_a_folder_is_told_with_what_to_give(tmp_pa
 def test_restoring_from_no_folder_is_refused(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     with Run(global_batch=2) as run, pytest.raises(CheckpointError) as caught:
-        run.restore(given, model=nn.Linear(1, 1))
+        run.checkpoint(given, model=nn.Linear(1, 1))
     assert str(caught.value) == (
-        f'run.restore({given!r}) names no folder: give one, as in run.restore("out", ...), or "." for the folder in '
+        f'run.checkpoint({given!r}) names no folder: give one, as in run.checkpoint("out", ...), or "." for the folder in '
         "which the script was started"
     )
 
@@ -124,7 +124,7 @@ def test_a_disk_without_room_for_latest_gets_it_by_removing_what_is_too_old(tmp_
 
     monkeypatch.setattr(catalog, "point_to", point)
     with Run(global_batch=2) as run:
-        checkpoint = run.restore(tmp_path, model=nn.Linear(1, 1), keep=1)
+        checkpoint = run.checkpoint(tmp_path, model=nn.Linear(1, 1), keep=1)
         checkpoint.save(step=1)
         checkpoint.save(step=2)
         checkpoint.wait()
@@ -139,7 +139,7 @@ def test_a_disk_without_room_for_latest_at_all_is_told_and_the_checkpoint_stays(
 
     monkeypatch.setattr(catalog, "point_to", point)
     with Run(global_batch=2) as run:
-        checkpoint = run.restore(tmp_path, model=nn.Linear(1, 1), keep=1)
+        checkpoint = run.checkpoint(tmp_path, model=nn.Linear(1, 1), keep=1)
         checkpoint.save(step=1)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.wait()

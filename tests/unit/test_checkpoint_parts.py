@@ -1,4 +1,4 @@
-"""What run.restore is given: told at once where it cannot be saved, refused where it is not what was saved."""
+"""What run.checkpoint is given: told at once where it cannot be saved, refused where it is not what was saved."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.errors import CheckpointError
-from samestep.log import SamestepWarning
+from samestep.messages import SamestepWarning
 
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads dynamo, which sets a variable for good
 
@@ -33,7 +33,7 @@ def train(run, model, data, optimizer=None, saved=()):
 
 
 def shard(run):
-    return run.shard(TensorDataset(torch.ones(4, 1)), workers=0)
+    return run.shard(TensorDataset(torch.ones(4, 1)), num_workers=0)
 
 
 class Odd:
@@ -47,21 +47,21 @@ class Odd:
 def test_what_cannot_be_saved_is_told_before_training_and_not_at_the_first_save(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         with pytest.raises(CheckpointError, match=r"odd/counts is a value of collections.defaultdict, which a"):
-            run.restore(tmp_path, odd=Odd())
+            run.checkpoint(tmp_path, odd=Odd())
         model, other = nn.Linear(1, 1), torch.optim.SGD(nn.Linear(2, 1).parameters())
         with pytest.raises(
-            CheckpointError, match=r"optimizer holds 2 parameter\(s\) of no model that run.restore was given"
+            CheckpointError, match=r"optimizer holds 2 parameter\(s\) of no model that run.checkpoint was given"
         ):
-            run.restore(tmp_path, model=model, optimizer=other)
-        assert run.restore(tmp_path, model=model).restored is None  # one that failed keeps nobody from the folder
+            run.checkpoint(tmp_path, model=model, optimizer=other)
+        assert run.checkpoint(tmp_path, model=model).restored is None  # one that failed keeps nobody from the folder
 
 
 def test_a_second_set_of_checkpoints_in_the_folder_of_the_first_is_refused(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        run.restore(tmp_path / "out", model=nn.Linear(1, 1))
+        run.checkpoint(tmp_path / "out", model=nn.Linear(1, 1))
         with pytest.raises(CheckpointError, match="out before in this run: two sets of checkpoints in one folder"):
-            run.restore(str(tmp_path / "out"), other=nn.Linear(1, 1))
-        run.restore(tmp_path / "other", other=nn.Linear(1, 1))
+            run.checkpoint(str(tmp_path / "out"), other=nn.Linear(1, 1))
+        run.checkpoint(tmp_path / "other", other=nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("way", ["nothing", "given", "elsewhere", "of the user"])
@@ -71,9 +71,9 @@ def test_a_checkpoint_without_the_position_in_its_data_is_warned_of_once(tmp_pat
         model = run.wrap(nn.Linear(1, 1))
         data = shard(run)
         parts = {"given": {"train": data}, "of the user": {"state": Holder(data)}}.get(way, {})
-        saved = [run.restore(tmp_path / "out", model=model, **parts)]
+        saved = [run.checkpoint(tmp_path / "out", model=model, **parts)]
         if way == "elsewhere":
-            saved.append(run.restore(tmp_path / "second", train=data))
+            saved.append(run.checkpoint(tmp_path / "second", train=data))
         train(run, model, data, saved=[*saved, *saved])
     told = [str(each.message) for each in given if issubclass(each.category, SamestepWarning)]
     assert [BEGINS_ANEW in text for text in told] == ([True] if way == "nothing" else [])
@@ -93,7 +93,7 @@ class Holder:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_no_finite_number_ends_no_training_and_is_never_the_best(tmp_path, value):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        checkpoint = run.restore(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
+        checkpoint = run.checkpoint(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
         run.log({"val/loss": 0.5})
         checkpoint.save(step=1)
         run.log({"val/loss": value})
@@ -110,7 +110,7 @@ def test_saves_before_the_first_evaluation_are_warned_of_only_where_a_name_may_b
     with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         model, data = run.wrap(nn.Linear(1, 1)), shard(run)
-        checkpoint = run.restore(tmp_path, keep_best="val/loss", model=model, train=data)
+        checkpoint = run.checkpoint(tmp_path, keep_best="val/loss", model=model, train=data)
         checkpoint.every(steps=1)
         if logged != "nothing":
             run.log({logged: 1.0})
@@ -128,7 +128,7 @@ def trained(folder: Path, kind, model=None, optimizer_first=False):
         data = shard(run)
         parts = {"model": net, "optimizer": optimizer, "train": data}
         names = ["optimizer", "model", "train"] if optimizer_first else list(parts)
-        checkpoint = run.restore(folder, **{name: parts[name] for name in names})
+        checkpoint = run.checkpoint(folder, **{name: parts[name] for name in names})
         if checkpoint.restored is None:
             train(run, net, data, optimizer, [checkpoint])
         return optimizer
@@ -153,7 +153,7 @@ def test_a_module_has_the_same_names_whether_a_part_of_it_is_compiled_or_not(tmp
     plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for model in (compiled, plain, compiled):
         with Run(global_batch=2, folder=tmp_path / "logs") as run:
-            run.restore(tmp_path, net=model, optimizer=torch.optim.SGD(model.parameters())).save()
+            run.checkpoint(tmp_path, net=model, optimizer=torch.optim.SGD(model.parameters())).save()
     assert torch.equal(compiled[0].weight, plain[0].weight)
     assert len(list(tmp_path.glob("step-*"))) == 1  # the last of the same step
 

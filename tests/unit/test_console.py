@@ -14,13 +14,12 @@ from fcntl import ioctl
 
 import pytest
 
-from samestep.sinks.console import Cadence, LineConsole, fit, open_console
-from samestep.sinks.pace import Pace
+from samestep.loggers.console import Cadence, LineConsole, Pace, fit, open_console
 
 PRELUDE = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
-from samestep.sinks.console import open_console
+from samestep.loggers.console import open_console
 console = open_console(sys.stdout)
 """
 TRAINING = """

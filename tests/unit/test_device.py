@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from samestep.distributed.device import Accelerators, choose_device
+from samestep.environment.world import World
 from samestep.errors import WorldError
-from samestep.facts.world import World
-from samestep.run.device import Accelerators, choose_device
 
 NOTHING = Accelerators(cuda=0, mps=False)
 

@@ -4,14 +4,21 @@ import re
 
 import pytest
 
-from samestep.facts.devices import ALIASES, PRESETS, SHEETS, find_sheet, sheet_like, slice_of
-from samestep.facts.machine_words import machines_of
+from samestep.planner.cluster_spec import (
+    ALIASES,
+    DEVICE_SPECS,
+    PRESETS,
+    find_sheet,
+    parse_cluster_spec,
+    sheet_like,
+    slice_of,
+)
 from tests.conftest import REPOSITORY
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", DEVICE_SPECS)
 def test_every_device_tells_its_figures_and_their_source(name):
-    sheet = SHEETS[name]
+    sheet = DEVICE_SPECS[name]
     device = sheet.device
     assert device.kind in ("cuda", "mps", "cpu")
     assert device.memory == device.memory_free > 2**30
@@ -25,17 +32,17 @@ def test_every_device_tells_its_figures_and_their_source(name):
 def test_memory_is_what_a_process_finds_not_what_is_printed_on_the_box():
     boxes = {"h100": 80, "a100-40gb": 40, "a10g": 24, "v100": 16, "rtx4090": 24, "h200": 141, "b200": 192, "t4": 16}
     for name, gigabytes in boxes.items():
-        assert 0.9 * gigabytes * 1e9 < SHEETS[name].device.memory < gigabytes * 2**30, name
+        assert 0.9 * gigabytes * 1e9 < DEVICE_SPECS[name].device.memory < gigabytes * 2**30, name
 
 
 def test_rates_are_dense():
     half = {"h100": 989e12, "a100": 312e12, "a10g": 70e12, "l4": 121e12, "t4": 65e12, "v100": 125e12}
-    assert {name: SHEETS[name].device.rates["float16"] for name in half} == half
+    assert {name: DEVICE_SPECS[name].device.rates["float16"] for name in half} == half
 
 
 def test_gpus_before_ampere_have_neither_bfloat16_nor_tf32():
     for name in ("v100", "v100-32gb", "t4"):
-        assert not {"bfloat16", "tf32"} & set(SHEETS[name].device.rates)
+        assert not {"bfloat16", "tf32"} & set(DEVICE_SPECS[name].device.rates)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +60,9 @@ def test_names_are_understood_as_people_type_them(typed, name):
 
 
 def test_other_names_and_presets_lead_to_known_devices():
-    assert all(name in SHEETS for name in ALIASES.values())
+    assert all(name in DEVICE_SPECS for name in ALIASES.values())
     assert PRESETS == {"g5": ("a10g", 4), "p3": ("v100", 8)}
-    assert all(name in SHEETS for name, _ in PRESETS.values())
+    assert all(name in DEVICE_SPECS for name, _ in PRESETS.values())
     assert find_sheet("h1000") is None
 
 
@@ -99,9 +106,9 @@ def told(rate):
     return "-" if rate is None else f"{rate:g}"
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", DEVICE_SPECS)
 def test_the_page_tells_what_the_table_has(name):
-    sheet = SHEETS[name]
+    sheet = DEVICE_SPECS[name]
     device, dtypes = sheet.device, ("bfloat16", "float16", "tf32", "float32")
     rates = [device.rates[dtype] / 1e12 if dtype in device.rates else None for dtype in dtypes]
     links = [rate / 1e9 for rate in (sheet.link, sheet.host_link, sheet.network)]
@@ -113,5 +120,5 @@ def test_the_page_tells_what_the_table_has(name):
 
 def test_the_device_of_ones_own_on_the_page_is_one():
     page = (REPOSITORY / "docs" / "plan.md").read_text()
-    found = machines_of(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    found = parse_cluster_spec(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     assert (found.device.name, found.per_node, found.cores) == ("mygpu", 4, 64)

@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samestep.checkpoint import lock
-from samestep.data.ledger import RECORD, Description, LedgerWriter, rank_file, shard_folder, sound
-from samestep.disk import in_words
+from samestep.checkpoint import checkpoint_folder as lock
+from samestep.data.ledger import RECORD, LedgerWriter, ShardDescription, rank_file, shard_folder, sound
+from samestep.disk import describe_os_error
 from samestep.errors import LedgerError
-from samestep.log import SamestepWarning
-from samestep.sinks import appended
-from samestep.sinks.appended import AppendedFile
-from samestep.sinks.console import open_console
-from samestep.sinks.metrics_file import MetricsFile, read_metrics
-from samestep.sinks.sinks import open_sinks
-from samestep.sinks.tensorboard import open_tensorboard
+from samestep.loggers import jsonl as appended
+from samestep.loggers.console import open_console
+from samestep.loggers.jsonl import AppendedFile, MetricsFile, read_metrics
+from samestep.loggers.loggers import open_loggers
+from samestep.loggers.tensorboard import open_tensorboard
+from samestep.messages import SamestepWarning
 from tests.small_disk import small_disk
 
 
@@ -47,7 +46,7 @@ def at_once(monkeypatch):
     ],
 )
 def test_why_a_disk_takes_nothing_is_told_in_words(number, words):
-    assert in_words(OSError(number, "as the system says")) == words
+    assert describe_os_error(OSError(number, "as the system says")) == words
 
 
 # Files of a log
@@ -119,7 +118,7 @@ def test_what_a_full_disk_does_not_take_at_the_end_is_told(disk):
 def test_curves_go_on_where_they_were_when_there_is_room_again(disk, at_once, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr("samestep.sinks.tensorboard._FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("samestep.loggers.tensorboard._FLUSH_SECONDS", 0.0)
     warned = []
     sink = open_tensorboard(disk.path, warned.append)
     sink.write(0, {"train/loss": 1.0})
@@ -138,7 +137,7 @@ def test_curves_go_on_where_they_were_when_there_is_room_again(disk, at_once, mo
 def test_a_folder_that_cannot_be_made_costs_the_files_and_nothing_else(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     warned = []
-    sinks = open_sinks(tmp_path / "taken" / "run", open_console(sys.stdout), warned.append)
+    sinks = open_loggers(tmp_path / "taken" / "run", open_console(sys.stdout), warned.append)
     sinks.write(1, {"train/loss": 0.5})
     sinks.say("hello")
     sinks.close({"steps": 1})
@@ -151,7 +150,7 @@ def test_a_folder_that_cannot_be_made_costs_the_files_and_nothing_else(tmp_path,
 def test_a_disk_that_is_read_only_costs_the_files_and_nothing_else(disk, at_once, capsys):
     warned = []
     disk.freeze(True)
-    sinks = open_sinks(disk.path / "run", open_console(sys.stdout), warned.append)
+    sinks = open_loggers(disk.path / "run", open_console(sys.stdout), warned.append)
     sinks.write(1, {"train/loss": 0.5})
     sinks.write(2, {"train/loss": 0.5})
     told = "metrics.jsonl cannot be written: the disk is read-only: choose another folder"
@@ -186,7 +185,7 @@ def test_a_lock_that_cannot_be_written_is_not_left_behind_half(disk):
 
 # The ledger
 
-WHOLE = Description(n=4000, seed=0, shuffle=True, global_batch=2)
+WHOLE = ShardDescription(n=4000, seed=0, shuffle=True, global_batch=2)
 
 
 def records(folder):

@@ -255,7 +255,7 @@ def test_a_projection_is_made_of_numbers_and_never_of_a_live_teacher(width, told
 
 
 def test_top_k_travels_through_trees_of_tensors():
-    from samestep.data.tree import map_tensors
+    from samestep.data.loader import map_tensors
 
     few = map_tensors({"logits": top_k(logits(2, 5), 2)}, lambda tensor: tensor.double())
     assert isinstance(few["logits"], TopK)

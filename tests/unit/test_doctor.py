@@ -11,24 +11,23 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from samestep.cli.doctor import as_record, report
-from samestep.facts.cluster import Slurm
-from samestep.facts.hardware import Cores, Gpu, Hardware, Link
-from samestep.facts.network import Choice, Interface, Network
-from samestep.facts.software import Software, software_without_torch
-from samestep.facts.world import World
-from samestep.plan.checkup import RULES, Facts, Symptom, examine
+from samestep.cli.doctor_command import as_record, report
+from samestep.environment.diagnosis import RULES, MachineInfo, Problem, diagnose
+from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware, Software, software_without_torch
+from samestep.environment.network import Interface, InterfaceChoice, Network
+from samestep.environment.slurm_variables import SlurmInfo
+from samestep.environment.world import World
 
 GIB = 2**30
 WORKERS = "DataLoader workers hand over batches through it, and die of a bus error when it is full"
-COMMAND = [sys.executable, "-c", "from samestep.cli.doctor import command; command()"]
+COMMAND = [sys.executable, "-c", "from samestep.cli.doctor_command import command; command()"]
 
 
 def gpu(index, free=80):
     return Gpu(index, "NVIDIA H100", 80 * GIB, free * GIB, (9, 0))
 
 
-WELL = Facts(
+WELL = MachineInfo(
     software=Software("3.11.7", "Linux-6.1", "2.13.0+cu128", cuda="12.8", nccl="2.27.5", gloo=True),
     hardware=Hardware(
         cores=Cores(16, 16, "no limit"),
@@ -39,7 +38,7 @@ WELL = Facts(
         nvidia_devices=2,
         nvidia_smi=True,
         gpus=(gpu(0), gpu(1)),
-        links=(Link(0, 1, "NV18"),),
+        links=(GpuLink(0, 1, "NV18"),),
     ),
     network=Network(
         host="node1",
@@ -49,10 +48,10 @@ WELL = Facts(
             Interface("eth0", ("192.0.2.2",), up=True, loopback=False),
             Interface("eth1", (), up=False, loopback=False),
         ),
-        gloo=Choice("eth0", "192.0.2.2", "the host's name node1 resolves to 192.0.2.2"),
-        nccl=Choice("eth0", "192.0.2.2", "the first that is neither docker, lo nor virbr"),
+        gloo=InterfaceChoice("eth0", "192.0.2.2", "the host's name node1 resolves to 192.0.2.2"),
+        nccl=InterfaceChoice("eth0", "192.0.2.2", "the first that is neither docker, lo nor virbr"),
     ),
-    slurm=Slurm(None, None, None, None),
+    slurm=SlurmInfo(None, None, None, None),
     world=World(),
     world_error=None,
     bf16="works",
@@ -79,17 +78,17 @@ def without_gpus(software=WELL.software, **changes):
 
 
 def test_a_machine_that_is_well_has_no_symptoms():
-    assert examine(WELL) == []
+    assert diagnose(WELL) == []
 
 
 CASES = {
     "torch is missing": (
         replace(without_gpus(nvidia_devices=0, nvidia_smi=False), software=software_without_torch("No module 'torch'")),
-        Symptom("torch-missing", True, "torch cannot be imported: No module 'torch'", "pip install 'torch>=2.11'"),
+        Problem("torch-missing", True, "torch cannot be imported: No module 'torch'", "pip install 'torch>=2.11'"),
     ),
     "torch is old": (
         with_software(torch="2.9.1+cu128"),
-        Symptom(
+        Problem(
             "torch-old",
             True,
             "torch 2.9.1+cu128 is older than 2.11, the oldest that samestep supports",
@@ -98,7 +97,7 @@ CASES = {
     ),
     "torch is a CPU build beside NVIDIA devices": (
         without_gpus(replace(WELL.software, torch="2.13.0+cpu", cuda=None, nccl=None)),
-        Symptom(
+        Problem(
             "cpu-build",
             True,
             "this machine has 2 NVIDIA device(s) and torch 2.13.0+cpu is a build without CUDA: a run would use the CPU",
@@ -107,7 +106,7 @@ CASES = {
     ),
     "the driver is too old for torch": (
         without_gpus(replace(WELL.software, cuda_error="The NVIDIA driver on your system is too old")),
-        Symptom(
+        Problem(
             "no-gpu",
             True,
             "torch is built for CUDA 12.8 and cannot use the 2 NVIDIA device(s) here: "
@@ -118,7 +117,7 @@ CASES = {
     ),
     "nvidia-smi without a device": (
         without_gpus(nvidia_devices=0),
-        Symptom(
+        Problem(
             "no-gpu",
             False,
             "nvidia-smi is here and no NVIDIA device is",
@@ -128,7 +127,7 @@ CASES = {
     ),
     "GPUs are hidden": (
         replace(without_gpus(), cuda_visible_devices=""),
-        Symptom(
+        Problem(
             "no-gpu",
             False,
             "torch sees no GPU with CUDA_VISIBLE_DEVICES=''",
@@ -137,7 +136,7 @@ CASES = {
     ),
     "others hold most of a GPU": (
         with_hardware(gpus=(gpu(0), gpu(1, free=10))),
-        Symptom(
+        Problem(
             "gpu-taken",
             False,
             "GPU 1 (NVIDIA H100) has 10.0 GiB of 80.0 GiB free: other processes hold the rest",
@@ -146,7 +145,7 @@ CASES = {
     ),
     "others hold all of the only GPU": (
         with_hardware(gpus=(gpu(0, free=0),)),
-        Symptom(
+        Problem(
             "gpu-taken",
             True,
             "GPU 0 (NVIDIA H100) has 0 B of 80.0 GiB free: other processes hold the rest",
@@ -155,7 +154,7 @@ CASES = {
     ),
     "there are fewer cores than GPUs": (
         with_hardware(cores=Cores(1, 64, "the control group allows 1.5")),
-        Symptom(
+        Problem(
             "few-cores",
             False,
             "1 core(s) serve 2 GPUs (the control group allows 1.5, of 64 installed): ranks would wait for each other's "
@@ -165,7 +164,7 @@ CASES = {
     ),
     "shm is small": (
         with_hardware(shm_total=64 * 2**20, shm_free=64 * 2**20),
-        Symptom(
+        Problem(
             "shm-small",
             False,
             f"/dev/shm holds 64.0 MiB: {WORKERS}",
@@ -174,7 +173,7 @@ CASES = {
     ),
     "shm is full": (
         with_hardware(shm_free=GIB // 2),
-        Symptom(
+        Problem(
             "shm-small",
             False,
             f"/dev/shm has 512.0 MiB of 32.0 GiB free: {WORKERS}",
@@ -183,7 +182,7 @@ CASES = {
     ),
     "threads times ranks are over the cores": (
         replace(WELL, omp_num_threads="16"),
-        Symptom(
+        Problem(
             "many-threads",
             False,
             "OMP_NUM_THREADS=16 for each of 2 rank(s) makes 32 threads on 16 core(s)",
@@ -192,18 +191,18 @@ CASES = {
     ),
     "threads are no number": (
         replace(WELL, omp_num_threads="many"),
-        Symptom("many-threads", False, "OMP_NUM_THREADS='many' is not a number of threads", "unset OMP_NUM_THREADS"),
+        Problem("many-threads", False, "OMP_NUM_THREADS='many' is not a number of threads", "unset OMP_NUM_THREADS"),
     ),
     "the world contradicts itself": (
         replace(WELL, world=None, world_error="RANK=3 without WORLD_SIZE. Set: RANK=3. To repair it: unset RANK"),
-        Symptom("world-contradicts", True, "RANK=3 without WORLD_SIZE. Set: RANK=3.", "unset RANK"),
+        Problem("world-contradicts", True, "RANK=3 without WORLD_SIZE. Set: RANK=3.", "unset RANK"),
     ),
     "the host is its own loopback in a job of several nodes": (
         replace(
-            with_network(gloo=Choice("lo", "127.0.1.1", "the host's name node1 resolves to 127.0.1.1")),
-            slurm=Slurm("22.05.8", "4242", "batch", 4),
+            with_network(gloo=InterfaceChoice("lo", "127.0.1.1", "the host's name node1 resolves to 127.0.1.1")),
+            slurm=SlurmInfo("22.05.8", "4242", "batch", 4),
         ),
-        Symptom(
+        Problem(
             "host-is-loopback",
             True,
             "this job has 4 nodes and gloo would listen on 127.0.1.1, where no other node reaches it: "
@@ -213,9 +212,9 @@ CASES = {
     ),
     "gloo's interface is missing": (
         with_network(
-            gloo=Choice(None, None, "GLOO_SOCKET_IFNAME=ib0 matches no interface", "GLOO_SOCKET_IFNAME"),
+            gloo=InterfaceChoice(None, None, "GLOO_SOCKET_IFNAME=ib0 matches no interface", "GLOO_SOCKET_IFNAME"),
         ),
-        Symptom(
+        Problem(
             "interface-unusable",
             True,
             "gloo has no interface to use: GLOO_SOCKET_IFNAME=ib0 matches no interface",
@@ -224,9 +223,11 @@ CASES = {
     ),
     "NCCL's interface is down": (
         with_network(
-            nccl=Choice(None, None, "NCCL_SOCKET_IFNAME=eth1 matches eth1, which is down", "NCCL_SOCKET_IFNAME"),
+            nccl=InterfaceChoice(
+                None, None, "NCCL_SOCKET_IFNAME=eth1 matches eth1, which is down", "NCCL_SOCKET_IFNAME"
+            ),
         ),
-        Symptom(
+        Problem(
             "interface-unusable",
             True,
             "NCCL has no interface to use: NCCL_SOCKET_IFNAME=eth1 matches eth1, which is down",
@@ -234,8 +235,8 @@ CASES = {
         ),
     ),
     "NCCL has no interface at all": (
-        with_network(nccl=Choice(None, None, "no interface is up and has an address")),
-        Symptom(
+        with_network(nccl=InterfaceChoice(None, None, "no interface is up and has an address")),
+        Problem(
             "interface-unusable",
             True,
             "NCCL has no interface to use: no interface is up and has an address",
@@ -244,7 +245,7 @@ CASES = {
     ),
     "bfloat16 is cured": (
         replace(WELL, bf16="cured", bf16_detail="bfloat16 kills a process on this CPU (SIGILL)"),
-        Symptom(
+        Problem(
             "bf16-dies",
             False,
             "bfloat16 kills a process on this CPU (SIGILL)",
@@ -253,7 +254,7 @@ CASES = {
     ),
     "bfloat16 dies": (
         replace(WELL, bf16="dies", bf16_detail="bfloat16 kills a process on this CPU (SIGILL), even so"),
-        Symptom(
+        Problem(
             "bf16-dies",
             True,
             "bfloat16 kills a process on this CPU (SIGILL), even so",
@@ -265,7 +266,7 @@ CASES = {
 
 @pytest.mark.parametrize(("facts", "symptom"), CASES.values(), ids=CASES.keys())
 def test_each_fault_gives_its_symptom_and_no_other(facts, symptom):
-    assert examine(facts) == [symptom]
+    assert diagnose(facts) == [symptom]
 
 
 def test_every_rule_has_a_case():
@@ -279,11 +280,13 @@ QUIET = {
     "the oldest torch": with_software(torch="2.11.0"),
     "a much newer torch": with_software(torch="10.0.0a0+git5ba3"),
     "a Mac without shm": with_hardware(shm_total=None, shm_free=None),
-    "a loopback host with one node": with_network(gloo=Choice("lo", "127.0.0.1", "the host's name resolves to it")),
+    "a loopback host with one node": with_network(
+        gloo=InterfaceChoice("lo", "127.0.0.1", "the host's name resolves to it")
+    ),
     "as many threads as cores": replace(WELL, omp_num_threads="8,2"),
     "no interface for NCCL without GPUs": replace(
         without_gpus(WELL.software, nvidia_devices=0, nvidia_smi=False),
-        network=replace(WELL.network, nccl=Choice(None, None, "no interface is up and has an address")),
+        network=replace(WELL.network, nccl=InterfaceChoice(None, None, "no interface is up and has an address")),
     ),
     "bfloat16 unknown": replace(WELL, bf16="unknown"),
 }
@@ -291,12 +294,12 @@ QUIET = {
 
 @pytest.mark.parametrize("facts", QUIET.values(), ids=QUIET.keys())
 def test_what_is_not_wrong_is_not_mentioned(facts):
-    assert examine(facts) == []
+    assert diagnose(facts) == []
 
 
 def test_what_breaks_a_run_comes_first():
     facts = replace(with_hardware(shm_total=0, shm_free=0), bf16="dies", bf16_detail="it dies")
-    assert [symptom.rule for symptom in examine(facts)] == ["bf16-dies", "shm-small"]
+    assert [symptom.rule for symptom in diagnose(facts)] == ["bf16-dies", "shm-small"]
 
 
 # The report
@@ -304,7 +307,7 @@ def test_what_breaks_a_run_comes_first():
 
 def printed(facts, **options):
     stream = io.StringIO()
-    report(facts, examine(facts), Console(file=stream, highlight=False, **options))
+    report(facts, diagnose(facts), Console(file=stream, highlight=False, **options))
     return stream.getvalue()
 
 
@@ -353,9 +356,9 @@ def test_a_report_names_what_is_wrong_and_what_to_do():
     ("changes", "line"),
     [
         ({"world": World(3, 8, 3, 4, 0, 2, launcher="torchrun")}, "rank 3 of 8, on node 0 of 2, started by torchrun"),
-        ({"slurm": Slurm("22.05.8", None, None, None)}, "22.05.8, not in a job"),
-        ({"slurm": Slurm("22.05.8", "42", "batch", 4)}, "22.05.8, job 42 on 4 node(s), partition batch"),
-        ({"slurm": Slurm(None, "42", None, None)}, "no srun here, job 42 on unknown node(s), partition unknown"),
+        ({"slurm": SlurmInfo("22.05.8", None, None, None)}, "22.05.8, not in a job"),
+        ({"slurm": SlurmInfo("22.05.8", "42", "batch", 4)}, "22.05.8, job 42 on 4 node(s), partition batch"),
+        ({"slurm": SlurmInfo(None, "42", None, None)}, "no srun here, job 42 on unknown node(s), partition unknown"),
         ({"software": software_without_torch("no libcudart")}, "cannot be imported: no libcudart"),
         ({"hardware": replace(WELL.hardware, gpus=())}, "none that torch can use"),
         ({"hardware": replace(WELL.hardware, shm_total=None)}, "/dev/shm   none"),
@@ -365,7 +368,7 @@ def test_a_report_names_what_is_wrong_and_what_to_do():
                 "hardware": replace(
                     WELL.hardware,
                     gpus=(gpu(0), gpu(1), gpu(2)),
-                    links=(Link(0, 1, "NV4"), Link(0, 2, "SYS"), Link(1, 2, "SYS")),
+                    links=(GpuLink(0, 1, "NV4"), GpuLink(0, 2, "SYS"), GpuLink(1, 2, "SYS")),
                 )
             },
             "NV4 between 0-1; SYS between 0-2, 1-2",
@@ -386,10 +389,10 @@ def test_the_record_is_json_and_says_whether_all_is_well():
     record = json.loads(json.dumps(as_record(WELL, [])))
     assert record["ok"] is True
     assert record["hardware"]["links"] == [{"first": 0, "second": 1, "kind": "NV18"}]
-    broken = as_record(WELL, [Symptom("x", True, "what", "remedy")])
+    broken = as_record(WELL, [Problem("x", True, "what", "remedy")])
     assert broken["ok"] is False
     assert broken["symptoms"] == [{"rule": "x", "breaks": True, "what": "what", "remedy": "remedy"}]
-    assert as_record(WELL, [Symptom("x", False, "what", "remedy")])["ok"] is True
+    assert as_record(WELL, [Problem("x", False, "what", "remedy")])["ok"] is True
 
 
 # On this machine
@@ -447,7 +450,7 @@ def test_without_torch_the_doctor_still_speaks(cache):
         "import sys; sys.modules['torch'] = None\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name: None if name == 'torch' else found(name)\n"
-        "from samestep.cli.doctor import command; command(['--json'])"
+        "from samestep.cli.doctor_command import command; command(['--json'])"
     )
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, timeout=60)
     record = json.loads(done.stdout)

@@ -7,11 +7,10 @@ import sys
 import psutil
 import pytest
 
-from samestep.facts.cgroup import Limits, read_limits
-from samestep.facts.cluster import Slurm, read_slurm
-from samestep.facts.hardware import read_hardware, usable_cores, usable_memory
-from samestep.facts.network import Interface, choose_gloo, choose_nccl, read_network
-from samestep.run.detect import SmiGpu, detect_software, parse_links, parse_memory
+from samestep.environment.gpus import SmiGpu, detect_software, parse_links, parse_memory
+from samestep.environment.hardware import Limits, read_hardware, read_limits, usable_cores, usable_memory
+from samestep.environment.network import Interface, choose_gloo, choose_nccl, read_network
+from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 
 GIB = 2**30
 
@@ -121,7 +120,7 @@ def test_this_machine_has_what_the_system_says():
 def test_a_process_bound_to_one_core_has_one():
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from samestep.facts.hardware import read_hardware; print(read_hardware().cores.usable)"
+        "from samestep.environment.hardware import read_hardware; print(read_hardware().cores.usable)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "1\n"
 
@@ -135,8 +134,8 @@ def test_devices_of_the_driver_are_counted_and_shm_may_be_missing(tmp_path):
 
 def test_facts_of_hardware_need_no_torch():
     script = (
-        "import sys, samestep.facts.hardware, samestep.facts.network, samestep.facts.cluster, samestep.plan.checkup\n"
-        "import samestep.cli.doctor\n"
+        "import sys, samestep.environment.hardware, samestep.environment.network, samestep.environment.slurm_variables, samestep.environment.diagnosis\n"
+        "import samestep.cli.doctor_command\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -241,8 +240,8 @@ def test_nccl_follows_its_own_order(interfaces, wish, interface, reason):
 def test_gloo_really_listens_where_we_say(tmp_path):
     script = (
         "import json, sys, psutil, torch.distributed as dist\n"
-        "from samestep.facts.network import read_network\n"
-        "from samestep.facts.world import environment\n"
+        "from samestep.environment.network import read_network\n"
+        "from samestep.environment.world import environment\n"
         "dist.init_process_group('gloo', store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)\n"
         "dist.barrier()\n"
         "heard = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}\n"
@@ -272,8 +271,8 @@ def test_slurm_is_told_by_srun_and_the_environment(tmp_path, monkeypatch):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     environ = {"SLURM_JOB_ID": "4242", "SLURM_JOB_PARTITION": "batch", "SLURM_JOB_NUM_NODES": "4"}
-    assert read_slurm(environ) == Slurm("22.05.8", "4242", "batch", 4)
-    assert read_slurm({}) == Slurm("22.05.8", None, None, None)
+    assert read_slurm(environ) == SlurmInfo("22.05.8", "4242", "batch", 4)
+    assert read_slurm({}) == SlurmInfo("22.05.8", None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -293,4 +292,4 @@ def test_an_srun_that_fails_is_said_to(tmp_path, monkeypatch, script, told):
 
 def test_without_srun_there_is_no_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_slurm({}) == Slurm(None, None, None, None)
+    assert read_slurm({}) == SlurmInfo(None, None, None, None)

@@ -94,7 +94,7 @@ def test_scenes_are_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
         return scene(number, width, height)
 
     with monkeypatch.context() as patch:
-        patch.setattr("samestep.assets.scenes.scene", stopped)
+        patch.setattr("samestep.assets.example_data.scene", stopped)
         with pytest.raises(KeyboardInterrupt):
             write_scenes(tmp_path / "new" / "scenes", 3, 16, 12)
     assert list((tmp_path / "new").iterdir()) == []

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from samestep.data.keyed import normal, sample_key, sample_key_tensor, sample_keys, uniform
-from samestep.data.mix import key64, keyed_word, mix64
+from samestep.data.permutation import key64, keyed_word, mix64
+from samestep.data.sample_rng import normal, sample_key, sample_key_tensor, sample_keys, uniform
 from samestep.errors import DataError
 
 LEAST_P = 1e-4

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from samestep.data import ledger
-from samestep.data.ledger import CAPACITY, RECORD, SIZE, Description, Kind, LedgerWriter, next_generation, sound
+from samestep.data.ledger import CAPACITY, RECORD, SIZE, Kind, LedgerWriter, ShardDescription, next_generation, sound
 from samestep.errors import LedgerError
 
-WHOLE = Description(n=100, seed=7, shuffle=True, global_batch=10)
+WHOLE = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)
 
 
 def open_writer(
     folder: Path, rank: int = 0, size: int = 2, generation: int = 0, start=(0, 0), **changes
 ) -> LedgerWriter:
-    description = Description(**{**WHOLE.__dict__, **changes})
+    description = ShardDescription(**{**WHOLE.__dict__, **changes})
     return LedgerWriter(folder, "train", description, rank=rank, size=size, generation=generation, start=start)
 
 
@@ -147,7 +147,7 @@ def test_the_description_is_written_once_and_must_stay_the_same(tmp_path):
         "shuffle": True,
         "global_batch": 10,
         "weighted": False,
-        "drop_tail": False,
+        "drop_last": False,
     }
     assert [found.name for found in path.parent.iterdir() if found.suffix == ".part"] == []
     open_writer(tmp_path, generation=1).close()

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from samestep import Run
-from samestep.checkpoint import lock
+from samestep.checkpoint import checkpoint_folder as lock
 from samestep.errors import CheckpointError
 
 
@@ -43,7 +43,7 @@ def put(folder, held):
 
 def restore(folder, fail=False):
     with Run(global_batch=2, folder=folder / "logs") as run:
-        run.restore(folder, model=nn.Linear(1, 1))
+        run.checkpoint(folder, model=nn.Linear(1, 1))
         assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
         if fail:
             raise ZeroDivisionError
@@ -65,7 +65,7 @@ def test_a_second_live_run_is_refused_with_what_to_do(tmp_path, other):
     assert str(told.value) == (
         f"{tmp_path} is in use by another run, process {other.pid} on {theirs.host} since {theirs.since}: two runs in "
         f"one folder lose each other's checkpoints; wait until it has ended, or end it (on {theirs.host}: kill "
-        f"{other.pid}), or give run.restore another folder"
+        f"{other.pid}), or give run.checkpoint another folder"
     )
     assert json.loads((tmp_path / lock.NAME).read_text()) == asdict(theirs)
 

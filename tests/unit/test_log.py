@@ -6,13 +6,13 @@ import types
 import warnings
 
 import pytest
-
 import samestep.log
-import samestep.sinks.console
-import samestep.sinks.readable
-import samestep.sinks.values
 import samestep.units
-from samestep.log import SamestepWarning, Voice, note, notes_to, warn
+
+import samestep.loggers.console
+import samestep.loggers.loggers
+import samestep.loggers.text_log
+from samestep.messages import SamestepWarning, WarnOnce, info, info_to, warn
 
 
 def test_a_warning_points_at_the_line_outside_the_library():
@@ -32,7 +32,7 @@ def test_a_warning_is_a_warning_of_ours():
 
 
 def test_once_is_once_for_each_voice():
-    first, second = Voice(), Voice()
+    first, second = WarnOnce(), WarnOnce()
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         for voice in (first, first, second):
@@ -44,12 +44,12 @@ def test_once_is_once_for_each_voice():
 
 def test_notes_go_where_someone_listens_and_nowhere_else(capsys):
     heard = []
-    note("nobody listens")
-    with notes_to(heard.append):
-        note("50 % done")
-        with notes_to(heard.append):
-            note("twice")
-    note("nobody listens again")
+    info("nobody listens")
+    with info_to(heard.append):
+        info("50 % done")
+        with info_to(heard.append):
+            info("twice")
+    info("nobody listens again")
     assert heard == ["50 % done", "twice", "twice"]
     assert capsys.readouterr() == ("", "")
 
@@ -58,9 +58,9 @@ def test_the_users_own_logging_hears_notes_and_is_left_as_it_was(caplog):
     logger = logging.getLogger("samestep")
     before = (logger.level, logger.propagate, list(logger.handlers))
     with caplog.at_level(logging.INFO):
-        note("for the user's log")
-        with notes_to(lambda text: None):
-            note("for us")
+        info("for the user's log")
+        with info_to(lambda text: None):
+            info("for us")
     assert caplog.messages == ["for the user's log"]
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 
@@ -70,9 +70,9 @@ def test_the_users_own_logging_hears_notes_and_is_left_as_it_was(caplog):
     [
         samestep.log,
         samestep.units,
-        samestep.sinks.readable,
-        samestep.sinks.values,
-        samestep.sinks.console,
+        samestep.loggers.text_log,
+        samestep.loggers.loggers,
+        samestep.loggers.console,
     ],
     ids=lambda module: module.__name__,
 )

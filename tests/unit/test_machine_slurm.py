@@ -3,34 +3,33 @@
 import pytest
 
 from samestep.errors import PlanError
-from samestep.facts.machine_live import machines_here
-from samestep.facts.machine_slurm import machines_of_job, read_allocation, slurm_nodes
+from samestep.planner.cluster_discovery import local_cluster, read_allocation, slurm_job_cluster, slurm_nodes
 from tests.unit.test_machines import GIB, gpu, hardware
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
 INSIDE = {**JOB, "SLURMD_NODENAME": "node01"}
-CPU = machines_here(hardware())
+CPU = local_cluster(hardware())
 
 
 def one_gpu(name="NVIDIA A100-SXM4-80GB"):
-    return machines_here(hardware([gpu(name=name, free=60)]))
+    return local_cluster(hardware([gpu(name=name, free=60)]))
 
 
 def test_from_a_login_node_the_named_gpus_of_all_nodes_count():
     job = {**JOB, "SLURM_GPUS_PER_NODE": "a100:4", "SLURM_MEM_PER_NODE": "1024", "SLURM_CPUS_ON_NODE": "24"}
-    found = machines_of_job(CPU, job, 3)
+    found = slurm_job_cluster(CPU, job, 3)
     assert (found.device.name, found.per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
     assert found.host_memory == GIB
     assert found.source == "SLURM job 7: 4 GPU(s) on each of 3 node(s)"
 
 
 def test_a_gpu_of_the_login_node_is_not_one_of_the_job():
-    found = machines_of_job(one_gpu("Tesla T4"), {**JOB, "SLURM_GPUS_PER_NODE": "h100:8"}, 3)
+    found = slurm_job_cluster(one_gpu("Tesla T4"), {**JOB, "SLURM_GPUS_PER_NODE": "h100:8"}, 3)
     assert (found.device.name, found.per_node, found.nodes) == ("h100", 8, 3)
 
 
 def test_inside_the_job_all_its_gpus_count_and_memory_is_what_this_node_shows():
-    found = machines_of_job(one_gpu(), {**INSIDE, "SLURM_GPUS_ON_NODE": "4"}, 3)
+    found = slurm_job_cluster(one_gpu(), {**INSIDE, "SLURM_GPUS_ON_NODE": "4"}, 3)
     assert (found.device.name, found.per_node, found.nodes) == ("a100", 4, 3)
     assert found.device.memory_free == 60 * GIB
     assert found.within_node == 300e9  # one GPU shows no link: the sheet tells
@@ -38,7 +37,7 @@ def test_inside_the_job_all_its_gpus_count_and_memory_is_what_this_node_shows():
 
 
 def test_on_a_login_node_gpus_without_a_name_are_reckoned_as_those_that_are_here():
-    found = machines_of_job(one_gpu(), {**JOB, "SLURM_GPUS_PER_NODE": "2"}, 3)
+    found = slurm_job_cluster(one_gpu(), {**JOB, "SLURM_GPUS_PER_NODE": "2"}, 3)
     assert (found.device.name, found.per_node, found.nodes) == ("a100", 2, 3)
     assert "reckoned as those of this machine" in found.source
 
@@ -50,13 +49,13 @@ def test_gpus_that_nobody_names_and_nobody_sees_must_be_typed():
     )
     for asked in ("4", "x1:4"):
         with pytest.raises(PlanError) as error:
-            machines_of_job(CPU, {**JOB, "SLURM_GPUS_PER_NODE": asked}, 3)
+            slurm_job_cluster(CPU, {**JOB, "SLURM_GPUS_PER_NODE": asked}, 3)
         assert str(error.value) == told
 
 
 @pytest.mark.parametrize("environ", [{}, JOB, {"SLURM_GPUS_PER_NODE": "a100:4"}])
 def test_without_a_job_or_gpus_in_it_what_is_here_counts(environ):
-    assert machines_of_job(CPU, environ, 1) is CPU
+    assert slurm_job_cluster(CPU, environ, 1) is CPU
 
 
 @pytest.mark.parametrize(

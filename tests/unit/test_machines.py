@@ -5,12 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware
 from samestep.errors import PlanError
-from samestep.facts.calibration import Calibration, calibrated, calibration_path, keep_calibration, read_calibration
-from samestep.facts.devices import SHEETS
-from samestep.facts.hardware import Cores, Gpu, Hardware, Link
-from samestep.facts.machine_live import link_rate, machines_here
-from samestep.facts.machine_words import EXAMPLE, machines_of
+from samestep.planner.calibration import (
+    Calibration,
+    apply_calibration,
+    calibration_path,
+    read_calibration,
+    save_calibration,
+)
+from samestep.planner.cluster_discovery import link_rate, local_cluster
+from samestep.planner.cluster_spec import DEVICE_SPECS, EXAMPLE, parse_cluster_spec
 
 GIB = 2**30
 
@@ -24,26 +29,26 @@ GIB = 2**30
     ],
 )
 def test_words_name_devices_and_how_many(words, nodes, device, per_node):
-    found = machines_of(words, nodes)
-    assert (found.device, found.per_node, found.nodes) == (SHEETS[device].device, per_node, nodes)
+    found = parse_cluster_spec(words, nodes)
+    assert (found.device, found.per_node, found.nodes) == (DEVICE_SPECS[device].device, per_node, nodes)
     assert found.devices == per_node * nodes
-    assert found.host_memory == SHEETS[device].host_memory * per_node
+    assert found.host_memory == DEVICE_SPECS[device].host_memory * per_node
 
 
 def test_machines_are_told_in_words():
-    assert machines_of("h100:4").words == "4 x h100"
-    assert machines_of("h100:4", 2).words == "2 x 4 x h100"
+    assert parse_cluster_spec("h100:4").words == "4 x h100"
+    assert parse_cluster_spec("h100:4", 2).words == "2 x 4 x h100"
 
 
 def test_a_device_of_ones_own_is_given_as_json(tmp_path):
-    found = machines_of(EXAMPLE)
+    found = parse_cluster_spec(EXAMPLE)
     assert (found.device.name, found.device.kind, found.per_node) == ("mygpu", "cuda", 4)
     assert found.device.memory == int(47.5 * GIB)
     assert found.device.rates == {"bfloat16": 180e12, "float32": 90e12}
     assert (found.device.bandwidth, found.within_node) == (960e9, 32e9)
     (tmp_path / "mine.json").write_text(EXAMPLE)
-    assert replace(machines_of(str(tmp_path / "mine.json"), 2), source="") == replace(
-        machines_of(EXAMPLE, 2),
+    assert replace(parse_cluster_spec(str(tmp_path / "mine.json"), 2), source="") == replace(
+        parse_cluster_spec(EXAMPLE, 2),
         source="",
         device=replace(found.device, source=str(tmp_path / "mine.json")),
     )
@@ -99,28 +104,28 @@ def own(**changes):
 )
 def test_words_that_name_nothing_are_explained(words, complaint):
     with pytest.raises(PlanError) as error:
-        machines_of(words)
+        parse_cluster_spec(words)
     assert str(error.value).startswith(complaint)
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
     with pytest.raises(PlanError) as error:
-        machines_of("x1")
-    assert all(name in str(error.value) for name in (*SHEETS, "local", "g5", "p3"))
+        parse_cluster_spec("x1")
+    assert all(name in str(error.value) for name in (*DEVICE_SPECS, "local", "g5", "p3"))
     assert EXAMPLE in str(error.value)
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(PlanError, match=r"list\.json is no JSON object: write, for example, \{"):
-        machines_of(str(tmp_path / "list.json"))
+        parse_cluster_spec(str(tmp_path / "list.json"))
 
 
 def test_several_macs_are_no_machines_of_one_run():
     with pytest.raises(PlanError, match=r"^--gpus mps: a run uses Apple's GPU with one rank"):
-        machines_of("mps", 2)
+        parse_cluster_spec("mps", 2)
 
 
 def test_no_nodes_are_no_machines():
     with pytest.raises(PlanError, match=r"^0 nodes are no machines: give --nodes 1 or more$"):
-        machines_of("h100:4", 0)
+        parse_cluster_spec("h100:4", 0)
 
 
 def hardware(gpus=(), links=()):
@@ -134,49 +139,49 @@ def gpu(index=0, name="NVIDIA H100 80GB HBM3", total=79, free=78, capability=(9,
 
 
 def test_live_memory_is_asked_for_and_rates_come_from_the_sheet():
-    found = machines_here(hardware([gpu(0, free=40), gpu(1)], [Link(0, 1, "NV18")]))
+    found = local_cluster(hardware([gpu(0, free=40), gpu(1)], [GpuLink(0, 1, "NV18")]))
     assert (found.per_node, found.nodes, found.cores, found.shm) == (2, 1, 16, 8 * GIB)
     assert (found.device.memory, found.device.memory_free) == (79 * GIB, 40 * GIB)  # others hold half of one of them
-    assert found.device.rates == SHEETS["h100"].device.rates
+    assert found.device.rates == DEVICE_SPECS["h100"].device.rates
     assert found.within_node == 450e9
     assert found.host_memory == 48 * GIB
     assert found.source == "this machine: 2 x NVIDIA H100 80GB HBM3"
-    assert found.device.source == SHEETS["h100"].device.source  # of the rates: the machine is named once
+    assert found.device.source == DEVICE_SPECS["h100"].device.source  # of the rates: the machine is named once
 
 
 def test_a_gpu_of_the_same_name_with_other_memory_keeps_its_own():
-    assert machines_here(hardware([gpu(name="NVIDIA H100 NVL", total=94, free=93)])).device.memory == 94 * GIB
+    assert local_cluster(hardware([gpu(name="NVIDIA H100 NVL", total=94, free=93)])).device.memory == 94 * GIB
 
 
 def test_a_mig_slice_has_its_own_memory_and_its_part_of_the_rates():
-    found = machines_here(hardware([gpu(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", total=19, free=19)])).device
+    found = local_cluster(hardware([gpu(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", total=19, free=19)])).device
     assert found.memory == 19 * GIB
     assert found.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
     assert found.rates["bfloat16"] == pytest.approx(312e12 * 3 / 7)
 
 
 def test_an_unknown_gpu_says_what_it_is_reckoned_as():
-    found = machines_here(hardware([gpu(name="NVIDIA X1", capability=(8, 6))])).device
+    found = local_cluster(hardware([gpu(name="NVIDIA X1", capability=(8, 6))])).device
     assert found.name == "NVIDIA X1"
     assert "reckoned as a10g until `samestep plan --calibrate` has measured it" in found.source
 
 
 def test_the_slowest_link_counts():
-    links = [Link(0, 1, "NV4"), Link(0, 2, "SYS"), Link(1, 2, "PIX")]
+    links = [GpuLink(0, 1, "NV4"), GpuLink(0, 2, "SYS"), GpuLink(1, 2, "PIX")]
     assert link_rate(links, [], pcie=32e9) == 16e9
     assert link_rate(links[:1], [], pcie=32e9) == 100e9
-    assert link_rate([Link(0, 1, "NV18")], [gpu(capability=(10, 0))], pcie=64e9) == 900e9
+    assert link_rate([GpuLink(0, 1, "NV18")], [gpu(capability=(10, 0))], pcie=64e9) == 900e9
     assert link_rate([], [], pcie=32e9) == 32e9
 
 
 def test_without_a_gpu_the_cores_are_one_device():
-    found = machines_here(hardware())
+    found = local_cluster(hardware())
     assert (found.device.kind, found.per_node) == ("cpu", 1)
     assert found.device.rates["float32"] == pytest.approx(16 * 0.1e12)
     assert found.device.memory_free == 48 * GIB
-    apple = machines_here(hardware(), mps=True)
+    apple = local_cluster(hardware(), mps=True)
     assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)  # three quarters of 64; of little, less
-    assert machines_here(replace(hardware(), memory_total=24 * GIB), mps=True).device.memory == 16 * GIB
+    assert local_cluster(replace(hardware(), memory_total=24 * GIB), mps=True).device.memory == 16 * GIB
 
 
 MEASURED = Calibration(
@@ -194,7 +199,7 @@ MEASURED = Calibration(
 def test_a_calibration_is_kept_and_read_for_its_device_only(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     assert read_calibration(MEASURED.device, environ) is None
-    path = keep_calibration(MEASURED, environ)
+    path = save_calibration(MEASURED, environ)
     assert path == calibration_path(MEASURED.device, environ)
     assert read_calibration(MEASURED.device, environ) == MEASURED
     assert read_calibration("cpu", environ) is None
@@ -203,15 +208,15 @@ def test_a_calibration_is_kept_and_read_for_its_device_only(tmp_path):
 
 
 def test_what_was_measured_takes_the_place_of_the_sheet():
-    two = machines_of("h100:2")
-    found = calibrated(two, MEASURED)
+    two = parse_cluster_spec("h100:2")
+    found = apply_calibration(two, MEASURED)
     assert found.device.measured == MEASURED.products
     assert (found.device.streamed, found.device.launch) == (2.9e12, 4e-6)
     assert (found.host_link, found.within_node, found.links_measured) == (5.2e10, 3.1e11, True)
     assert found.device.source.endswith("; measured on 2025-01-31")
-    assert calibrated(two, None) is two
+    assert apply_calibration(two, None) is two
 
 
 def test_an_all_reduce_of_other_devices_says_nothing_of_these():
-    found = calibrated(machines_of("h100:4"), MEASURED)
+    found = apply_calibration(parse_cluster_spec("h100:4"), MEASURED)
     assert (found.within_node, found.links_measured) == (450e9, False)

@@ -8,7 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from samestep import SamestepError
 from samestep.data.sample_rng import sample_luck, sample_rng
-from samestep.nn import embedded, losses_after, prefix_shape, resnet, transformer, unmask, unmasking_luck
+from samestep.nn import embedded, losses_after, prefix_shape, unmask, unmasking_noise
+from samestep.nn import layers as resnet
+from samestep.nn import layers as transformer
 
 
 @pytest.mark.parametrize("depth", [18, 50])
@@ -73,7 +75,7 @@ def test_soft_tokens_stand_where_words_would_and_gradients_reach_them_and_the_pr
 
 def lucky(index):
     with sample_luck(seed=0, epoch=0, index=index):
-        return unmasking_luck(6, 3, sample_rng())
+        return unmasking_noise(6, 3, sample_rng())
 
 
 def test_a_sample_is_drawn_alike_alone_and_among_others_and_every_place_once():
@@ -93,7 +95,7 @@ def test_a_sample_is_drawn_alike_alone_and_among_others_and_every_place_once():
 
 
 def test_drawn_levels_follow_their_scores():
-    luck = [unmasking_luck(50, 2, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    luck = [unmasking_noise(50, 2, torch.Generator().manual_seed(seed)) for seed in range(40)]
     order, noise = (torch.stack(each) for each in zip(*luck, strict=True))
     odds = torch.tensor([0.2, 0.8]).log()
     drawn = unmask(lambda seen: odds.expand(*seen.shape, 2), order, noise, passes=1)

@@ -5,8 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from samestep import Run, SamestepError
-from samestep.data.keyed import sample_key_tensor
-from samestep.data.sample_rng import set_micro_batch
+from samestep.data.sample_rng import sample_key_tensor, set_micro_batch
 from samestep.errors import StepError
 from samestep.nn import ConditioningDropout, guided
 

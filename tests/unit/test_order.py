@@ -9,37 +9,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.order import SMALL, Order
-from samestep.data.order_reader import OrderReader
+from samestep.data.partition import EvaluationPartition, Partition
+from samestep.data.permutation import SMALL, OrderReader, SampleOrder
 from samestep.errors import DataError
-from samestep.plan.batch import Cut, Pass
 
 LARGE = 10**9
 
 
 def test_orders_are_those_of_every_earlier_version() -> None:
     """A failure means that a seed gives another order than before: saved positions would point at other samples."""
-    assert Order(10, seed=0, shuffle=True).indices(0, 0, 10).tolist() == [9, 2, 6, 7, 3, 1, 4, 5, 0, 8]
-    assert Order(10, seed=0, shuffle=True).indices(1, 0, 10).tolist() == [3, 6, 2, 8, 9, 0, 5, 1, 7, 4]
-    assert Order(10, seed=1, shuffle=True).indices(0, 0, 10).tolist() == [6, 4, 8, 1, 9, 5, 7, 3, 0, 2]
-    million = Order(1_000_000, seed=0, shuffle=True)
+    assert SampleOrder(10, seed=0, shuffle=True).indices(0, 0, 10).tolist() == [9, 2, 6, 7, 3, 1, 4, 5, 0, 8]
+    assert SampleOrder(10, seed=0, shuffle=True).indices(1, 0, 10).tolist() == [3, 6, 2, 8, 9, 0, 5, 1, 7, 4]
+    assert SampleOrder(10, seed=1, shuffle=True).indices(0, 0, 10).tolist() == [6, 4, 8, 1, 9, 5, 7, 3, 0, 2]
+    million = SampleOrder(1_000_000, seed=0, shuffle=True)
     assert million.indices(0, 0, 5).tolist() == [433726, 671177, 512015, 386667, 223169]
-    large = Order(LARGE, seed=7, shuffle=True)
+    large = SampleOrder(LARGE, seed=7, shuffle=True)
     assert large.indices(3, 900_000_000, 900_000_003).tolist() == [207359189, 48799391, 116418994]
-    assert Order(1 << 62, seed=0, shuffle=True).indices(0, 0, 2).tolist() == [3705432271561439743, 4078321738543786934]
-    weighted = Order(1000, seed=0, weights=np.arange(1000.0))
+    assert SampleOrder(1 << 62, seed=0, shuffle=True).indices(0, 0, 2).tolist() == [
+        3705432271561439743,
+        4078321738543786934,
+    ]
+    weighted = SampleOrder(1000, seed=0, weights=np.arange(1000.0))
     assert weighted.indices(2, 0, 5).tolist() == [141, 274, 126, 267, 695]
 
 
 def test_without_shuffle_the_order_is_the_dataset_as_it_stands() -> None:
-    order = Order(LARGE, seed=3)
+    order = SampleOrder(LARGE, seed=3)
     assert order.indices(4, 999_999_997, LARGE).tolist() == [999_999_997, 999_999_998, 999_999_999]
     assert order.at(4, np.array([5, 2])).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize("n", [1, 2, 1000, SMALL, SMALL + 1, 3_000_001])
 def test_a_shuffled_epoch_holds_every_index_once(n: int) -> None:
-    indices = Order(n, seed=5, shuffle=True).indices(2, 0, n)
+    indices = SampleOrder(n, seed=5, shuffle=True).indices(2, 0, n)
     assert indices.dtype == np.int64
     assert np.array_equal(np.sort(indices), np.arange(n))
 
@@ -47,7 +49,7 @@ def test_a_shuffled_epoch_holds_every_index_once(n: int) -> None:
 @pytest.mark.parametrize("n", [1000, SMALL, SMALL + 1, LARGE])
 def test_seeds_and_epochs_have_orders_of_their_own(n: int) -> None:
     orders = [
-        Order(n, seed, shuffle=True).indices(epoch, 0, 100).tolist()
+        SampleOrder(n, seed, shuffle=True).indices(epoch, 0, 100).tolist()
         for seed in (0, 1, -1, 1 << 40)
         for epoch in range(4)
     ]
@@ -57,16 +59,16 @@ def test_seeds_and_epochs_have_orders_of_their_own(n: int) -> None:
 def test_numpys_global_state_neither_matters_nor_changes() -> None:
     np.random.seed(1)  # the global state is what this is about
     before = np.random.get_state()[1].tolist()
-    first = Order(1000, seed=0, shuffle=True).indices(0, 0, 1000)
+    first = SampleOrder(1000, seed=0, shuffle=True).indices(0, 0, 1000)
     assert np.random.get_state()[1].tolist() == before
     np.random.seed(2)
-    assert np.array_equal(Order(1000, seed=0, shuffle=True).indices(0, 0, 1000), first)
+    assert np.array_equal(SampleOrder(1000, seed=0, shuffle=True).indices(0, 0, 1000), first)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 1 << 62), st.integers(), st.integers(0, 1000), st.data())
 def test_any_slice_is_that_part_of_the_epoch(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
-    order = Order(n if n > SMALL else n % 3000 + 1, seed, shuffle=True)
+    order = SampleOrder(n if n > SMALL else n % 3000 + 1, seed, shuffle=True)
     start = data.draw(st.integers(0, order.n))
     stop = data.draw(st.integers(start, min(order.n, start + 300)))
     part = order.indices(epoch, start, stop)
@@ -76,14 +78,14 @@ def test_any_slice_is_that_part_of_the_epoch(n: int, seed: int, epoch: int, data
 
 
 def test_reading_another_epoch_between_changes_nothing() -> None:
-    order = Order(500, seed=1, shuffle=True)
+    order = SampleOrder(500, seed=1, shuffle=True)
     first = [order.indices(epoch, 0, 500) for epoch in range(5)]
     again = [order.indices(epoch, 0, 500) for epoch in (4, 0, 3, 1, 2)]
     assert all(np.array_equal(first[epoch], array) for epoch, array in zip((4, 0, 3, 1, 2), again, strict=True))
 
 
 def test_what_a_caller_does_to_its_indices_does_not_reach_the_order() -> None:
-    order = Order(50, seed=1, shuffle=True)
+    order = SampleOrder(50, seed=1, shuffle=True)
     order.indices(0, 0, 50)[:] = 0
     reader = OrderReader(order, lambda _: (0, 50), steps=1)
     reader.read(0, 0)[:] = 0
@@ -93,7 +95,7 @@ def test_what_a_caller_does_to_its_indices_does_not_reach_the_order() -> None:
 def test_memory_does_not_grow_with_the_dataset() -> None:
     def peak(n: int) -> int:
         tracemalloc.start()
-        order = Order(n, seed=0, shuffle=True)
+        order = SampleOrder(n, seed=0, shuffle=True)
         reader = OrderReader(order, lambda step: (step * 256, step * 256 + 256), steps=n // 256)
         for step in (0, n // 512, n // 300):
             reader.read(1, step)
@@ -106,7 +108,7 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
 
 
 def test_an_order_travels_to_another_process_without_its_arrays() -> None:
-    order = Order(SMALL, seed=4, shuffle=True)
+    order = SampleOrder(SMALL, seed=4, shuffle=True)
     first = order.indices(0, 0, 100)
     packed = pickle.dumps(order)
     assert len(packed) < 500
@@ -121,7 +123,7 @@ def test_weights_draw_in_their_proportion_and_zero_is_never_drawn() -> None:
 
     weights = np.array([0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.0] * 100)
     counts = sum(
-        np.bincount(Order(700, seed, weights=weights).indices(0, 0, 700), minlength=700) for seed in range(200)
+        np.bincount(SampleOrder(700, seed, weights=weights).indices(0, 0, 700), minlength=700) for seed in range(200)
     ).reshape(100, 7)
     assert counts[:, [0, 3, 6]].sum() == 0
     by_weight = counts.sum(axis=0)[[1, 2, 4, 5]]
@@ -129,7 +131,7 @@ def test_weights_draw_in_their_proportion_and_zero_is_never_drawn() -> None:
 
 
 def test_weighted_positions_are_random_access_and_keyed_by_epoch() -> None:
-    order = Order(1000, seed=1, weights=np.arange(1.0, 1001.0))
+    order = SampleOrder(1000, seed=1, weights=np.arange(1.0, 1001.0))
     whole = order.indices(3, 0, 1000)
     assert order.indices(3, 417, 420).tolist() == whole[417:420].tolist()
     assert not np.array_equal(whole, order.indices(4, 0, 1000))
@@ -138,7 +140,7 @@ def test_weighted_positions_are_random_access_and_keyed_by_epoch() -> None:
 
 def test_changing_the_weights_array_afterwards_changes_nothing() -> None:
     weights = np.ones(100)
-    order = Order(100, seed=1, weights=weights)
+    order = SampleOrder(100, seed=1, weights=weights)
     before = order.indices(0, 0, 100)
     weights[:50] = 0
     assert np.array_equal(order.indices(0, 0, 100), before)
@@ -146,7 +148,7 @@ def test_changing_the_weights_array_afterwards_changes_nothing() -> None:
 
 
 def test_the_smallest_weights_a_float_can_hold_draw_only_samples_that_have_one() -> None:
-    order = Order(1000, seed=0, weights=np.array([0.0, 5e-324] + [0.0] * 998))
+    order = SampleOrder(1000, seed=0, weights=np.array([0.0, 5e-324] + [0.0] * 998))
     assert set(order.indices(0, 0, 1000).tolist()) == {1}
 
 
@@ -170,23 +172,29 @@ def test_the_smallest_weights_a_float_can_hold_draw_only_samples_that_have_one()
 )
 def test_bad_weights_say_which_and_why(weights, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        Order(3, seed=0, weights=weights)
+        SampleOrder(3, seed=0, weights=weights)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Order(0, 0), "the dataset is empty: it has 0 samples and needs at least 1; check what it reads from"),
-        (lambda: Order(-3, 0), "the dataset is empty: it has -3 samples"),
         (
-            lambda: Order((1 << 62) + 1, 0),
+            lambda: SampleOrder(0, 0),
+            "the dataset is empty: it has 0 samples and needs at least 1; check what it reads from",
+        ),
+        (lambda: SampleOrder(-3, 0), "the dataset is empty: it has -3 samples"),
+        (
+            lambda: SampleOrder((1 << 62) + 1, 0),
             f"the dataset says it has {(1 << 62) + 1} samples and an order holds at",
         ),
-        (lambda: Order(10, 0).indices(0, 5, 11), "positions 5 to 11 are not in an epoch, which has positions 0 to 10"),
-        (lambda: Order(10, 0).indices(0, 5, 4), "positions 5 to 4 are not in an epoch"),
-        (lambda: Order(10, 0).indices(0, -1, 4), "positions -1 to 4 are not in an epoch"),
-        (lambda: Order(10, 0).indices(-1, 0, 4), "epoch -1 does not exist: epochs are counted from 0"),
-        (lambda: Order(10, 0, shuffle=True).indices(-2, 0, 4), "epoch -2 does not exist"),
+        (
+            lambda: SampleOrder(10, 0).indices(0, 5, 11),
+            "positions 5 to 11 are not in an epoch, which has positions 0 to 10",
+        ),
+        (lambda: SampleOrder(10, 0).indices(0, 5, 4), "positions 5 to 4 are not in an epoch"),
+        (lambda: SampleOrder(10, 0).indices(0, -1, 4), "positions -1 to 4 are not in an epoch"),
+        (lambda: SampleOrder(10, 0).indices(-1, 0, 4), "epoch -1 does not exist: epochs are counted from 0"),
+        (lambda: SampleOrder(10, 0, shuffle=True).indices(-2, 0, 4), "epoch -2 does not exist"),
     ],
 )
 def test_what_has_no_order_says_so_with_numbers(make, message: str) -> None:
@@ -197,7 +205,7 @@ def test_what_has_no_order_says_so_with_numbers(make, message: str) -> None:
 # Reading step after step
 
 
-def read_epoch(order: Order, epoch: int, cut_of, steps: range) -> list[list[int]]:
+def read_epoch(order: SampleOrder, epoch: int, cut_of, steps: range) -> list[list[int]]:
     """The global batches of some steps, put together from what every rank reads."""
     cuts = cut_of()
     readers = [OrderReader(order, cut.span, cut.steps) for cut in cuts]
@@ -223,10 +231,10 @@ def read_epoch(order: Order, epoch: int, cut_of, steps: range) -> list[list[int]
 def test_a_resume_on_another_world_size_continues_at_exactly_the_next_sample(
     n: int, large: bool, global_batch: int, sizes: tuple[int, int], micro: int | None, data: st.DataObject
 ) -> None:
-    order = Order(LARGE + n if large else n, seed=n, shuffle=True)
+    order = SampleOrder(LARGE + n if large else n, seed=n, shuffle=True)
 
-    def cuts(size: int) -> list[Cut]:
-        return [Cut(order.n, global_batch, rank, size, micro) for rank in range(size)]
+    def cuts(size: int) -> list[Partition]:
+        return [Partition(order.n, global_batch, rank, size, micro) for rank in range(size)]
 
     last = cuts(1)[0].steps
     first = max(0, last - 12)
@@ -241,8 +249,8 @@ def test_a_resume_on_another_world_size_continues_at_exactly_the_next_sample(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=30), st.booleans())
 def test_a_reader_may_be_asked_for_any_step_at_any_time(asked: list[tuple[int, int]], large: bool) -> None:
-    order = Order(SMALL + 7 if large else 1000, seed=2, shuffle=True)
-    cut = Cut(order.n, global_batch=-(-order.n // 41), rank=1, size=3)
+    order = SampleOrder(SMALL + 7 if large else 1000, seed=2, shuffle=True)
+    cut = Partition(order.n, global_batch=-(-order.n // 41), rank=1, size=3)
     reader = OrderReader(order, cut.span, cut.steps)
     for epoch, step in asked:
         step %= cut.steps
@@ -250,8 +258,8 @@ def test_a_reader_may_be_asked_for_any_step_at_any_time(asked: list[tuple[int, i
 
 
 def test_a_reader_follows_an_evaluation_pass() -> None:
-    passes = [Pass(n=1003, rows=64, rank=rank, size=3, lockstep=True) for rank in range(3)]
-    readers = [OrderReader(Order(1003, seed=0), one.span, len(one)) for one in passes]
+    passes = [EvaluationPartition(n=1003, rows=64, rank=rank, size=3, lockstep=True) for rank in range(3)]
+    readers = [OrderReader(SampleOrder(1003, seed=0), one.span, len(one)) for one in passes]
     read = [i for one, reader in zip(passes, readers, strict=True) for k in range(len(one)) for i in reader.read(0, k)]
     assert read == list(range(1003))
 
@@ -259,13 +267,13 @@ def test_a_reader_follows_an_evaluation_pass() -> None:
 def test_a_reader_computes_only_what_its_rank_takes() -> None:
     asked: list[int] = []
 
-    class Counted(Order):
+    class Counted(SampleOrder):
         def at(self, epoch, positions):
             asked.append(positions.size)
             return super().at(epoch, positions)
 
     order = Counted(LARGE, seed=0, shuffle=True)
-    cut = Cut(LARGE, global_batch=256 * 64, rank=63, size=64)
+    cut = Partition(LARGE, global_batch=256 * 64, rank=63, size=64)
     reader = OrderReader(order, cut.span, cut.steps)
     for step in range(1000):
         reader.read(0, step)
@@ -274,8 +282,8 @@ def test_a_reader_computes_only_what_its_rank_takes() -> None:
 
 
 def test_a_step_beyond_the_epoch_is_refused_by_its_cut() -> None:
-    cut = Cut(10, global_batch=4, rank=0, size=1)
-    reader = OrderReader(Order(10, seed=0), cut.span, cut.steps)
+    cut = Partition(10, global_batch=4, rank=0, size=1)
+    reader = OrderReader(SampleOrder(10, seed=0), cut.span, cut.steps)
     reader.read(0, 2)
     with pytest.raises(DataError, match="step 3 is not in an epoch of 3 steps"):
         reader.read(0, 3)

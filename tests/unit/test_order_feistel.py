@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.feistel import BLOCK, LARGEST, ROUNDS, feistel
-from samestep.data.mix import keyed_word
+from samestep.data.permutation import BLOCK, LARGEST, ROUNDS, feistel, keyed_word
 
 LOW32 = (1 << 32) - 1
 

@@ -9,9 +9,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from samestep.data.feistel import feistel
-from samestep.data.mix import key64
-from samestep.data.order import SMALL, Order
+from samestep.data.permutation import SMALL, SampleOrder, feistel, key64
 
 LEAST_P = 1e-4
 Permutations = npt.NDArray[np.int64]
@@ -20,14 +18,14 @@ Permutations = npt.NDArray[np.int64]
 @cache
 def arrays(n: int, keys: int) -> Permutations:
     """Rows of whole epochs, half of them from seeds that follow each other, half from epochs that do."""
-    seeds = [Order(n, seed, shuffle=True).indices(0, 0, n) for seed in range(keys // 2)]
-    one = Order(n, seed=-1, shuffle=True)
+    seeds = [SampleOrder(n, seed, shuffle=True).indices(0, 0, n) for seed in range(keys // 2)]
+    one = SampleOrder(n, seed=-1, shuffle=True)
     return np.stack(seeds + [one.indices(epoch, 0, n) for epoch in range(keys - keys // 2)])
 
 
 @cache
 def networks(n: int, keys: int) -> Permutations:
-    """Rows of whole Feistel networks, also where an Order would use an array."""
+    """Rows of whole Feistel networks, also where an SampleOrder would use an array."""
     positions = np.arange(n)
     return np.stack([feistel(n, key64(1, seed, 0)).at(positions) for seed in range(keys)])
 
@@ -106,7 +104,7 @@ def cycles(order: list[int]) -> int:
     scope="module", params=[SMALL, SMALL + 1, SMALL + 12_345, 1 << 21], ids=["array", "n+1", "n+12345", "2n"]
 )
 def epoch(request: pytest.FixtureRequest) -> Permutations:
-    return Order(request.param, seed=9, shuffle=True).indices(1, 0, request.param)
+    return SampleOrder(request.param, seed=9, shuffle=True).indices(1, 0, request.param)
 
 
 def test_positions_and_indices_fall_together_evenly_in_coarse_bins(epoch: Permutations) -> None:
@@ -139,7 +137,9 @@ def test_low_parts_of_neighbouring_indices_are_independent(epoch: Permutations, 
 
 @pytest.mark.parametrize("n", [SMALL + 1, 10**9, 1 << 40, (1 << 62) - 1])
 def test_the_first_indices_of_many_seeds_and_epochs_are_spread_evenly(n: int) -> None:
-    firsts = np.stack([Order(n, seed, shuffle=True).indices(epoch, 0, 4) for seed in range(60) for epoch in range(50)])
+    firsts = np.stack(
+        [SampleOrder(n, seed, shuffle=True).indices(epoch, 0, 4) for seed in range(60) for epoch in range(50)]
+    )
     assert all(stats.kstest(firsts[:, place] / n, "uniform").pvalue > LEAST_P for place in range(4))
     assert all(stats.pearsonr(firsts[:, 0], firsts[:, place]).pvalue > LEAST_P for place in range(1, 4))
     by_epoch = firsts.reshape(60, 50, 4)[:, :, 0].astype(float)
@@ -148,7 +148,7 @@ def test_the_first_indices_of_many_seeds_and_epochs_are_spread_evenly(n: int) ->
 
 
 def test_two_epochs_share_no_more_positions_than_chance_gives() -> None:
-    order = Order(SMALL + 1, seed=0, shuffle=True)
+    order = SampleOrder(SMALL + 1, seed=0, shuffle=True)
     epochs = [order.indices(number, 0, order.n) for number in range(4)]
     shared = sum(int((epochs[a] == epochs[b]).sum()) for a in range(4) for b in range(a))
     assert stats.poisson.cdf(shared, 6) > LEAST_P

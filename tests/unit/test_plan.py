@@ -9,17 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.data.partition import Partition
 from samestep.errors import PlanError
-from samestep.facts.machine_words import machines_of
-from samestep.facts.model import Op, Timed
-from samestep.plan.batch import Cut
-from samestep.plan.choose import plan, precision_on
-from samestep.plan.explain import bar, gpu_hours, rows, speed_ups, what_if_rows
-from samestep.plan.memory import memory
-from samestep.plan.speed import collective_seconds, compute_seconds, op_seconds, product_rate, ring_rate, start_seconds
-from samestep.plan.step_time import step_time
-from samestep.plan.strategy import Asked, Layout, gradient_passes, layouts
-from samestep.units import seconds_text
+from samestep.messages import format_seconds
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.layouts import Layout, PlanOptions, gradient_passes, layouts
+from samestep.planner.memory_model import memory
+from samestep.planner.model_profile import Op, Timed
+from samestep.planner.plan import plan, precision_on
+from samestep.planner.plan_report import bar, gpu_hours, rows, speed_ups, what_if_rows
+from samestep.planner.time_model import (
+    collective_seconds,
+    compute_seconds,
+    op_seconds,
+    product_rate,
+    ring_rate,
+    start_seconds,
+    step_time,
+)
 from tests.unit.plan_facts import DEVICE, GIB, MIB, machines, model, peak, with_teacher
 
 CONTEXT, CHANNELS = 600 * MIB, 400 * MIB
@@ -281,7 +288,7 @@ def test_hybrid_exists_between_nodes_only():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    found = plan(machines_of("a10g:1"), model(gib=20, per_sample=100 * MIB), 8)
+    found = plan(parse_cluster_spec("a10g:1"), model(gib=20, per_sample=100 * MIB), 8)
     assert found.chosen is None
     assert found.start is None
     assert found.script == ()
@@ -294,12 +301,12 @@ def test_where_nothing_fits_it_says_what_would():
 
 
 def test_where_one_larger_gpu_does_not_do_it_says_how_many_would():
-    found = plan(machines_of("t4:1"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    found = plan(parse_cluster_spec("t4:1"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
     assert found.chosen is None
     assert found.advice[0] == "no number of t4 up to 64 would do"
     count, name = re.fullmatch(r"(\d+) x (\S+) \(.* GiB\) would do, with (?:fsdp|zero2).*", found.advice[1]).groups()
     assert int(count) > 1
-    there = plan(machines_of(f"{name}:{count}"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    there = plan(parse_cluster_spec(f"{name}:{count}"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
     assert there.chosen is not None
 
 
@@ -343,22 +350,22 @@ def test_frozen_parts_that_gradients_pass_through_stay_in_the_model():
     ],
 )
 def test_precision_is_chosen_as_a_run_chooses_it(words, wish, precision):
-    assert precision_on(machines_of(words), wish) == precision
+    assert precision_on(parse_cluster_spec(words), wish) == precision
 
 
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
         (
-            lambda: precision_on(machines_of("h100"), "fp8"),
+            lambda: precision_on(parse_cluster_spec("h100"), "fp8"),
             "precision fp8 is not known: use one of auto, fp32, bf16, fp16",
         ),
         (
-            lambda: precision_on(machines_of("v100"), "bf16"),
+            lambda: precision_on(parse_cluster_spec("v100"), "bf16"),
             "precision bf16 needs a GPU that has it, and v100 has not: use fp16, fp32 or auto",
         ),
         (
-            lambda: precision_on(machines_of("mps"), "fp16"),
+            lambda: precision_on(parse_cluster_spec("mps"), "fp16"),
             "precision fp16 is for CUDA and the CPU: on Apple's GPU use fp32 or auto",
         ),
         (lambda: plan(machines(), model(), 0), "a global batch of 0 holds nothing: give --global-batch 1 or more"),
@@ -416,11 +423,11 @@ def test_what_others_hold_and_what_is_left_as_a_margin_is_not_free():
 
 
 def test_channels_last_needs_whole_weights_and_is_written_into_the_script():
-    found = plan(machines(4), model(), 256, asked=Asked(channels_last=True))
+    found = plan(machines(4), model(), 256, asked=PlanOptions(channels_last=True))
     sharded = [each for each in found.candidates if each.layout.shards > 1]
     assert {each.reason for each in sharded} == {"channels_last=True needs whole weights"}
     assert found.script[0] == 'model = run.wrap(model, "ddp", channels_last=True)'
-    large = plan(machines(4), model(gib=40), 4, asked=Asked(channels_last=True))
+    large = plan(machines(4), model(gib=40), 4, asked=PlanOptions(channels_last=True))
     assert large.chosen is None  # which only a sharded layout could hold
 
 
@@ -444,23 +451,23 @@ def test_channels_last_needs_whole_weights_and_is_written_into_the_script():
     ],
 )
 def test_what_to_type_starts_the_script_or_the_recipe(words, nodes, file, recipe):
-    on = machines_of(words, nodes)
+    on = parse_cluster_spec(words, nodes)
     on = replace(on, device=replace(on.device, memory=80 * GIB, memory_free=80 * GIB))
     large = model(per_sample=30 * MIB)
     spaced = file.replace("lab/train.py", "'my lab/train.py'")
     for script, typed in (("lab/train.py", file), ("my lab/train.py", spaced), ("saliency", recipe)):
-        assert plan(on, large, 256, asked=Asked(script)).start == typed
+        assert plan(on, large, 256, asked=PlanOptions(script)).start == typed
 
 
 def test_named_blocks_are_written_into_the_script_of_a_sharded_layout():
-    found = plan(machines(4, gib=60), model(gib=16, per_sample=100 * MIB), 64, asked=Asked(blocks=True))
+    found = plan(machines(4, gib=60), model(gib=16, per_sample=100 * MIB), 64, asked=PlanOptions(blocks=True))
     assert found.chosen.layout.shards == 4
     assert 'blocks=(type(model.get_submodule("h.0")),)' in found.script[0]
-    assert "blocks" not in plan(machines(4), model(), 256, asked=Asked(blocks=True)).script[0]
+    assert "blocks" not in plan(machines(4), model(), 256, asked=PlanOptions(blocks=True)).script[0]
 
 
 def test_apples_gpu_is_one_so_no_more_of_them_are_advised():
-    found = plan(machines_of("mps"), model(gib=20, per_sample=100 * MIB), 8)
+    found = plan(parse_cluster_spec("mps"), model(gib=20, per_sample=100 * MIB), 8)
     assert found.chosen is None
     assert not any("mps" in advice for advice in found.advice)
 
@@ -483,7 +490,7 @@ def test_what_if_counts_speed_up_and_hours():
     ("seconds", "text"), [(0.01234, "12.3 ms"), (2.5, "2.50 s"), (12.34, "12.3 s"), (1234.5, "1,234 s")]
 )
 def test_seconds_are_short_to_read(seconds, text):
-    assert seconds_text(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 def test_a_step_is_not_cut_where_only_the_whole_one_fits():
@@ -515,7 +522,7 @@ def test_the_chosen_plan_fits_and_keeps_the_global_batch(gib, mib, per_node, nod
     assert chosen.memory.total <= on.device.memory * 0.94 + 1
     assert chosen.time.total <= 1.03 * min(each.time.total for each in found.candidates if each.fits)
     cuts = [
-        Cut(global_batch, global_batch, rank, chosen.layout.ranks, chosen.micro_batch)
+        Partition(global_batch, global_batch, rank, chosen.layout.ranks, chosen.micro_batch)
         for rank in range(chosen.layout.ranks)
     ]
     batches = [batch for cut in cuts for batch in cut.micro_batches(0)]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from samestep.cli.building import find_function
+from samestep.cli.build_function import find_function
 from samestep.cli.main import main
-from samestep.cli.plan_show import show, show_what_if
+from samestep.cli.plan_command import show, show_what_if
 from samestep.errors import PlanError
-from samestep.facts.calibration import Calibration
-from samestep.facts.machine_words import machines_of
-from samestep.plan.choose import plan
-from samestep.plan.strategy import Asked
+from samestep.planner.calibration import Calibration
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.layouts import PlanOptions
+from samestep.planner.plan import plan
 from tests.unit.plan_facts import GIB, MIB, machines, model, with_teacher
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,17 +59,17 @@ def taken(on, gib):
 CASES = {
     "fits": lambda console: show(plan(machines(4), model(), 256), console),
     "sharded": lambda console: show(
-        plan(machines_of("a100-40gb:8", 2), model(gib=26, per_sample=900 * MIB), 512), console
+        plan(parse_cluster_spec("a100-40gb:8", 2), model(gib=26, per_sample=900 * MIB), 512), console
     ),
     "teacher": lambda console: show(
-        plan(machines_of("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64), console
+        plan(parse_cluster_spec("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64), console
     ),
-    "nothing": lambda console: show(plan(machines_of("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console),
+    "nothing": lambda console: show(plan(parse_cluster_spec("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console),
     "channels_last": lambda console: show(
-        plan(taken(machines(2), 70), model(), 64, asked=Asked(channels_last=True)), console
+        plan(taken(machines(2), 70), model(), 64, asked=PlanOptions(channels_last=True)), console
     ),
     "what_if": lambda console: show_what_if(
-        [plan(machines_of(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
+        [plan(parse_cluster_spec(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
         10_000,
         console,
     ),
@@ -213,7 +213,7 @@ def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
 def test_a_calibration_alone_is_told_to_a_program_too(lab, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(lab))
     measured = Calibration("cpu", 1, {"float32": ((1e6, 1e9), (1e9, 1e11))}, 1e10, 2e10, None, 2e-6, "2025-01-31")
-    monkeypatch.setattr("samestep.measure.calibrate.calibrate", lambda device, say: say("copies") or measured)
+    monkeypatch.setattr("samestep.planner.calibration.calibrate", lambda device, say: say("copies") or measured)
     assert main(["plan", "--calibrate", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["device"], told["copy"]) == ("cpu", 1e10)

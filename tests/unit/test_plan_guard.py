@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from samestep import Run
-from samestep.cli.building import find_build
+from samestep.cli.build_function import find_build
 from samestep.cli.main import main
 from samestep.errors import PlanError
 

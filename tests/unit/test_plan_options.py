@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from samestep.cli.plan_options import with_options
+from samestep.cli.build_function import with_options
 from samestep.errors import PlanError
 
 

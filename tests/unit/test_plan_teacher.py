@@ -6,25 +6,25 @@ from dataclasses import replace
 import pytest
 
 from samestep.errors import PlanError
-from samestep.facts.machine_words import machines_of
-from samestep.plan.explain import teacher_rows
-from samestep.plan.teacher import Setting, TeacherFacts, weigh_placements
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.plan_report import teacher_rows
+from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, compare_placements
 from tests.unit.plan_facts import GIB, machines
 
 TEN = {"gpu", "cpu", "balanced", "sequential", "offload", "disk", "sharded", "served", "cached", "custom"}
 # 60 billion parameters in bfloat16, 60 layers, 1,024 tokens of 2 operations a parameter, logits of 50,000 words
-SIXTY = TeacherFacts(
+SIXTY = TeacherProfile(
     bytes=120 * 10**9,
     largest_layer=2 * 10**9,
     flops_per_sample=2 * 60e9 * 1024,
     output_per_sample=1024 * 50_000 * 2,
 )
-SMALL = TeacherFacts(bytes=2 * GIB, largest_layer=GIB // 10, flops_per_sample=1e12, output_per_sample=1000)
+SMALL = TeacherProfile(bytes=2 * GIB, largest_layer=GIB // 10, flops_per_sample=1e12, output_per_sample=1000)
 
 
 def weighed(words, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **rest):
-    on = machines_of(words, nodes) if isinstance(words, str) else words
-    found = weigh_placements(Setting(on, ranks, global_batch, micro_batch, **rest), teacher)
+    on = parse_cluster_spec(words, nodes) if isinstance(words, str) else words
+    found = compare_placements(TeacherSetup(on, ranks, global_batch, micro_batch, **rest), teacher)
     assert {placement.name for placement in found.placements} == TEN
     assert all(placement.why for placement in found.placements)
     return found, {placement.name: placement for placement in found.placements}
@@ -40,7 +40,7 @@ def test_a_teacher_that_fits_is_copied_to_every_gpu():
 
 
 def test_sixty_billion_parameters_are_sharded_not_computed_on_the_cpu():
-    on = replace(machines_of("h100:4"), host_memory=1000 * GIB)
+    on = replace(parse_cluster_spec("h100:4"), host_memory=1000 * GIB)
     found, each = weighed(on, SIXTY, 4)
     assert found.chosen.name == "sharded"
     assert each["cpu"].fits
@@ -72,7 +72,7 @@ def test_spreading_means_nothing_where_each_rank_has_one_gpu():
 
 
 def test_offload_wins_where_one_gpu_is_all_there_is():
-    on = replace(machines_of("h100:1"), host_memory=500 * GIB)
+    on = replace(parse_cluster_spec("h100:1"), host_memory=500 * GIB)
     found, each = weighed(on, SIXTY, 1)
     assert found.chosen.name == "offload"
     # 32 forward passes, each as long as 120 GB over PCIe
@@ -81,7 +81,7 @@ def test_offload_wins_where_one_gpu_is_all_there_is():
 
 
 def test_the_disk_is_for_teachers_larger_than_host_memory():
-    found, each = weighed(replace(machines_of("h100:1"), host_memory=64 * GIB), SIXTY, 1)
+    found, each = weighed(replace(parse_cluster_spec("h100:1"), host_memory=64 * GIB), SIXTY, 1)
     assert found.chosen.name == "disk"
     assert each["offload"].why == "needs 111.8 GiB of a node's memory and 57.6 GiB are left there"
     assert each["disk"].seconds == pytest.approx(32 * 120e9 / 2e9)
@@ -107,14 +107,14 @@ def test_a_cache_is_never_chosen_and_tells_what_later_epochs_would_take():
 
 
 def test_without_a_gpu_one_copy_serves_all_ranks_of_the_node():
-    found, each = weighed(replace(machines_of("cpu:4"), host_memory=6 * GIB), SMALL, 4)
+    found, each = weighed(replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB), SMALL, 4)
     assert found.chosen.name == "cpu"
     assert each["gpu"].why.startswith("needs 8.0 GiB of a node's memory")
     assert each["offload"].why == "there is no GPU to stream to"
 
 
 def test_without_a_gpu_a_served_teacher_lies_in_memory_once():
-    on = replace(machines_of("cpu:4"), host_memory=6 * GIB)
+    on = replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB)
     each = weighed(on, SMALL, 4)[1]
     assert each["served"].fits
     assert (each["served"].per_gpu, each["served"].per_node) == (0, 2 * GIB + 2 * 1000)
@@ -136,4 +136,4 @@ def test_rows_and_plain_data():
 
 def test_a_teacher_for_nobody_is_refused():
     with pytest.raises(PlanError, match="a teacher is placed for at least 1 rank"):
-        weigh_placements(Setting(machines(1), 1, 0, 1), SMALL)
+        compare_placements(TeacherSetup(machines(1), 1, 0, 1), SMALL)

@@ -14,12 +14,18 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.data.keyed import uniform
-from samestep.data.sample_rng import micro_batch_keys
-from samestep.errors import GroupError, StepError, WrapError
+from samestep.data.sample_rng import micro_batch_keys, uniform
+from samestep.errors import CommunicationError, StepError, WrapError
+from samestep.parallel.acceleration import turn_on_fused
+from samestep.parallel.precision import (
+    Arithmetic,
+    ComputePrecision,
+    choose_precision,
+    compute_in,
+    in_fp32,
+    set_fp32_products,
+)
 from samestep.torch_private import multiply_all
-from samestep.wrap.fused import turn_on_fused
-from samestep.wrap.precision import Arithmetic, Numbers, choose_numbers, compute_in, in_fp32, set_fp32_products
 
 CPU = Arithmetic("cpu", bf16=False, tf32=False, wish="auto", compile=False)
 MPS = dataclasses.replace(CPU, device="mps")
@@ -54,7 +60,7 @@ def wishing(wish, *ranks):
     ],
 )
 def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
-    chosen = choose_numbers(everyone)
+    chosen = choose_precision(everyone)
     assert (chosen.name, chosen.tf32, chosen.reason) == (name, tf32, reason)
     assert chosen.strict == (everyone[0].wish == "fp32")
 
@@ -75,22 +81,24 @@ def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
     ],
 )
 def test_what_cannot_be_done_on_every_rank_is_explained(everyone, message):
-    with pytest.raises(GroupError, match=message):
-        choose_numbers(everyone)
+    with pytest.raises(CommunicationError, match=message):
+        choose_precision(everyone)
 
 
 def test_an_unknown_precision_is_told_the_choices():
-    with pytest.raises(GroupError, match="precision='int8' is not known: use one of 'auto', 'fp32', 'bf16', 'fp16'"):
+    with pytest.raises(
+        CommunicationError, match="precision='int8' is not known: use one of 'auto', 'fp32', 'bf16', 'fp16'"
+    ):
         Run(global_batch=4, precision="int8")
 
 
 def test_the_choice_is_told_in_one_line():
-    fast = Numbers("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU has it")
+    fast = ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU has it")
     assert fast.tell() == (
         "precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off; "
         "flash attention where SDPA finds it fit"
     )
-    exact = Numbers("fp32", tf32=False, strict=True, compile=True, reason="as asked")
+    exact = ComputePrecision("fp32", tf32=False, strict=True, compile=True, reason="as asked")
     assert exact.tell() == (
         "precision: fp32 (as asked), no TF32; torch.compile on (unlike shapes compile anew, a few times at most)"
     )
@@ -102,10 +110,10 @@ def settings():
 
 def test_tf32_is_allowed_or_forbidden_and_then_as_before():
     before = settings()
-    restore = set_fp32_products(Numbers("bf16", tf32=True, strict=False, compile=False, reason=""))
+    restore = set_fp32_products(ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason=""))
     assert settings() == ("high", True)
     restore()
-    restore = set_fp32_products(Numbers("fp32", tf32=False, strict=True, compile=False, reason=""))
+    restore = set_fp32_products(ComputePrecision("fp32", tf32=False, strict=True, compile=False, reason=""))
     assert settings() == ("highest", False)
     restore()
     assert settings() == before
@@ -129,7 +137,7 @@ def test_settings_that_torch_does_not_mix_are_explained():
         "Run(global_batch=4, precision='fp32').start()"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "GroupError: the script set torch.backends.*.fp32_precision" in told.stderr
+    assert "CommunicationError: the script set torch.backends.*.fp32_precision" in told.stderr
     assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in told.stderr
 
 
@@ -256,7 +264,7 @@ def test_gradient_checkpointing_changes_no_number_and_no_name():
 
 def test_gradient_checkpointing_does_nothing_without_gradients():
     with Run(global_batch=8) as run:
-        model = run.wrap(Net(), checkpoint=(Block,))
+        model = run.wrap(Net(), activation_checkpointing=(Block,))
         with run.evaluate(model) as net:
             net(torch.ones(1, 8))
         assert [block.calls for block in model.blocks] == [1, 1]
@@ -272,7 +280,7 @@ def test_a_block_inside_another_is_not_computed_four_times():
             return self.inner(x)
 
     with Run(global_batch=8) as run:
-        model = run.wrap(nn.Sequential(Outer(), Block()), checkpoint=(Outer, Block))
+        model = run.wrap(nn.Sequential(Outer(), Block()), activation_checkpointing=(Outer, Block))
         model(torch.ones(2, 8)).sum().backward()
         assert (model[0].inner.calls, model[1].calls) == (2, 2)
 
@@ -282,7 +290,7 @@ def test_checkpointing_a_class_that_is_not_there_lists_those_that_are():
         r"checkpoint=\(Conv2d,\) names no module of Net: the classes in it are Block, LayerNorm, Linear, ModuleList"
     )
     with Run(global_batch=8) as run, pytest.raises(WrapError, match=message):
-        run.wrap(Net(), checkpoint=(nn.Conv2d,))
+        run.wrap(Net(), activation_checkpointing=(nn.Conv2d,))
 
 
 class Images(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.data.sample_rng import (
     Absent,
     batch_luck,
-    current_setting,
+    epoch_setting,
     generator_seed,
     micro_batch_keys,
     sample_luck,
@@ -109,9 +109,9 @@ def test_blocks_nest_and_the_outer_one_comes_back() -> None:
         first = torch.rand(1, generator=sample_rng()).item()
         with sample_luck(seed=0, epoch=0, index=0, setting="inner"):
             assert torch.rand(1, generator=sample_rng()).item() == first
-            assert current_setting() == "inner"
+            assert epoch_setting() == "inner"
         assert torch.rand(1, generator=sample_rng()).item() != first
-        assert current_setting() == "outer"
+        assert epoch_setting() == "outer"
 
 
 def test_an_exception_in_a_sample_closes_its_block() -> None:
@@ -123,21 +123,21 @@ def test_an_exception_in_a_sample_closes_its_block() -> None:
 
 def test_the_setting_of_the_epoch_is_there_even_where_it_is_none() -> None:
     with sample_luck(0, 0, 0, setting=224):
-        assert current_setting() == 224
+        assert epoch_setting() == 224
     with sample_luck(0, 0, 0, setting=None):
-        assert current_setting() is None
+        assert epoch_setting() is None
 
 
 def test_a_sample_read_without_settings_says_how_to_give_them() -> None:
     absent = pickle.loads(pickle.dumps(Absent.SETTING))  # as it reaches a worker
     message = "this dataset is read without settings; pass run.shard(dataset, settings=...), a function of the epoch"
     with sample_luck(0, 0, 0, absent), pytest.raises(DataError, match=re.escape(message)):
-        current_setting()
+        epoch_setting()
 
 
 @pytest.mark.parametrize(
     ("ask", "name"),
-    [(sample_rng, "sample_rng()"), (sample_numpy_rng, "sample_numpy_rng()"), (current_setting, "current_setting()")],
+    [(sample_rng, "sample_rng()"), (sample_numpy_rng, "sample_numpy_rng()"), (epoch_setting, "epoch_setting()")],
 )
 def test_outside_a_sample_each_says_where_it_works_and_how_to_test_with_it(ask, name: str) -> None:
     message = (
@@ -153,7 +153,7 @@ def test_outside_a_sample_each_says_where_it_works_and_how_to_test_with_it(ask, 
 def test_where_many_samples_are_read_at_once_there_is_a_setting_and_no_one_generator(ask, name: str) -> None:
     message = f"{name} was called in a dataset's __getitems__, which reads many samples, and belongs to one: call it in"
     with batch_luck(setting=96):
-        assert current_setting() == 96
+        assert epoch_setting() == 96
         with pytest.raises(DataError, match=re.escape(message)):
             ask()
 

@@ -13,14 +13,25 @@ from pathlib import Path
 import pytest
 
 from samestep.cli.main import main
+from samestep.environment.slurm_variables import port_of
 from samestep.errors import LaunchError
-from samestep.facts.slurm import port_of
-from samestep.launch import sbatch, slurm, submitted, time_limit
-from samestep.launch.follow import LogTail
+from samestep.launch import job as time_limit
+from samestep.launch import sbatch, slurm
+from samestep.launch import slurm as submitted
+from samestep.launch.job import read_time_limit
 from samestep.launch.sbatch import SlurmJob, log_of, notes_of, read_asked, read_variable, sbatch_text
-from samestep.launch.slurm import JobState, read_sacct, read_scontrol
-from samestep.launch.submitted import Submitted, how_are, how_is, read_record, record_path, remember
-from samestep.launch.time_limit import read_time_limit
+from samestep.launch.slurm import (
+    JobState,
+    LogTail,
+    Submitted,
+    how_are,
+    how_is,
+    read_record,
+    read_sacct,
+    read_scontrol,
+    record_path,
+    remember,
+)
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
 PLAIN = SlurmJob(

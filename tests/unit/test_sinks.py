@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from samestep.errors import LogError
-from samestep.sinks.console import open_console
-from samestep.sinks.metrics_file import MetricsFile, read_metrics
-from samestep.sinks.readable import line, plain
-from samestep.sinks.sinks import open_sinks
-from samestep.sinks.summary_file import write_summary
-from samestep.sinks.tensorboard import open_tensorboard
-from samestep.sinks.text_log import TextLog
-from samestep.sinks.values import checked_step, checked_values
-from samestep.units import bytes_text, duration
+from samestep.loggers.console import open_console
+from samestep.loggers.jsonl import MetricsFile, read_metrics
+from samestep.loggers.loggers import check_log_step, checked_values, open_loggers, write_summary
+from samestep.loggers.tensorboard import open_tensorboard
+from samestep.loggers.text_log import TextLog, line, plain
+from samestep.messages import format_bytes, format_duration
 
 
 def strict(text):
@@ -68,7 +65,7 @@ def test_nan_is_news_and_no_error():
         (torch.zeros(0), '"accuracy" is a tensor of shape (0,): log one number, e.g. x.mean()'),
         (np.zeros((2, 2)), '"accuracy" is an array of shape (2, 2): log one number, e.g. x.mean()'),
         (None, "\"accuracy\" is None: leave it out, or log float('nan') for a missing number"),
-        ("good", '"accuracy" is a str: log one number; text goes to run.say(...)'),
+        ("good", '"accuracy" is a str: log one number; text goes to run.print(...)'),
         (
             {"top1": 0.5},
             '"accuracy" is a dict: log each of its numbers under a name of its own, e.g. "val/accuracy"',
@@ -117,13 +114,13 @@ def test_a_name_that_is_no_text_is_refused():
 
 @pytest.mark.parametrize("step", [12, np.int64(12), torch.tensor(12)])
 def test_a_whole_number_is_a_step(step):
-    assert json.dumps(checked_step(step)) == "12"
+    assert json.dumps(check_log_step(step)) == "12"
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, None, True, "3"])
 def test_anything_else_is_no_step(step):
     with pytest.raises(LogError) as caught:
-        checked_step(step)
+        check_log_step(step)
     assert str(caught.value) == (f"step={step!r} is not a step: give a whole number from 0 on, e.g. step=epoch.number")
 
 
@@ -157,8 +154,14 @@ def test_a_line_knows_rates_speed_and_memory_by_their_names():
 
 
 def test_amounts_read_in_their_largest_unit():
-    assert [bytes_text(n) for n in (512, 2048, 64 * 2**20, 3 * 2**40)] == ["512 B", "2.0 KiB", "64.0 MiB", "3.0 TiB"]
-    assert [duration(s) for s in (0, 59.6, 3599, 3600, 90061)] == ["0:00", "1:00", "59:59", "1:00:00", "25:01:01"]
+    assert [format_bytes(n) for n in (512, 2048, 64 * 2**20, 3 * 2**40)] == ["512 B", "2.0 KiB", "64.0 MiB", "3.0 TiB"]
+    assert [format_duration(s) for s in (0, 59.6, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]
 
 
 # metrics.jsonl
@@ -209,7 +212,7 @@ def test_a_writer_killed_in_the_middle_loses_no_record_it_had_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import sys, pathlib\n"
-        "from samestep.sinks.metrics_file import MetricsFile\n"
+        "from samestep.loggers.jsonl import MetricsFile\n"
         "sink = MetricsFile(pathlib.Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    sink.write(step, {'train/loss': 1 / (step + 1)})\n"
@@ -268,7 +271,7 @@ def test_a_missing_metrics_file_is_said_to_be_missing(tmp_path):
 
 
 def test_reading_metrics_needs_no_torch(tmp_path):
-    script = "import sys, samestep.sinks.metrics_file; sys.exit('torch' in sys.modules)"
+    script = "import sys, samestep.loggers.jsonl; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -380,7 +383,7 @@ def test_a_summary_of_something_else_names_its_place(tmp_path):
 
 
 def test_every_sink_gets_every_record(tmp_path, capsys):
-    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+    sinks = open_loggers(tmp_path, open_console(sys.stdout), warnings.warn)
     sinks.say("hello")
     sinks.write(1, {"train/loss": 0.5})
     sinks.close({"steps": 1})
@@ -393,7 +396,7 @@ def test_every_sink_gets_every_record(tmp_path, capsys):
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    sinks = open_sinks(None, open_console(sys.stdout), warnings.warn)
+    sinks = open_loggers(None, open_console(sys.stdout), warnings.warn)
     sinks.say("hello")
     sinks.write(1, {"train/loss": 0.5})
     sinks.close({"steps": 1})
@@ -402,14 +405,14 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, capsys):
 
 
 def test_after_an_exception_there_is_no_summary(tmp_path):
-    sinks = open_sinks(tmp_path, open_console(sys.stdout), warnings.warn)
+    sinks = open_loggers(tmp_path, open_console(sys.stdout), warnings.warn)
     sinks.close({})
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_summary_that_cannot_be_written_is_told_and_keeps_nothing_else_from_closing(tmp_path):
     told = []
-    sinks = open_sinks(tmp_path, open_console(sys.stdout), told.append)
+    sinks = open_loggers(tmp_path, open_console(sys.stdout), told.append)
     sinks.write(1, {"train/loss": 0.5})
     (tmp_path / "summary.json").mkdir()
     sinks.close({"steps": 1})

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from torch.utils.data._utils import worker as torch_worker
 
 from samestep.data.sample_rng import sample_rng
-from samestep.data.stream import StreamCut, StreamStep
-from samestep.data.unsplit import unsplit
+from samestep.data.streaming import StreamPartition, StreamStep, unsplit
 from samestep.errors import DataError, SampleError, StateError
 
 MORE_WORKERS_THAN_CORES = "ignore:This DataLoader will create:UserWarning"
@@ -95,7 +94,7 @@ class Shards(IterableDataset):
 
 def world(make, size: int, global_batch: int, workers: int = 0, **options) -> list[list[StreamStep]]:
     """What each rank gets, each of a dataset of its own."""
-    cuts = [StreamCut(make(), rank, size, global_batch, **options) for rank in range(size)]
+    cuts = [StreamPartition(make(), rank, size, global_batch, **options) for rank in range(size)]
     return [list(DataLoader(cut, batch_size=None, num_workers=workers)) if workers else list(cut) for cut in cuts]
 
 
@@ -146,19 +145,19 @@ def test_more_ranks_than_samples_leave_some_ranks_with_nothing():
 
 
 def test_the_tail_is_dropped_where_asked():
-    assert global_batches(world(lambda: Count(11), 2, 4, drop_tail=True)) == chunks(8, 4)
-    assert global_batches(world(lambda: Count(11), 2, 4, drop_tail=True, start_step=2)) == []
+    assert global_batches(world(lambda: Count(11), 2, 4, drop_last=True)) == chunks(8, 4)
+    assert global_batches(world(lambda: Count(11), 2, 4, drop_last=True, start_step=2)) == []
 
 
 def test_an_endless_stream_gives_as_many_steps_as_are_asked_for():
-    cut = StreamCut(Count(), rank=1, size=2, global_batch=6, start_step=100)
+    cut = StreamPartition(Count(), rank=1, size=2, global_batch=6, start_step=100)
     assert [step.samples for step in itertools.islice(cut, 2)] == [[603, 604, 605], [609, 610, 611]]
 
 
 def test_a_seeking_stream_is_not_replayed(caplog):
     caplog.set_level(logging.INFO, "samestep")
     dataset = Seeking(1000)
-    cut = StreamCut(dataset, rank=0, size=2, global_batch=10, start_step=99)
+    cut = StreamPartition(dataset, rank=0, size=2, global_batch=10, start_step=99)
     assert [step.samples for step in cut] == [[990, 991, 992, 993, 994]]
     assert dataset.reads == 10
     assert caplog.messages == []
@@ -169,7 +168,7 @@ def test_a_stream_with_a_state_continues_from_that_of_any_step(workers):
     steps = world(lambda: Keeping(25), 2, 4, workers)[1]
     assert [step.state for step in steps][:3] == [{"done": 4}, {"done": 8}, {"done": 12}]
     dataset = Keeping(25)
-    cut = StreamCut(dataset, rank=1, size=2, global_batch=4, start_step=2, start_state=steps[1].state)
+    cut = StreamPartition(dataset, rank=1, size=2, global_batch=4, start_step=2, start_state=steps[1].state)
     assert [step.samples for step in cut] == [step.samples for step in steps[2:]]
     assert dataset.reads == 25 - 8
 
@@ -177,7 +176,7 @@ def test_a_stream_with_a_state_continues_from_that_of_any_step(workers):
 def test_a_stream_that_cannot_jump_is_replayed_and_that_is_said_once(caplog):
     caplog.set_level(logging.INFO, "samestep")
     dataset = Count(20)
-    cuts = [StreamCut(dataset, rank, 2, 4, start_step=3) for rank in range(2)]
+    cuts = [StreamPartition(dataset, rank, 2, 4, start_step=3) for rank in range(2)]
     assert caplog.messages == [
         "Count cannot jump: to continue at step 3 it is read from its beginning (a seek(position), or state_dict() and "
         "load_state_dict(), would spare that)"
@@ -187,7 +186,7 @@ def test_a_stream_that_cannot_jump_is_replayed_and_that_is_said_once(caplog):
 
 
 def test_a_stream_that_became_shorter_is_not_the_one_that_was_saved():
-    cut = StreamCut(Count(9), rank=0, size=1, global_batch=4, start_step=4)
+    cut = StreamPartition(Count(9), rank=0, size=1, global_batch=4, start_step=4)
     with pytest.raises(
         StateError, match="the stream ends at position 9 and was to continue at 16: it is not the stream"
     ):
@@ -201,7 +200,7 @@ def test_decode_sees_only_what_the_rank_keeps():
         seen.append(record)
         return record * 10
 
-    assert [step.samples for step in StreamCut(Count(7), 1, 2, 4, decode=decode)] == [[20, 30], [60]]
+    assert [step.samples for step in StreamPartition(Count(7), 1, 2, 4, decode=decode)] == [[20, 30], [60]]
     assert seen == [2, 3, 6]
 
 
@@ -279,7 +278,7 @@ def test_by_shards_workers_change_nothing(workers):
 def test_by_shards_a_rank_reads_only_what_feeds_it():
     datasets = [Shards([6, 6, 6, 6]) for _ in range(2)]
     for rank, dataset in enumerate(datasets):
-        list(StreamCut(dataset, rank, 2, 8))
+        list(StreamPartition(dataset, rank, 2, 8))
     assert [dataset.opened for dataset in datasets] == [{0, 1}, {2, 3}]
 
 
@@ -311,7 +310,7 @@ class Failing(Count):
 
 @pytest.mark.parametrize(("workers", "where"), [(0, "in the training process"), (2, "worker 1")])
 def test_an_error_in_the_stream_names_position_rank_and_worker(workers, where):
-    steps = iter(DataLoader(StreamCut(Failing(), 1, 2, 3), batch_size=None, num_workers=workers))
+    steps = iter(DataLoader(StreamPartition(Failing(), 1, 2, 3), batch_size=None, num_workers=workers))
     assert next(steps).samples == [2]
     with pytest.raises(SampleError, match=f"stream failed at position 5 on rank 1, {where}: OSError: connection lost"):
         next(steps)
@@ -328,7 +327,7 @@ def test_an_error_in_decode_names_the_position():
     with pytest.raises(
         SampleError, match="decode failed at position 3 on rank 1, in the training process: ZeroDivision"
     ):
-        list(StreamCut(Count(8), 1, 2, 4, decode=decode))
+        list(StreamPartition(Count(8), 1, 2, 4, decode=decode))
 
 
 class Jammed(Seeking):
@@ -340,7 +339,7 @@ class Jammed(Seeking):
 
 def test_an_error_at_the_beginning_is_named():
     with pytest.raises(SampleError, match=r"the stream cannot begin at position 8 on rank 0, .*: OSError: tape jam"):
-        list(StreamCut(Jammed(9), 0, 1, 4, start_step=2))
+        list(StreamPartition(Jammed(9), 0, 1, 4, start_step=2))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +354,7 @@ def test_an_error_at_the_beginning_is_named():
 )
 def test_what_is_no_stream_is_told_what_to_use(dataset, message):
     with pytest.raises(DataError, match=message):
-        StreamCut(dataset, 0, 1, 4)
+        StreamPartition(dataset, 0, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -368,16 +367,16 @@ def test_what_is_no_stream_is_told_what_to_use(dataset, message):
 )
 def test_a_place_that_cannot_be_is_refused(options, message):
     with pytest.raises(DataError, match=message):
-        StreamCut(Count(3), **options)
+        StreamPartition(Count(3), **options)
 
 
 def test_shards_have_no_tail_to_drop():
-    with pytest.raises(DataError, match="drop_tail=True needs to know which step is the last"):
-        StreamCut(Shards([3, 4]), 0, 1, 4, drop_tail=True)
+    with pytest.raises(DataError, match="drop_last=True needs to know which step is the last"):
+        StreamPartition(Shards([3, 4]), 0, 1, 4, drop_last=True)
 
 
 def test_a_torch_that_keeps_its_worker_elsewhere_is_noticed(monkeypatch):
-    monkeypatch.setattr("samestep.data.unsplit.get_worker_info", lambda: "still there")
+    monkeypatch.setattr("samestep.data.streaming.get_worker_info", lambda: "still there")
     monkeypatch.setattr(torch_worker, "_worker_info", None)
     with (
         pytest.raises(DataError, match=r"does not let a stream be read whole in a worker.*read it with workers=0"),

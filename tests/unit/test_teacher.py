@@ -1,4 +1,4 @@
-"""Frozen teachers in one process: every placement gives the plain module's outputs, and mistakes are told."""
+"""FrozenModel teachers in one process: every placement gives the plain module's outputs, and mistakes are told."""
 
 import copy
 import io
@@ -13,14 +13,13 @@ from torch import nn
 
 from samestep import Run
 from samestep.cli.main import main
-from samestep.errors import GroupError, TeacherError
-from samestep.teacher.blocks import blocks
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.ground import Ground, Wish
-from samestep.teacher.spread import Seat, split_evenly, split_in_order, spread
-from samestep.teacher.streamed import place_offloaded, place_on_disk
-from samestep.teacher.weights import open_weights
-from samestep.teacher.whole import place_in_host_memory
+from samestep.errors import CommunicationError, TeacherError
+from samestep.teacher.device_map import Seat, split_evenly, split_in_order, spread
+from samestep.teacher.frozen_model import FrozenModel, blocks
+from samestep.teacher.offload import place_offloaded, place_on_disk
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.single_device import place_in_host_memory
+from samestep.teacher.weight_files import open_weights
 from tests.teachers import Block, Speaker, save, speaker, words
 
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def run(tmp_path):
 
 
 def ground_of(run):
-    return Ground(run._link, run.device, run.folder, run.say, run.once)
+    return Ground(run._link, run.device, run.folder, run.print, run.once)
 
 
 def teach(run, placement, weights, build=Speaker, **wish):
@@ -73,7 +72,7 @@ def test_another_dtype_is_what_to_would_have_given(run, placement):
 
 
 def test_a_run_that_is_not_started_has_no_teacher():
-    with pytest.raises(GroupError, match="this run is not started: use `with Run"):
+    with pytest.raises(CommunicationError, match="this run is not started: use `with Run"):
         Run(global_batch=4).teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement="cpu")
 
 
@@ -109,7 +108,7 @@ def test_weights_of_a_part_of_the_module_are_told_with_the_part(run):
 
 def test_a_checkpoint_of_a_run_is_told_with_the_command_that_exports_it(run, tmp_path):
     with torch.random.fork_rng():
-        checkpoint = run.restore("a run", model=run.wrap(speaker()))
+        checkpoint = run.checkpoint("a run", model=run.wrap(speaker()))
     checkpoint.save()
     run.barrier()
     checkpoint.wait()
@@ -157,11 +156,11 @@ def test_the_runs_own_luck_is_not_touched(run):
 @pytest.mark.parametrize(("split", "held"), [(split_evenly, [2, 1, 2]), (split_in_order, [2, 2, 1])])
 def test_layers_spread_over_several_devices_give_the_same_outputs(run, split, held):
     plain = speaker(blocks=5)
-    frozen = Frozen(lambda: Speaker(blocks=5), open_weights(save(plain, "one.safetensors")))
+    frozen = FrozenModel(lambda: Speaker(blocks=5), open_weights(save(plain, "one.safetensors")))
     layer = sum(p.nbytes for p in plain.blocks[0].parameters())
     rest = frozen.bytes - 5 * layer
     seats = [Seat(CPU, int(room)) for room in (rest + 2.5 * layer, 2.5 * layer, 2.5 * layer)]
-    placed = spread(ground_of(run), frozen, Wish(), seats, split, "balanced")
+    placed = spread(ground_of(run), frozen, TeacherOptions(), seats, split, "balanced")
     assert torch.equal(placed(words()), plain(words()))
     chosen = split([layer] * 5, rest, seats)
     assert [chosen.count(seat) for seat in range(3)] == held
@@ -177,12 +176,12 @@ def test_even_shares_differ_by_less_than_a_block():
 
 
 def test_a_teacher_that_fits_no_device_is_refused(run):
-    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
     for split, name in ((split_evenly, "balanced"), (split_in_order, "sequential")):
         with pytest.raises(
             TeacherError, match=f"placement='{name}' would put .* on cpu, where 1.0 KiB are free for it"
         ):
-            spread(ground_of(run), frozen, Wish(), [Seat(CPU, 1024)] * 2, split, name)
+            spread(ground_of(run), frozen, TeacherOptions(), [Seat(CPU, 1024)] * 2, split, name)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +432,7 @@ def test_building_takes_no_memory_for_parameters():
     with torch.random.fork_rng():
         weights = save(Large(), "one.safetensors")
     seen.clear()
-    frozen = Frozen(Large, open_weights(weights))
+    frozen = FrozenModel(Large, open_weights(weights))
     assert seen == ["meta"] * 6
     assert all(p.is_meta for p in frozen.skeleton().parameters())
 
@@ -543,10 +542,10 @@ def test_the_error_of_a_streamed_forward_passes_as_it_is(run):
 
 def test_streaming_holds_two_blocks_on_the_device(run):
     plain = speaker(blocks=6)
-    frozen = Frozen(lambda: Speaker(blocks=6), open_weights(save(plain, "one.safetensors")))
+    frozen = FrozenModel(lambda: Speaker(blocks=6), open_weights(save(plain, "one.safetensors")))
     layer = sum(p.nbytes for p in plain.blocks[0].parameters())
     for place in (place_offloaded, place_on_disk):
-        placed = place(ground_of(run), frozen, Wish())
+        placed = place(ground_of(run), frozen, TeacherOptions())
         placed(words())
         held = {slot.memory.data_ptr(): slot.memory.nbytes for slot in (block.slot for block in placed._blocks)}
         assert len(held) == 2
@@ -555,8 +554,8 @@ def test_streaming_holds_two_blocks_on_the_device(run):
 
 
 def test_the_next_block_is_on_its_way_while_one_computes(run):
-    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
-    placed = place_on_disk(ground_of(run), frozen, Wish())
+    frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    placed = place_on_disk(ground_of(run), frozen, TeacherOptions())
     seen = []
     placed._module.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(placed._blocks[1].slot.holder))
     placed(words())
@@ -610,8 +609,8 @@ def test_paths_may_begin_with_the_home_folder(run, tmp_path, monkeypatch):
 
 def test_too_little_memory_is_told_before_anything_is_read(run, monkeypatch):
     weights = save(speaker(), "one.safetensors")
-    monkeypatch.setattr("samestep.teacher.whole.host_room", lambda: 1000)
-    monkeypatch.setattr("samestep.teacher.shared.host_room", lambda: 1000)
+    monkeypatch.setattr("samestep.teacher.single_device.host_room", lambda: 1000)
+    monkeypatch.setattr("samestep.teacher.single_device.host_room", lambda: 1000)
     with pytest.raises(TeacherError, match=r"placement='gpu' needs .* on cpu for each of 1 rank\(s\) there and 1000 B"):
         run.teacher(Speaker, weights=weights, placement="gpu")
     with pytest.raises(
@@ -678,9 +677,9 @@ def test_a_closed_teacher_has_no_module(run):
 
 
 def test_a_module_elsewhere_brings_inputs_to_it_and_outputs_home(run):
-    away = Ground(run._link, torch.device("meta"), run.folder, run.say, run.once)
-    frozen = Frozen(Speaker, open_weights(save(speaker(), "one.safetensors")))
-    placed = place_in_host_memory(away, frozen, Wish())
+    away = Ground(run._link, torch.device("meta"), run.folder, run.print, run.once)
+    frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
+    placed = place_in_host_memory(away, frozen, TeacherOptions())
     seen = []
     placed.module.embed.register_forward_hook(lambda *given: seen.append(given[2]))
     assert placed.module(words()).is_meta

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.teacher.cached_digest import row_digests
+from samestep.teacher.output_cache import row_digests
 
 X = torch.randint(0, 5, (6, 7), generator=torch.Generator().manual_seed(0))
 

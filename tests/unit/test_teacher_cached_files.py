@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import TeacherError
-from samestep.teacher.cached_files import RowReader, RowWriter
+from samestep.teacher.cache_files import RowReader, RowWriter
 
 RECORD = 56
 

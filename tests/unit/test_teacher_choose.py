@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from samestep import Run
+from samestep.environment.world import World
 from samestep.errors import TeacherError
-from samestep.facts.machine_words import machines_of
-from samestep.facts.world import World
-from samestep.plan.teacher import Placement, Setting, _best, _tell
-from samestep.run.taught import setting_here
-from samestep.teacher.choose import choose_placement
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.ground import Ground, Wish
-from samestep.teacher.needs import needs_of
-from samestep.teacher.weights import open_weights
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.teacher_costs import Placement, TeacherSetup, _best, _tell
+from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.placement_choice import choose_placement, needs_of
+from samestep.teacher.weight_files import open_weights
+from samestep.training.evaluation import setting_here
 from tests.teachers import LENGTH, WIDTH, WORDS, Speaker, save, speaker, words
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def frozen(build=Speaker, module=None):
-    return Frozen(build, open_weights(save(module or speaker(), "one.safetensors")))
+    return FrozenModel(build, open_weights(save(module or speaker(), "one.safetensors")))
 
 
 def shown_speaker():
@@ -83,7 +82,7 @@ def test_the_estimate_is_told_beside_what_calls_take_once(tmp_path, capsys):
 
 
 def test_work_is_counted_with_the_example_that_build_returns():
-    needs = needs_of(frozen(shown_speaker), Wish())
+    needs = needs_of(frozen(shown_speaker), TeacherOptions())
     block = WIDTH * (3 + 1 + 8) * WIDTH  # attention's four and the MLP's two matrices
     matrices = 2 * LENGTH * (3 * block + WIDTH * WORDS)
     attention = 3 * 2 * 2 * LENGTH * LENGTH * WIDTH
@@ -98,7 +97,9 @@ def test_examples_may_be_a_tensor_or_what_the_call_takes_in_order():
         linear = nn.Linear(3, 5)
     half = torch.ones(2, 3, dtype=torch.bfloat16)
     for example in (half, (half,), [half], {"input": half}):
-        needs = needs_of(frozen(lambda example=example: (nn.Linear(3, 5), example), linear), Wish(torch.bfloat16))
+        needs = needs_of(
+            frozen(lambda example=example: (nn.Linear(3, 5), example), linear), TeacherOptions(torch.bfloat16)
+        )
         assert (needs.facts.flops_per_sample, needs.facts.output_per_sample, needs.rows) == (30, 10, 2)
         assert (needs.facts.bytes, needs.facts.dtype) == (40, "bfloat16")
 
@@ -117,9 +118,9 @@ def test_a_layer_that_stands_in_two_places_is_as_good_after_its_work_was_counted
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         teacher = run.teacher(repeat, weights="repeat.pt", example=torch.ones(2, 4))
         assert torch.equal(teacher(torch.ones(2, 4)), plain(torch.ones(2, 4)))
-    there = Frozen(repeat, open_weights("repeat.pt"))
+    there = FrozenModel(repeat, open_weights("repeat.pt"))
     there.example = torch.ones(2, 4)
-    assert needs_of(there, Wish()).facts.flops_per_sample == 2 * (3 * 4 * 4 + 4 * 3)
+    assert needs_of(there, TeacherOptions()).facts.flops_per_sample == 2 * (3 * 4 * 4 + 4 * 3)
 
 
 @pytest.mark.parametrize("build", [shown_speaker, lambda: (*shown_speaker(), lambda model, batch: model(batch))])
@@ -138,19 +139,19 @@ def test_an_example_that_is_given_counts_before_that_of_build(tmp_path, capsys, 
 
 
 def test_work_is_assumed_where_there_is_no_example():
-    text = needs_of(frozen(), Wish())
+    text = needs_of(frozen(), TeacherOptions())
     parameters = sum(tensor.numel() for tensor in {*speaker().parameters()}) + WIDTH  # and a buffer
     assert text.facts.flops_per_sample == 2 * 512 * parameters
     assert text.facts.output_per_sample == 512 * WORDS * 4
     with torch.random.fork_rng():
-        image = needs_of(frozen(lambda: nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)), Wish())
+        image = needs_of(frozen(lambda: nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)), TeacherOptions())
     assert image.facts.flops_per_sample == 2 * (3 * 4 * 9 + 4)
     assert "2 operations a parameter and sample, too few for convolutions" in image.told
     assert text.rows is image.rows is None
 
 
 def test_what_is_no_layer_stays_on_the_device_while_layers_stream():
-    facts = needs_of(frozen(), Wish()).facts
+    facts = needs_of(frozen(), TeacherOptions()).facts
     layer = sum(p.nbytes for p in speaker().blocks[0].parameters())
     assert facts.largest_layer == layer
     assert facts.resident == facts.bytes - 3 * layer == (WORDS + LENGTH + 1) * WIDTH * 4
@@ -167,13 +168,13 @@ def test_an_example_that_does_not_pass_is_refused(tmp_path, example):
 
 def choose(run, monkeypatch, words="h100:4", room=80 * GIB, host=500 * GIB, ranks=4, times=1):
     """The choice for GPUs that stand elsewhere, of a teacher as many times as heavy."""
-    monkeypatch.setattr("samestep.teacher.choose.device_room", lambda device: room)
-    monkeypatch.setattr("samestep.teacher.choose.host_room", lambda: host)
+    monkeypatch.setattr("samestep.teacher.placement_choice.device_room", lambda device: room)
+    monkeypatch.setattr("samestep.teacher.placement_choice.host_room", lambda: host)
     there = frozen(lambda: Speaker(blocks=24), speaker(blocks=24))
-    monkeypatch.setattr(there, "bytes_of", lambda name, wish=None: times * Frozen.bytes_of(there, name, wish))
-    setting = Setting(machines_of(words), ranks, 64, 64 // ranks)
+    monkeypatch.setattr(there, "bytes_of", lambda name, wish=None: times * FrozenModel.bytes_of(there, name, wish))
+    setting = TeacherSetup(parse_cluster_spec(words), ranks, 64, 64 // ranks)
     return choose_placement(
-        Ground(run._link, CPU, run.folder, run.say, run.once, lambda sharing: setting), there, Wish()
+        Ground(run._link, CPU, run.folder, run.print, run.once, lambda sharing: setting), there, TeacherOptions()
     )
 
 
@@ -212,14 +213,14 @@ def test_ranks_on_one_processor_share_its_rates():
     assert alone.micro_batch == 4 * four.micro_batch == 64
     assert four.machines.per_node == four.ranks_per_node == 4
     together = 4 * four.machines.device.rates["float32"]
-    assert together == pytest.approx(four.machines.cores * machines_of("cpu:1").device.rates["float32"])
+    assert together == pytest.approx(four.machines.cores * parse_cluster_spec("cpu:1").device.rates["float32"])
     assert four.machines.cores >= alone.machines.cores >= 1
     half = replace(four, ranks=2, machines=replace(four.machines, nodes=1))
     assert half.devices_per_rank == 2
 
 
 def test_what_is_as_fast_is_so_beside_the_fastest_and_not_beside_the_chosen():
-    setting = Setting(machines_of("h100:1"), 1, 4, 4)
+    setting = TeacherSetup(parse_cluster_spec("h100:1"), 1, 4, 4)
     times = {"gpu": (40, 1.0), "offload": (10, 1.015), "disk": (5, 1.03), "cpu": (1, 3.0)}
     every = [Placement(name, size, 0, seconds, True, "") for name, (size, seconds) in times.items()]
     chosen = _best(every, 1.02, setting)

@@ -141,7 +141,7 @@ EVERY = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk", "s
 
 def loop(run, teacher, **more):
     """What a script does with outputs, once for each epoch and micro-batch: two of each."""
-    for epoch in run.shard(TensorDataset(torch.arange(24).view(4, 6)), workers=0, micro_batch=2).epochs(2):
+    for epoch in run.shard(TensorDataset(torch.arange(24).view(4, 6)), num_workers=0, micro_batch=2).epochs(2):
         for step in epoch:
             for (ids,) in step:
                 yield ids, teacher(input_ids=ids, **more)

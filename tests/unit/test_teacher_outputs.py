@@ -12,9 +12,17 @@ import torch
 
 from samestep.errors import TeacherError
 from samestep.nn import TopK
-from samestep.teacher.carry import carry
-from samestep.teacher.output_class import Outputs, find_class, make_mapping, make_named_tuple, make_record
-from samestep.teacher.outputs import compressed, put_together, take_apart
+from samestep.teacher.outputs import (
+    Outputs,
+    compressed,
+    find_class,
+    make_mapping,
+    make_named_tuple,
+    make_record,
+    put_together,
+    take_apart,
+)
+from samestep.teacher.transfer import carry
 
 ONE = torch.arange(3.0)
 

@@ -16,15 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from samestep import Run
+from samestep.environment.world import World
 from samestep.errors import TeacherError
-from samestep.facts.world import World
-from samestep.teacher.cached import _joined
-from samestep.teacher.ground import Ground, Wish
-from samestep.teacher.served import Asked, _call, _Post
-from samestep.teacher.served_address import Address, address_of, address_towards, open_door
-from samestep.teacher.served_process import Order, ServingProcess
-from samestep.teacher.served_server import Server
-from samestep.teacher.served_wire import GONE, Wire, call_in, packed
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.output_cache import _joined
+from samestep.teacher.served import Asked, Order, ServingProcess, _call, _Post
+from samestep.teacher.server import GONE, Address, Server, Wire, address_of, address_towards, call_in, open_door, packed
 from tests.warm import free_port
 
 HERE = Address("127.0.0.1", "127.0.0.1")
@@ -81,7 +78,7 @@ def test_the_interface_that_gloo_is_told_is_the_servers_too(monkeypatch):
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6, not even for itself")
 def test_a_server_may_listen_at_an_address_of_ipv6():
     assert address_towards("::1", 1) == "::1"
-    made = Server(torch.nn.Linear(2, 2), torch.device("cpu"), Wish(), Address("::1", "::1"), callers=1)
+    made = Server(torch.nn.Linear(2, 2), torch.device("cpu"), TeacherOptions(), Address("::1", "::1"), callers=1)
     wire = call_in(made.address, made.key)
     wire.send(packed(((torch.zeros(1, 2),), {}), "the teacher's input"))
     assert wire.receive().shape == (1, 2)
@@ -103,13 +100,13 @@ def dies():
 @pytest.mark.slow
 def test_a_process_that_ends_before_it_serves_is_told_with_its_exit_code(tmp_path):
     save_file({"weight": torch.zeros(1)}, tmp_path / "teacher.safetensors")
-    order = Order(tmp_path / "teacher.safetensors", torch.device("cpu"), Wish(), HERE, 1)
+    order = Order(tmp_path / "teacher.safetensors", torch.device("cpu"), TeacherOptions(), HERE, 1)
     with pytest.raises(TeacherError, match=r"the process of the teacher \(pid \d+\) ended with exit code 3 before it"):
         ServingProcess(dies, order)
 
 
 def test_a_build_that_cannot_travel_is_refused_before_a_process_is_started(tmp_path):
-    order = Order(tmp_path, torch.device("cpu"), Wish(), HERE, 1)
+    order = Order(tmp_path, torch.device("cpu"), TeacherOptions(), HERE, 1)
     with pytest.raises(TeacherError, match=r"a process of its own cannot import build=.*<lambda> \("):
         ServingProcess(lambda: torch.nn.Linear(1, 1), order)
 
@@ -117,7 +114,7 @@ def test_a_build_that_cannot_travel_is_refused_before_a_process_is_started(tmp_p
 @pytest.fixture
 def server():
     module = torch.nn.Linear(2, 2)
-    made = Server(module, torch.device("cpu"), Wish(), HERE, callers=1)
+    made = Server(module, torch.device("cpu"), TeacherOptions(), HERE, callers=1)
     yield made
     made.close()
 
@@ -170,7 +167,7 @@ def weights(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_leaves_signals_of_the_job_to_its_rank_and_ends_when_it_is_told(weights):
-    order = Order(weights, torch.device("cpu"), Wish(), HERE, 1)
+    order = Order(weights, torch.device("cpu"), TeacherOptions(), HERE, 1)
     serving = ServingProcess(partial(torch.nn.Linear, 1, 1), order)
     held = os.dup(serving._process.stdin.fileno())  # as a data worker does that was forked off
     try:
@@ -203,7 +200,7 @@ class Raising(torch.nn.Module):
 @contextlib.contextmanager
 def serving(module, seconds=20):
     """A wire to a server of this module, on which nobody waits for longer."""
-    made = Server(module, torch.device("cpu"), Wish(), HERE, callers=1)
+    made = Server(module, torch.device("cpu"), TeacherOptions(), HERE, callers=1)
     wire = call_in(made.address, made.key)
     wire._socket.settimeout(seconds)
     try:
@@ -261,7 +258,7 @@ def asked(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "run", start_timeout=1, step_timeout=1) as run:
 
         def ask(answer):
-            ground = Ground(run._link, torch.device("cpu"), run.folder, run.say, run.once)
+            ground = Ground(run._link, torch.device("cpu"), run.folder, run.print, run.once)
             with pytest.raises(TeacherError) as caught:
                 Asked(answer, ground, lambda: "its node is silent", "rank 3").result()
             return str(caught.value)
@@ -298,6 +295,6 @@ def needs_what_is_not_there():
 
 @pytest.mark.slow
 def test_a_build_that_fails_to_import_something_is_not_said_to_be_unknown_itself(weights):
-    order = Order(weights, torch.device("cpu"), Wish(), HERE, 1)
+    order = Order(weights, torch.device("cpu"), TeacherOptions(), HERE, 1)
     with pytest.raises(TeacherError, match=r"^ModuleNotFoundError: No module named 'nowhere_to_be_found'"):
         ServingProcess(needs_what_is_not_there, order)

@@ -10,9 +10,8 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.errors import SamestepError, TeacherError
 from samestep.nn import TopK, distill_loss, top_k
-from samestep.teacher.ground import Wish
-from samestep.teacher.needs import needs_of
-from samestep.teacher.words import PLACEMENTS, check_weights, check_wish
+from samestep.teacher.options import PLACEMENTS, TeacherOptions, check_weights, check_wish
+from samestep.teacher.placement_choice import needs_of
 from tests.teachers import LENGTH, WORDS, Speaker, save, speaker, words
 from tests.unit.test_teacher_choose import frozen, shown_speaker
 
@@ -27,7 +26,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 def refusal(placement, **wish):
     with pytest.raises(TeacherError) as caught:
-        check_wish(placement, Wish(**wish))
+        check_wish(placement, TeacherOptions(**wish))
     return str(caught.value)
 
 
@@ -42,7 +41,7 @@ def refusal(placement, **wish):
 )
 def test_an_option_that_means_nothing_there_is_refused_with_where_it_belongs(placement, option, value, home, at):
     if placement in at:
-        check_wish(placement, Wish(**{option: value if placement == at[0] else "cpu"}))
+        check_wish(placement, TeacherOptions(**{option: value if placement == at[0] else "cpu"}))
         return
     told = refusal(placement, **{option: value})
     here = "without placement=" if placement is None else f"with placement={placement!r}"
@@ -50,7 +49,7 @@ def test_an_option_that_means_nothing_there_is_refused_with_where_it_belongs(pla
 
 
 def test_servers_of_a_cache_are_those_of_its_inside():
-    check_wish("cached", Wish(inner="served", servers=2))
+    check_wish("cached", TeacherOptions(inner="served", servers=2))
     assert "servers=2 means nothing with placement='cached'" in refusal("cached", inner="cpu", servers=2)
 
 
@@ -82,7 +81,7 @@ def test_a_temperature_is_a_number_above_zero(temperature):
 
 
 def test_numbers_of_other_libraries_are_numbers():
-    check_wish("gpu", Wish(top_k=2, temperature=numpy.float32(2.0)))
+    check_wish("gpu", TeacherOptions(top_k=2, temperature=numpy.float32(2.0)))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_every_placement_gives_the_largest_logits_on_request(tmp_path, placement
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         weights = save(speaker(), "one.safetensors")
         teacher = run.teacher(Speaker, weights=weights, placement=placement, top_k=3, temperature=2.0, **options)
-        for epoch in run.shard(TensorDataset(inputs), workers=0).epochs(2):
+        for epoch in run.shard(TensorDataset(inputs), num_workers=0).epochs(2):
             for step in epoch:
                 for (batch,) in step:
                     for few in (teacher(batch), teacher.ahead(batch).result()):
@@ -173,7 +172,7 @@ def test_more_logits_than_there_are_is_told_by_the_call(tmp_path):
 def test_the_choice_reckons_with_what_is_given_and_with_what_is_made_on_the_way():
     for build in (Speaker, shown_speaker):
         positions = 512 if build is Speaker else LENGTH
-        whole, few = (needs_of(frozen(build), Wish(top_k=k)).facts for k in (None, 3))
+        whole, few = (needs_of(frozen(build), TeacherOptions(top_k=k)).facts for k in (None, 3))
         assert whole.output_per_sample == positions * WORDS * 4
         assert few.output_per_sample == positions * (3 * (4 + 8) + 4)
         assert few.output_per_sample + few.working_per_sample == whole.output_per_sample

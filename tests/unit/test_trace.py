@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from samestep.facts.model import ModelFacts, Peak
-from samestep.measure.stepping import Stepping, Terms
-from samestep.measure.subject import build_subject
-from samestep.measure.trace import trace_model
-from samestep.wrap.recompute import recompute_blocks
+from samestep.parallel.activation_checkpointing import checkpoint_activations
+from samestep.planner.model_profile import ModelProfile, Peak
+from samestep.planner.trace import trace_model
+from samestep.planner.traced_model import build_subject
+from samestep.planner.traced_step import Stepping, Terms
 
 A, H, C = 32, 64, 10
 LENGTH = 48
@@ -68,7 +68,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def peak(facts: ModelFacts) -> Peak:
+def peak(facts: ModelProfile) -> Peak:
     assert isinstance(facts.working, Peak)
     return facts.working
 
@@ -139,7 +139,7 @@ def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target
     """The same tracker over real steps of another micro-batch: what was predicted from 4 and 8 samples is there."""
     from contextlib import nullcontext
 
-    from samestep.measure.as_cuda import as_on_cuda
+    from samestep.planner.cuda_emulation import as_on_cuda
 
     def build():
         return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
@@ -150,7 +150,7 @@ def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target
         dtype = {"fp32": None, "fp16": torch.float16}[precision]
         stepping = Stepping(subject, Terms(sgd, dtype, target), 4)
         if recomputed:
-            recompute_blocks(subject.model, (Block,))
+            checkpoint_activations(subject.model, (Block,))
         real = max(stepping.follow(24).notes.used)
     working = facts.working_recomputed if recomputed else facts.working
     assert working is not None

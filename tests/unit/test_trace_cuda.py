@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention, softmax
 
-from samestep.facts.model import Moment, Peak
-from samestep.measure.as_cuda import as_on_cuda
-from samestep.measure.envelope import peak_of
-from samestep.measure.shapes import WholeNumbers
-from samestep.measure.trace import trace_model
-from samestep.measure.tracker import Notes, Tracker
-from samestep.measure.workspace import cuda_workspace, no_workspace
+from samestep.planner.cuda_emulation import as_on_cuda
+from samestep.planner.memory_tracker import Notes, Tracker, cuda_workspace, no_workspace, peak_of
+from samestep.planner.model_profile import Moment, Peak
+from samestep.planner.trace import trace_model
+from samestep.planner.traced_model import WholeNumbers
 from samestep.torch_private import (
     OtherKernels,
     cannot_be_traced,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep.errors import PlanError
-from samestep.measure.trace import trace_model
+from samestep.planner.trace import trace_model
 
 A, C = 8, 3
 

@@ -3,9 +3,17 @@ from pathlib import Path
 
 import pytest
 
+from samestep.environment.slurm_variables import expand_nodes, expand_tasks, in_step, port_of
+from samestep.environment.world import (
+    World,
+    export,
+    launch_name,
+    read_environ,
+    read_world,
+    run_folder,
+    run_folder_is_explicit,
+)
 from samestep.errors import WorldError
-from samestep.facts.slurm import expand_nodes, expand_tasks, in_step, port_of
-from samestep.facts.world import World, environment, export, folder_was_typed, launch_name, read_world, run_folder
 
 TORCHRUN = {
     "RANK": "5",
@@ -42,7 +50,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 def test_an_empty_environment_is_one_rank():
     world = read_world({})
     assert world == World()
-    assert (world.rank, world.size, world.launcher, world.first, world.node_first) == (0, 1, "none", True, True)
+    assert (world.rank, world.size, world.launcher, world.is_main, world.is_node_main) == (0, 1, "none", True, True)
 
 
 def test_torchrun_tells_everything():
@@ -64,7 +72,7 @@ def test_torchrun_tells_everything():
 
 def test_first_and_node_first_differ_on_the_second_node():
     world = read_world(TORCHRUN | {"RANK": "4", "LOCAL_RANK": "0"})
-    assert (world.first, world.node_first) == (False, True)
+    assert (world.is_main, world.is_node_main) == (False, True)
 
 
 def test_variables_set_by_hand_on_one_machine_need_no_local_rank():
@@ -317,19 +325,19 @@ def test_ports_of_neighbouring_jobs_and_steps_differ_and_stay_below_the_ephemera
 def test_export_reaches_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SAMESTEP_FOLDER", "/before")
     export({"SAMESTEP_FOLDER": "/after"})
-    assert environment()["SAMESTEP_FOLDER"] == "/after"
+    assert read_environ()["SAMESTEP_FOLDER"] == "/after"
     assert run_folder() == Path("/after")
 
 
 def test_changing_the_copy_does_not_change_the_environment():
-    environment()["SAMESTEP_TEST"] = "1"
-    assert "SAMESTEP_TEST" not in environment()
+    read_environ()["SAMESTEP_TEST"] = "1"
+    assert "SAMESTEP_TEST" not in read_environ()
 
 
 def test_a_folder_that_the_launcher_made_up_is_no_wish():
-    assert not folder_was_typed({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "0"})
-    assert folder_was_typed({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "1"})
-    assert folder_was_typed({"SAMESTEP_FOLDER": "/a"})  # set by hand
+    assert not run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "0"})
+    assert run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "1"})
+    assert run_folder_is_explicit({"SAMESTEP_FOLDER": "/a"})  # set by hand
 
 
 def test_a_launch_has_the_name_that_its_agent_gave_it():

@@ -3,24 +3,19 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from samestep.assets.folders import model_folder
-from samestep.assets.minilm import minilm
-from samestep.assets.shakespeare import sentences
-from samestep.assets.smollm2 import smollm2
-from samestep.assets.texts import read_texts
+from samestep.assets.example_data import read_texts, sentences
+from samestep.assets.pretrained import minilm, model_folder, smollm2
 
 # Imported when first asked for: they need torch.
 _HOMES = {
-    "captioned_images": "samestep.assets.captioned",
-    "scene": "samestep.assets.scenes",
-    "tokenized": "samestep.assets.tokens",
-    "write_scenes": "samestep.assets.scenes",
+    "captioned_images": "samestep.assets.example_data",
+    "scene": "samestep.assets.example_data",
+    "tokenized": "samestep.assets.example_data",
+    "write_scenes": "samestep.assets.example_data",
 }
 
 if TYPE_CHECKING:
-    from samestep.assets.captioned import captioned_images
-    from samestep.assets.scenes import scene, write_scenes
-    from samestep.assets.tokens import tokenized
+    from samestep.assets.example_data import captioned_images, scene, tokenized, write_scenes
 
 __all__ = [
     "captioned_images",

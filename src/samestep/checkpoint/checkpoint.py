@@ -11,20 +11,19 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final
 
-from samestep.checkpoint import catalog, luck
-from samestep.checkpoint.dcp import HostMemory
-from samestep.checkpoint.encode import encode
-from samestep.checkpoint.files import check_room, explain, remove_folder
-from samestep.checkpoint.ground import Ground
-from samestep.checkpoint.manifest import Manifest, Stage
-from samestep.checkpoint.parts import Parts, Taken, explain_state
-from samestep.checkpoint.writing import Task, Writing
+from samestep.checkpoint import checkpoint_folder as catalog
+from samestep.checkpoint import parts as luck
+from samestep.checkpoint.manifest import Manifest, Stage, check_room, explain, remove_folder
+from samestep.checkpoint.parts import Ground, Parts, Taken, explain_state
+from samestep.checkpoint.save import Task, Writing
+from samestep.checkpoint.state_encoding import encode
+from samestep.checkpoint.tensor_storage import HostMemory
+from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, LogError
-from samestep.log import Voice
-from samestep.ranks.link import Link
-from samestep.sinks.values import checked_step
-from samestep.wrap.batchnorm import average_statistics
-from samestep.wrap.wrapped import local
+from samestep.loggers.loggers import check_log_step
+from samestep.messages import WarnOnce
+from samestep.parallel.batchnorm import average_running_stats
+from samestep.parallel.wrapped_model import local_tensor
 
 _AFTER_FAILURE_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 1.0
@@ -33,7 +32,7 @@ _STATE_PER_WEIGHT: Final = 3
 _BYTES_PER_SECOND: Final = 1e8
 _BEGINS_ANEW: Final = (
     "this checkpoint does not hold how far training is in its data: a run that is started again would begin with the "
-    "first samples, which then count twice; give run.restore the shard or stream too, as in run.restore(folder, "
+    "first samples, which then count twice; give run.checkpoint the shard or stream too, as in run.checkpoint(folder, "
     "model=model, train=train)"
 )
 
@@ -58,7 +57,7 @@ class Judge:
     """The value by which keep_best judges a checkpoint: one that was logged since the checkpoint before it."""
 
     def __init__(self, name: str | None) -> None:
-        self._name, self._times, self._voice = name, 0, Voice()
+        self._name, self._times, self._voice = name, 0, WarnOnce()
 
     def rate(self, last: object, times_logged: Callable[[str], int], by_itself: bool) -> tuple[str, float] | None:
         """The name and its value; None where there is none to judge these weights by.
@@ -89,7 +88,7 @@ class Judge:
 
 
 class Checkpoint:
-    """Saves the parts that run.restore was given; made by run.restore."""
+    """Saves the parts that run.checkpoint was given; made by run.checkpoint."""
 
     def __init__(self, ground: Ground, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
         self._ground, self._rules, self._history = ground, rules, tuple(history)
@@ -105,7 +104,7 @@ class Checkpoint:
         self._saves, self._asked, self._step = 0, False, None
         self._steps = self._minutes = self._saving = 0.0
         self._due = self._trouble = self._early = False
-        self._since, self._judge, self._name, self._voice = time.monotonic(), Judge(rules.keep_best), "", Voice()
+        self._since, self._judge, self._name, self._voice = time.monotonic(), Judge(rules.keep_best), "", WarnOnce()
         self.last_number: int | None = None
         """The number of the last checkpoint, where the script does not number them by the steps done."""
         ground.riders.append(self)
@@ -177,7 +176,9 @@ class Checkpoint:
         """About how many seconds a checkpoint takes: as the slowest up to now; before, by size."""
         if not self._saving:
             tensors = (tensor for model in self._ground.engine.models for tensor in model.inner.parameters())
-            self._saving = _STATE_PER_WEIGHT * sum(local(tensor).nbytes for tensor in tensors) / _BYTES_PER_SECOND
+            self._saving = (
+                _STATE_PER_WEIGHT * sum(local_tensor(tensor).nbytes for tensor in tensors) / _BYTES_PER_SECOND
+            )
         return self._saving
 
     def word(self) -> float:
@@ -203,12 +204,12 @@ class Checkpoint:
         # judges by it.
         ground.engine.flush("checkpoint.save")
         self._asked, self._step, self._due = False, None, False
-        if ground.link.world.first and _would_begin_anew(ground):
+        if ground.link.world.is_main and _would_begin_anew(ground):
             self._voice.warn_once(_BEGINS_ANEW)
         number = ground.engine.steps if step is None else step
         _check_together(ground.link, number)
         for model in ground.engine.models:
-            average_statistics(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
+            average_running_stats(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
         taken, task_name = self._prepare(number)
         staged = self._memory.stage(taken.tensors, ground.link.alone)
         self._saves += 1
@@ -240,7 +241,7 @@ class Checkpoint:
             taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
             for account in self._ground.engine.accounts:
                 account.sync()  # before the position is saved: the ledger knows all that the checkpoint has learnt
-            if link.world.first:
+            if link.world.is_main:
                 name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
         except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
             error = explain_state(failure)
@@ -271,7 +272,7 @@ class Checkpoint:
 
     def _manifest(self, number: int, by_itself: bool) -> Manifest:
         ground = self._ground
-        facts, first = ground.facts(), ground.link.world.first
+        facts, first = ground.facts(), ground.link.world.is_main
         versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
         now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
         if self._early:
@@ -306,7 +307,7 @@ def _check_times(steps: object, minutes: object) -> None:
         )
 
 
-def _check_together(link: Link, number: int) -> None:
+def _check_together(link: Communicator, number: int) -> None:
     told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
     for rank, theirs in enumerate(told):
         if theirs != number:
@@ -329,6 +330,6 @@ def _retire(rules: Rules, published: Path) -> str | None:
 
 def _whole(step: object) -> int:
     try:
-        return checked_step(step)
+        return check_log_step(step)
     except LogError as error:
         raise CheckpointError(f"checkpoint.save: {error}; without step= it is the steps done") from error

@@ -4,13 +4,13 @@ import json
 from functools import partial
 from pathlib import Path
 
-from samestep.checkpoint import index as index_file
-from samestep.checkpoint.catalog import newest_sound
-from samestep.checkpoint.encode import tensor_names
-from samestep.checkpoint.files import explain, write_checked
-from samestep.checkpoint.tensor_file import Entry, tensor_blocks
-from samestep.checkpoint.writing import STATE
-from samestep.disk import flush_folder
+from samestep.checkpoint import tensor_storage as index_file
+from samestep.checkpoint.checkpoint_folder import newest_sound
+from samestep.checkpoint.manifest import explain, write_checked
+from samestep.checkpoint.save import STATE
+from samestep.checkpoint.state_encoding import tensor_names
+from samestep.checkpoint.tensor_storage import Entry, tensor_blocks
+from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
 
 
@@ -35,7 +35,7 @@ def export(folder: Path, target: Path, part: str | None = None) -> dict[str, obj
         beside.unlink(missing_ok=True)
         size = write_checked(beside, tensor_blocks(entries)).bytes
         beside.rename(target)
-        flush_folder(target.parent)
+        fsync_folder(target.parent)
     except OSError as error:
         raise explain(error, f"writing {target}") from error
     return {"checkpoint": str(path), "step": manifest.step, "file": str(target), "tensors": len(entries), "bytes": size}

@@ -1,19 +1,227 @@
 """The parts of a checkpoint: models, optimizers and whatever else tells its state, taken apart and put back."""
 
-from collections.abc import Callable, Mapping
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from samestep.checkpoint.encode import decode, encode, tensor_names
-from samestep.checkpoint.ground import Stateful
-from samestep.checkpoint.index import Index
-from samestep.checkpoint.optimizers import like, load_named, named_state, names_of, owner
+from samestep.checkpoint.state_encoding import decode, encode, tensor_names
+from samestep.checkpoint.tensor_storage import Index
+from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, SamestepError
+from samestep.parallel.wrapped_model import WrappedModel
+
+
+class Stateful(Protocol):
+    """Anything that can tell its state and take it back: a model, an optimizer, a scheduler, a shard."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> object:  # each takes what its own state_dict gave
+        """Take the state back."""
+        ...
+
+
+class Ledger(Protocol):
+    """The ledger of one shard."""
+
+    def sync(self) -> None:
+        """Hand all records to the disk."""
+        ...
+
+
+class Engine(Protocol):
+    """What follows the steps of a run."""
+
+    steps: int
+    samples: int
+    in_step: bool
+    at_end: list[Callable[[], None]]
+
+    @property
+    def models(self) -> Sequence[WrappedModel]:
+        """What run.wrap made."""
+        ...
+
+    @property
+    def accounts(self) -> Sequence[Ledger]:
+        """The ledgers."""
+        ...
+
+    @property
+    def trained(self) -> Iterable[object]:
+        """The shards and streams that training has drawn from."""
+        ...
+
+    def flush(self, act: str) -> None:
+        """Bring logged values together now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A run, as far as its checkpoints see it."""
+
+    link: Communicator
+    """All ranks."""
+    engine: Engine
+    """What follows the steps."""
+    device: torch.device
+    """Where this rank computes."""
+    riders: list[Any]
+    """Who hears the pulse and is called at step boundaries and at the end; a checkpoint is one of them."""
+    reseed: Callable[[int], None]
+    """Lets this rank draw numbers of its own from a step on that no rank has drawn before."""
+    say: Callable[[str], None]
+    """Prints once."""
+    once: Callable[..., Any]
+    """Runs a function on the first rank and gives its value to all."""
+    facts: Callable[[], dict[str, object]]
+    """What the run knows of itself."""
+    times_logged: Callable[[str], int]
+    """How often a name was logged up to now, as the first rank knows."""
+    extra: Mapping[str, Stateful]
+    """State of the run itself that is saved with what the user gave."""
+
+
+_OF_THE_MACHINE: Final = ("foreach", "fused", "capturable")
+"""How steps are computed, not what: these stay as they are here."""
+_SHOWN_PARAMETERS: Final = 4
+
+
+def names_of(optimizer: Optimizer, part: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """A name for each parameter of the optimizer, in its own order; `parameters` are those of all models, by name."""
+    known: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        known.setdefault(id(parameter), name)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [tuple(parameter.shape) for parameter in members if id(parameter) not in known]
+    if strange:
+        raise CheckpointError(
+            f"{part} holds {len(strange)} parameter(s) of no model that run.checkpoint was given (shapes "
+            f"{', '.join(map(str, strange[:_SHOWN]))}): give their model too, as in run.checkpoint(folder, model=model, "
+            f"{part}={part})"
+        )
+    return [known[id(parameter)] for parameter in members]
+
+
+def named_state(optimizer: Optimizer, names: list[str]) -> dict[str, object]:
+    """What optimizer.state_dict() tells, with names for numbers; an optimizer without state stays without."""
+    packed = optimizer.state_dict()
+    state = {names[at]: entries for at, entries in packed["state"].items()}
+    groups = [{**group, "params": [names[at] for at in group["params"]]} for group in packed["param_groups"]]
+    return {"kind": type(optimizer).__name__, "state": state, "groups": groups}
+
+
+def load_named(optimizer: Optimizer, part: str, names: list[str], saved: Mapping[str, Any]) -> None:
+    """Give an optimizer what `named_state` told; its parameters may stand in another order."""
+    _check_kind(part, type(optimizer).__name__, saved.get("kind"))
+    number = {name: at for at, name in enumerate(names)}
+    here = optimizer.state_dict()["param_groups"]
+    _check_groups(part, [[names[at] for at in group["params"]] for group in here], saved["groups"])
+    groups: list[dict[str, object]] = []
+    for mine, theirs in zip(here, saved["groups"], strict=True):
+        kept = {key: mine[key] for key in ("params", *_OF_THE_MACHINE) if key in mine}
+        groups.append({**theirs, **kept})
+    state = {number[name]: entries for name, entries in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def owner(path: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The parameter whose state stands under a path, however deep in it; None where there is no such parameter.
+
+    >>> owner("model/weight/old_dirs/0", {"model/weight": torch.ones(2)})
+    tensor([1., 1.])
+    """
+    while path and path not in parameters:
+        path = path.rpartition("/")[0]
+    return parameters.get(path)
+
+
+def like(pattern: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Room for a value that belongs to a tensor: where it has its shape also on its device and sharded as it is."""
+    if pattern is not None and tuple(pattern.shape) == shape:
+        return torch.empty_like(pattern.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _check_kind(part: str, here: str, there: object) -> None:
+    if there not in (here, None):  # which an earlier samestep did not write down
+        raise CheckpointError(
+            f"{part} is {here} here and was {there} when it was saved: what one of them keeps means nothing to the "
+            "other; build it as it was, or begin in another folder, from the weights that `samestep checkpoint export` "
+            "gives"
+        )
+
+
+def _check_groups(part: str, here: list[list[str]], saved: list[dict[str, Any]]) -> None:
+    there: list[list[str]] = [group["params"] for group in saved]
+    if list(map(sorted, here)) == list(map(sorted, there)):
+        return
+    differ = sorted(set(chain(*here)) ^ set(chain(*there)))[:_SHOWN_PARAMETERS]
+    names = f", first {', '.join(differ)}" if differ else ""
+    raise CheckpointError(
+        f"{part} groups its parameters otherwise than when it was saved: {list(map(len, there))} parameters in its "
+        f"groups there, {list(map(len, here))} here{names}; build it as it was, or begin in another folder"
+    )
+
+
+PREFIX = "luck"
+
+
+def name_of(rank: int) -> str:
+    """Under which name a rank's state is saved."""
+    return f"{PREFIX}/rank-{rank:05}"
+
+
+def take(device: torch.device) -> torch.Tensor:
+    """All generators of this process as bytes: Python's, numpy's and torch's."""
+    state: dict[str, object] = {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    text = json.dumps(encode(state, PREFIX, {})).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def give_back(saved: torch.Tensor, device: torch.device) -> None:
+    """Let all generators go on from where they were."""
+    state = decode(json.loads(saved.numpy().tobytes()), _no_tensor)
+    assert isinstance(state, dict)
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_words(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_words(state["cuda"]), device)
+
+
+def _numpy_state() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
+    return (kind, keys.tobytes(), *rest)
+
+
+def _words(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise KeyError(name)
+
 
 Tensors = dict[str, torch.Tensor]
 _SHOWN: Final = 5
@@ -28,7 +236,7 @@ class Taken:
 
 
 class Parts:
-    """What run.restore was given, by name."""
+    """What run.checkpoint was given, by name."""
 
     def __init__(self, given: Mapping[str, Stateful], inner: Callable[[nn.Module], nn.Module]) -> None:
         self._given = {name: inner(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
@@ -36,7 +244,7 @@ class Parts:
             missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(part, m, None))]
             if missing:
                 raise CheckpointError(
-                    f"run.restore({name}=...) got a {type(part).__name__}, which has no {' and no '.join(missing)}: "
+                    f"run.checkpoint({name}=...) got a {type(part).__name__}, which has no {' and no '.join(missing)}: "
                     "give something whose state can be told and taken back"
                 )
         self._modules = {name: part for name, part in self._given.items() if isinstance(part, nn.Module)}
@@ -120,7 +328,7 @@ class Parts:
         if missing:
             raise CheckpointError(
                 f"the checkpoint holds no {' and no '.join(missing)}, only {', '.join(values)}: leave "
-                f"{'it' if len(missing) == 1 else 'them'} out of run.restore, or begin in another folder"
+                f"{'it' if len(missing) == 1 else 'them'} out of run.checkpoint, or begin in another folder"
             )
 
 
@@ -181,5 +389,5 @@ def _check_shapes(part: str, here: Tensors, there: set[str], index: Index) -> No
         more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise CheckpointError(
             f"the checkpoint belongs to another run, for {part} is another model: {'; '.join(told[:_SHOWN])}{more}; "
-            "give run.restore another folder, or build the model as it was"
+            "give run.checkpoint another folder, or build the model as it was"
         )

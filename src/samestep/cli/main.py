@@ -8,19 +8,38 @@ from shlex import quote
 
 import click
 
-from samestep.cli.group import Group
 from samestep.errors import SamestepError
+
+
+class Group(click.Group):
+    """Where the word typed is none of its commands, it says which there are and which may have been meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that was typed."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            meant = f"; did you mean `{near}`?" if (near := self.meant(ctx, args[0])) else ""
+            raise click.UsageError(f"there is no command {args[0]}: there are {', '.join(known)}{meant}")
+        return super().resolve_command(ctx, args)
+
+    def meant(self, ctx: click.Context, typed: str) -> str | None:
+        """What somebody who typed this may have wanted to type."""
+        near = get_close_matches(typed, self.list_commands(ctx), n=1)
+        return f"{ctx.command_path} {near[0]}" if near else None
+
 
 # Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
 COMMANDS = {
-    "run": ("samestep.cli.run", "Start a script on every GPU of this machine, or as ranks on several nodes."),
-    "submit": ("samestep.cli.submit", "Submit a script to SLURM, as ranks on one node or several."),
-    "jobs": ("samestep.cli.jobs", "List what was submitted to SLURM, and how each job ended."),
-    "plan": ("samestep.cli.plan", "Say what fits on which GPUs, what is fastest, and why."),
-    "doctor": ("samestep.cli.doctor", "Look at this machine and say what would go wrong, and what to do."),
-    "audit": ("samestep.cli.audit", "Count which samples a run has seen: each exactly once?"),
-    "checkpoint": ("samestep.cli.checkpoint", "Look into checkpoints, verify them, export their weights."),
-    "recipe": ("samestep.cli.recipe", "List scripts that come with samestep, run one, copy one to start from."),
+    "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "submit": ("samestep.cli.submit_command", "Submit a script to SLURM, as ranks on one node or several."),
+    "jobs": ("samestep.cli.jobs_command", "List what was submitted to SLURM, and how each job ended."),
+    "plan": ("samestep.cli.plan_command", "Say what fits on which GPUs, what is fastest, and why."),
+    "doctor": ("samestep.cli.doctor_command", "Look at this machine and say what would go wrong, and what to do."),
+    "audit": ("samestep.cli.audit_command", "Count which samples a run has seen: each exactly once?"),
+    "checkpoint": ("samestep.cli.checkpoint_command", "Look into checkpoints, verify them, export their weights."),
+    "recipe": ("samestep.cli.recipe_command", "List scripts that come with samestep, run one, copy one to start from."),
 }
 
 

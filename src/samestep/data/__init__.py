@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 # Imported when first asked for: h5py and Pillow come with extras, and torch costs seconds.
 _HOMES = {
     "HDF5Dataset": "samestep.data.hdf5",
-    "ImageFiles": "samestep.data.images",
-    "LabelledImages": "samestep.data.images",
-    "cut_square": "samestep.data.images",
-    "pair_fixations": "samestep.data.fixations",
-    "read_images": "samestep.data.images",
+    "ImageFiles": "samestep.data.image_datasets",
+    "LabelledImages": "samestep.data.image_datasets",
+    "cut_square": "samestep.data.image_datasets",
+    "pair_fixations": "samestep.data.image_datasets",
+    "read_images": "samestep.data.image_datasets",
 }
 
 if TYPE_CHECKING:
-    from samestep.data.fixations import pair_fixations
     from samestep.data.hdf5 import HDF5Dataset
-    from samestep.data.images import ImageFiles, LabelledImages, cut_square, read_images
+    from samestep.data.image_datasets import ImageFiles, LabelledImages, cut_square, pair_fixations, read_images
 
 __all__ = ["HDF5Dataset", "ImageFiles", "LabelledImages", "cut_square", "pair_fixations", "read_images"]
 

@@ -14,9 +14,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.audit_faults import Judge, counted
-from samestep.data.audit_report import EpochReport, EvaluationReport, Fault, Report, ShardReport, StartReport
-from samestep.data.ledger import CAPACITY, Description, Records
+from samestep.data.audit_checks import (
+    EpochReport,
+    EvaluationReport,
+    Fault,
+    Judge,
+    Report,
+    ShardReport,
+    StartReport,
+    counted,
+)
+from samestep.data.ledger import CAPACITY, Records, ShardDescription
 from samestep.data.ledger_reader import Generation, Ledger, Position, ranks_text, read_ledger
 from samestep.errors import LedgerError
 
@@ -58,10 +66,10 @@ def audit_shard(ledger: Ledger) -> ShardReport:
     return ShardReport(ledger.name, starts, tuple(epochs), tuple(evaluations), tuple(faults), tuple(notes))
 
 
-def _dropped(description: Description) -> Iterator[str]:
-    if description.drop_tail and description.n is not None and description.n % description.global_batch:
+def _dropped(description: ShardDescription) -> Iterator[str]:
+    if description.drop_last and description.n is not None and description.n % description.global_batch:
         left = description.n % description.global_batch
-        yield f"drop_tail leaves {left} of {description.n} samples out of every epoch, as asked"
+        yield f"drop_last leaves {left} of {description.n} samples out of every epoch, as asked"
 
 
 @dataclass(frozen=True)

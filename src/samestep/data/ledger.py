@@ -1,13 +1,4 @@
-"""The ledger: what every rank counted, appended to one file a rank, for `samestep audit` to prove from.
-
-FOLDER/ledger/NAME/shard.json says what the shard is, rank-00000.bin and its peers hold records of 32 bytes: which
-positions of which step a rank counted, and with which weight. Nothing is ever changed or removed: a run that is killed
-and continues from an older position writes a new start, which supersedes what was recorded at or after that position.
-
-Records are kept in memory and written together, so a killed process loses up to `CAPACITY` of them. That is no loss to
-the proof as long as `sync()` comes before a position is saved from which a run may continue. So a disk that takes
-nothing ends no training either: records wait in memory, 32 bytes a step, and `sync()` is what fails.
-"""
+"""The ledger of one shard in a live run: opened when its first sample counts, flushed with the pulse."""
 
 import json
 import os
@@ -22,9 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.disk import in_words, replace_text
+from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LedgerError
-from samestep.log import warn
+from samestep.messages import warn
 
 CAPACITY: Final = 4096
 """Records held in memory before they are written."""
@@ -77,7 +68,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Description:
+class ShardDescription:
     """What the audit must know of a shard: how long an epoch is, and which sample stands at which position."""
 
     n: int | None
@@ -87,7 +78,7 @@ class Description:
     global_batch: int
     weighted: bool = False
     """Samples are drawn by weights, which the ledger does not keep: the audit then speaks of positions only."""
-    drop_tail: bool = False
+    drop_last: bool = False
 
 
 class LedgerWriter:
@@ -108,7 +99,7 @@ class LedgerWriter:
         self,
         folder: Path,
         name: str,
-        description: Description,
+        description: ShardDescription,
         *,
         rank: int,
         size: int,
@@ -171,7 +162,7 @@ class LedgerWriter:
         refused, self._refused = self._refused, self._write()
         if self._refused is not None and refused is None:
             warn(
-                f"the ledger {self._path} cannot be written: {in_words(self._refused)}; training goes on, its records "
+                f"the ledger {self._path} cannot be written: {describe_os_error(self._refused)}; training goes on, its records "
                 "wait in memory, and no checkpoint is saved before they are on the disk"
             )
 
@@ -220,7 +211,7 @@ class LedgerWriter:
 
 
 def _cannot_write(path: Path, error: OSError) -> LedgerError:
-    return LedgerError(f"the ledger {path} cannot be written: {in_words(error)}, or run with ledger=False")
+    return LedgerError(f"the ledger {path} cannot be written: {describe_os_error(error)}, or run with ledger=False")
 
 
 def shard_folder(folder: Path, name: str) -> Path:
@@ -241,7 +232,7 @@ def next_generation(folder: Path, name: str) -> int:
     return max(newest, default=-1) + 1
 
 
-def read_description(shard: Path) -> Description:
+def read_description(shard: Path) -> ShardDescription:
     """What shard.json says."""
     path = shard / "shard.json"
     try:
@@ -249,7 +240,7 @@ def read_description(shard: Path) -> Description:
         version = fields.pop("version")
         if version != _VERSION:
             raise LedgerError(f"{path} is of version {version} and this samestep reads version {_VERSION}: update it")
-        return Description(**fields)
+        return ShardDescription(**fields)
     except FileNotFoundError as error:
         raise LedgerError(f"{path} is missing, without which the records beside it mean nothing: restore it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -280,7 +271,7 @@ def _check_numbers(rank: int, size: int, generation: int) -> None:
         raise LedgerError(f"generation {generation} cannot be written: a ledger keeps {_MOST} starts; use a new folder")
 
 
-def _open(shard: Path, path: Path, description: Description | None) -> int:
+def _open(shard: Path, path: Path, description: ShardDescription | None) -> int:
     shard.mkdir(parents=True, exist_ok=True)
     if description is not None:
         _describe(shard, description)
@@ -288,7 +279,7 @@ def _open(shard: Path, path: Path, description: Description | None) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-def _describe(shard: Path, description: Description) -> None:
+def _describe(shard: Path, description: ShardDescription) -> None:
     path = shard / "shard.json"
     if path.exists():
         was, now = asdict(read_description(shard)), asdict(description)
@@ -296,7 +287,7 @@ def _describe(shard: Path, description: Description) -> None:
         if changed:
             raise LedgerError(f"{path} is of other data: {', '.join(changed)}; use a new folder for the changed run")
         return
-    replace_text(path, json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
+    write_atomically(path, json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
 
 
 def _cut_torn_end(path: Path) -> None:
@@ -320,3 +311,72 @@ def _last_sound(path: Path) -> tuple[int, int]:
                 return (start + int(whole[-1]) + 1) * SIZE, int(records["generation"][whole[-1]])
             stop = start
     return 0, -1
+
+
+@dataclass
+class ShardLedger:
+    """What this rank writes down of one shard."""
+
+    folder: Path
+    """The run's folder."""
+    name: str
+    """The shard's name in it."""
+    description: ShardDescription
+    """What the shard is."""
+    rank: int
+    """This rank."""
+    size: int
+    """The world size."""
+    generation: int
+    """Which start of the run this is."""
+    _writer: LedgerWriter | None = None
+    _passes: int = 0
+
+    def begin(self, epoch: int, step: int) -> None:
+        """Write down where training begins; what earlier starts recorded from there on no longer counts."""
+        if self._writer is None:
+            self._writer = LedgerWriter(
+                self.folder,
+                self.name,
+                self.description,
+                rank=self.rank,
+                size=self.size,
+                generation=self.generation,
+                start=(epoch, step),
+            )
+
+    def trained(self, epoch: int, step: int, first: int, count: int) -> None:
+        """Write down this rank's slice of a step that counted."""
+        assert self._writer is not None
+        self._writer.add(epoch, step, first, count)
+
+    def begin_pass(self, epoch: int, step: int) -> int:
+        """The number of an evaluation that begins while training stands at (epoch, step)."""
+        self.begin(epoch, step)
+        self._passes += 1
+        return self._passes - 1
+
+    def evaluated(self, number: int, batch: int, first: int, count: int) -> None:
+        """Write down one batch of an evaluation."""
+        assert self._writer is not None
+        self._writer.evaluated(number, batch, first, count)
+
+    def passed(self, number: int) -> None:
+        """Write down that an evaluation is over."""
+        assert self._writer is not None
+        self._writer.passed(number)
+
+    def flush(self) -> None:
+        """Hand all records to the operating system."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def sync(self) -> None:
+        """Hand all records to the disk, before a position is saved from which a run may continue."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def close(self, failed: bool) -> None:
+        """Write down the end."""
+        if self._writer is not None:
+            self._writer.close(failed)

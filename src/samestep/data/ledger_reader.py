@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.ledger import RECORD, SIZE, Description, Kind, Records, read_description, sound
+from samestep.data.ledger import RECORD, SIZE, Kind, Records, ShardDescription, read_description, sound
 
 Position = tuple[int, int]
 """(epoch, step)."""
@@ -51,7 +51,7 @@ class Ledger:
     """All that was recorded of one shard."""
 
     name: str
-    description: Description
+    description: ShardDescription
     generations: tuple[Generation, ...]
     """In the order of their numbers."""
     trained: Records

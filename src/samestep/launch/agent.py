@@ -10,12 +10,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from samestep.environment.world import export
 from samestep.errors import LaunchError
-from samestep.facts.world import export
-from samestep.launch.exit_codes import OUT_OF_MEMORY
-from samestep.launch.failure import is_told_to_end
+from samestep.launch.failure_report import OUT_OF_MEMORY, is_told_to_end
 from samestep.launch.processes import living, signal_all
-from samestep.launch.stop import Stop
+from samestep.launch.signal_handler import Stop
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec

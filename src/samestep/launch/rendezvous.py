@@ -12,7 +12,7 @@ _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RendezvousOptions:
     """What the command line said about nodes and their meeting place; None where it said nothing."""
 
     nodes: str = "1"
@@ -82,7 +82,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return int(fewest), int(most)
 
 
-def host_here(asked: Asked, fresh_id: str, find_place: Callable[[], str]) -> Asked:
+def host_here(asked: RendezvousOptions, fresh_id: str, find_place: Callable[[], str]) -> RendezvousOptions:
     """Let this node host the meeting, at the place that is found, where it may begin alone and no place was named.
 
     `fresh_id` names the job, so that nobody who only knows the place comes into it by mistake.
@@ -97,7 +97,7 @@ def host_here(asked: Asked, fresh_id: str, find_place: Callable[[], str]) -> Ask
     return replace(asked, endpoint=find_place(), id=asked.id or fresh_id[:_SHORT], settings=settings)
 
 
-def invitation(asked: Asked) -> str:
+def invitation(asked: RendezvousOptions) -> str:
     """What another node types to join a meeting that this node hosts; the dots stand for what was typed here.
 
     >>> invitation(Asked(nodes="1:4", endpoint="node1:29400", id="3f1c"))
@@ -107,7 +107,7 @@ def invitation(asked: Asked) -> str:
     return f"{shlex.join(['samestep', 'run', *place])} ..."
 
 
-def choose_rendezvous(asked: Asked, fresh_id: str) -> Rendezvous:
+def choose_rendezvous(asked: RendezvousOptions, fresh_id: str) -> Rendezvous:
     """Decide how the launchers meet; `fresh_id` names a job that runs on this machine alone.
 
     One machine needs nothing: a free port is taken, so that two jobs never meet by mistake.
@@ -140,7 +140,7 @@ def serve_where_named(meeting: Rendezvous, can_serve: Callable[[str, int], bool]
     return replace(meeting, settings={**meeting.settings, "is_host": "1"})
 
 
-def _choose_backend(asked: Asked) -> str:
+def _choose_backend(asked: RendezvousOptions) -> str:
     if asked.backend is not None:
         if asked.backend not in _BACKENDS:
             raise LaunchError(f"--rdzv-backend {asked.backend} is unknown: use one of {', '.join(_BACKENDS)}")
@@ -148,7 +148,7 @@ def _choose_backend(asked: Asked) -> str:
     return "c10d" if asked.endpoint is not None and asked.node_rank is None else "static"
 
 
-def _refuse_beside_standalone(asked: Asked, most: int) -> None:
+def _refuse_beside_standalone(asked: RendezvousOptions, most: int) -> None:
     if most > 1:
         raise LaunchError(
             f"--standalone is for this machine alone, and --nnodes {asked.nodes} asks for more: leave one of them out"
@@ -164,7 +164,7 @@ def _refuse_beside_standalone(asked: Asked, most: int) -> None:
         raise LaunchError(f"--standalone finds a free port by itself: leave out {' and '.join(extra)}")
 
 
-def _static_endpoint(asked: Asked) -> str:
+def _static_endpoint(asked: RendezvousOptions) -> str:
     if asked.endpoint is not None:
         return asked.endpoint if _port_of(asked.endpoint) is not None else f"{asked.endpoint}:{_DEFAULT_STATIC_PORT}"
     if asked.port is not None and not 0 < asked.port < 65536:
@@ -177,7 +177,7 @@ def _static_endpoint(asked: Asked) -> str:
     return f"{asked.address or '127.0.0.1'}:{asked.port or _DEFAULT_STATIC_PORT}"
 
 
-def _static_rank(asked: Asked, fewest: int, most: int) -> int:
+def _static_rank(asked: RendezvousOptions, fewest: int, most: int) -> int:
     if fewest != most:
         raise LaunchError(
             f"--nnodes {asked.nodes} may change, and a static rendezvous cannot: use --rdzv-endpoint HOST:PORT without "
@@ -191,7 +191,7 @@ def _static_rank(asked: Asked, fewest: int, most: int) -> int:
     return rank
 
 
-def _dynamic_endpoint(asked: Asked, backend: str, most: int) -> str:
+def _dynamic_endpoint(asked: RendezvousOptions, backend: str, most: int) -> str:
     if asked.endpoint is not None:
         return asked.endpoint
     if backend == "c10d" and most == 1:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import LaunchError
-from samestep.launch.exit_codes import PREEMPTED
-from samestep.units import duration
+from samestep.launch.failure_report import PREEMPTED
+from samestep.messages import format_duration
 
 # Options of sbatch that would contradict what the script below relies on, and what to do instead.
 _OWN = {
@@ -52,7 +52,7 @@ class SlurmJob:
     python: str
     """Absolute path of the interpreter."""
     folder_typed: bool = True
-    """Whether the user named the folder; else run.restore may move what the ranks write to its own."""
+    """Whether the user named the folder; else run.checkpoint may move what the ranks write to its own."""
     seconds: int | None = None
     """Time limit; None takes the partition's own."""
     warning: int = 120
@@ -133,7 +133,7 @@ def _check(job: SlurmJob) -> None:
         )
     if job.seconds is not None and job.warning >= job.seconds:
         raise LaunchError(
-            f"--signal-before {job.warning} leaves nothing of --time {duration(job.seconds)}, which is "
+            f"--signal-before {job.warning} leaves nothing of --time {format_duration(job.seconds)}, which is "
             f"{job.seconds} s: type a smaller number, or 0 for no warning"
         )
 
@@ -143,7 +143,7 @@ def _ask(job: SlurmJob) -> list[tuple[str, str | None]]:
         ("job-name", job.name),
         ("nodes", str(job.nodes)),
         ("ntasks-per-node", "1"),
-        *([("time", duration(job.seconds))] if job.seconds is not None else []),
+        *([("time", format_duration(job.seconds))] if job.seconds is not None else []),
         *job.asked,
         ("output", str(log_of(Path(str(job.folder).replace("%", "%%")), "%j"))),
         ("open-mode", "append"),

@@ -8,20 +8,18 @@ from samestep.errors import SamestepError
 # Lightning costs seconds to import and comes with an extra: names are imported when first asked for.
 _HOMES = {
     "SameStep": "samestep.lightning.same_step",
-    "Logs": "samestep.lightning.logs",
-    "StopTogether": "samestep.lightning.stop",
-    "layout": "samestep.lightning.launched",
-    "mean": "samestep.lightning.loss",
-    "once": "samestep.lightning.peers",
+    "Logs": "samestep.lightning.file_logger",
+    "StopTogether": "samestep.lightning.trainer_ranks",
+    "layout": "samestep.lightning.trainer_ranks",
+    "mean": "samestep.lightning.weighted_loss",
+    "once": "samestep.lightning.trainer_ranks",
 }
 
 if TYPE_CHECKING:
-    from samestep.lightning.launched import layout
-    from samestep.lightning.logs import Logs
-    from samestep.lightning.loss import mean
-    from samestep.lightning.peers import once
+    from samestep.lightning.file_logger import Logs
     from samestep.lightning.same_step import SameStep
-    from samestep.lightning.stop import StopTogether
+    from samestep.lightning.trainer_ranks import StopTogether, layout, once
+    from samestep.lightning.weighted_loss import mean
 
 __all__ = ["Logs", "SameStep", "StopTogether", "layout", "mean", "once"]
 

@@ -1,7 +1,7 @@
 """The callback that keeps a Trainer to the laws: exact data, the exact gradient, exact values of an epoch."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,15 +13,36 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import DataError, StepError
-from samestep.lightning.cutter import Cutter, Wish
-from samestep.lightning.data import ExactData, check_source, hooks_for, hooks_of
-from samestep.lightning.follow import follow
-from samestep.lightning.late import Late
-from samestep.lightning.launched import check_layout
-from samestep.lightning.logged import Forgotten, bring_together
-from samestep.lightning.peers import gathered, settle
-from samestep.lightning.train_loader import Part, Settings
-from samestep.lightning.unused import Gradients, Unused, check_search, check_wish, fill, refuse
+from samestep.lightning.datamodule import Cutter, ExactData, Wish, check_source, hooks_for, hooks_of
+from samestep.lightning.epoch_metrics import Forgotten, bring_together
+from samestep.lightning.gradients import Gradients, Late, Unused, check_search, check_wish, fill, refuse
+from samestep.lightning.loaders import Part, Settings
+from samestep.lightning.trainer_ranks import check_layout, gathered, settle
+
+
+def follow(module: LightningModule, hook: str, after: Callable[..., None]) -> Callable[[], None]:
+    """Call `after` with the arguments of `hook` when the module's own is done; what is returned undoes it.
+
+    A callback's hooks come before the module's, so a callback alone never sees what the module logs in its own. Only
+    this one object is changed, not its class.
+    """
+    own, kept = getattr(module, hook), vars(module).get(hook)
+
+    @wraps(own)  # Lightning reads the signature, and whether the hook is overridden
+    def _both(*args: object) -> object:
+        value = own(*args)
+        after(*args)
+        return value
+
+    def _undo() -> None:
+        if kept is None:
+            delattr(module, hook)
+        else:
+            setattr(module, hook, kept)
+
+    setattr(module, hook, _both)
+    return _undo
+
 
 _KEPT_LOSSES = 10_000
 
@@ -46,13 +67,13 @@ class SameStep(Callback):
         global_batch: int,
         seed: int = 0,
         micro_batch: int | None = None,
-        drop_tail: bool = False,
+        drop_last: bool = False,
         settings: Settings | None = None,
         unused: Unused = "error",
     ) -> None:
         check_wish(unused)
         self.unused = unused
-        self._cutter = Cutter(Wish(global_batch, seed, micro_batch, drop_tail, settings))
+        self._cutter = Cutter(Wish(global_batch, seed, micro_batch, drop_last, settings))
         self._losses: dict[int, Tensor | float] = {}
         self._gradients: Gradients | None = None
         self._forgotten: Forgotten | None = None

@@ -1,15 +1,9 @@
 """Modules, losses and measures that keep the laws: what they do to a sample does not depend on its ranks."""
 
-from samestep.nn.classes import class_counts, class_scores
-from samestep.nn.conditioning import ConditioningDropout
-from samestep.nn.distill import Projection, TopK, distill_loss, match_features, similarity_correlation, top_k
-from samestep.nn.guidance import guided
-from samestep.nn.prefix import embedded, losses_after, prefix_shape
-from samestep.nn.resnet import resnet
-from samestep.nn.saliency import fixation_counts, fixation_density, saliency_measures
-from samestep.nn.tokens import next_token_losses
-from samestep.nn.transformer import transformer
-from samestep.nn.unmasking import unmask, unmasking_luck
+from samestep.nn.distillation import Projection, TopK, distill_loss, match_features, similarity_correlation, top_k
+from samestep.nn.guidance import ConditioningDropout, guided, unmask, unmasking_noise
+from samestep.nn.layers import embedded, losses_after, next_token_losses, prefix_shape, resnet, transformer
+from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fixation_density, saliency_measures
 
 __all__ = [
     "ConditioningDropout",
@@ -32,5 +26,5 @@ __all__ = [
     "top_k",
     "transformer",
     "unmask",
-    "unmasking_luck",
+    "unmasking_noise",
 ]

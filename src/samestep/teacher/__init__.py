@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from samestep.teacher.student import Student, pooled
-    from samestep.teacher.timed import Timed
+    from samestep.teacher.student import Student, Timed, pooled
 
 __all__ = ["Student", "Timed", "pooled"]
 _HOMES = {"Student": "student", "Timed": "timed", "pooled": "student"}

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from samestep.errors import TeacherError
-from samestep.teacher.frozen import Build, Unused
-from samestep.teacher.weights import Weights
+from samestep.teacher.frozen_model import Build, Unused
+from samestep.teacher.weight_files import Weights
 
 
 def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[Build, Unused]:

@@ -1,24 +1,168 @@
 """A teacher that is served: few ranks or processes hold it, all ranks ask it and each gets its own outputs."""
 
 import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
 
 import torch
 
+from samestep.distributed.once import run_on_every_rank
+from samestep.environment.world import World
 from samestep.errors import TeacherError
-from samestep.facts.world import World
-from samestep.teacher.carry import carry
-from samestep.teacher.frozen import Frozen
-from samestep.teacher.ground import Ground, Wish
+from samestep.messages import format_bytes
+from samestep.teacher.frozen_model import Build, FrozenModel
+from samestep.teacher.options import Ground, TeacherOptions
 from samestep.teacher.outputs import Form, put_together
-from samestep.teacher.served_address import address_of
-from samestep.teacher.served_process import Order, ServingProcess
-from samestep.teacher.served_server import Server, load
-from samestep.teacher.served_wire import GONE, Wire, call_in, packed
-from samestep.teacher.together import together
-from samestep.units import bytes_text
+from samestep.teacher.server import GONE, Address, Server, Wire, address_of, call_in, load, packed
+from samestep.teacher.transfer import carry
+from samestep.teacher.weight_files import open_weights
+
+_LENGTH: Final = 8
+_END: Final = b"."
+_END_SECONDS: Final = 10.0
+# Schedulers send them to every process of a job, and terminals to all in front: the rank decides what follows.
+_LEFT_TO_THE_RANK: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the process is to serve, and to how many."""
+
+    weights: Path
+    """Where the weights lie."""
+    device: torch.device
+    """Where the teacher computes."""
+    wish: TeacherOptions
+    """Its dtype, and how its outputs are compressed."""
+    host: Address
+    """Where it listens, and is called."""
+    callers: int
+    """How many ranks will call."""
+
+
+class ServingProcess:
+    """A process that serves until this one lets it go, or ends: then its input closes, and it ends too."""
+
+    def __init__(self, build: Build, order: Order) -> None:
+        try:
+            recipe = pickle.dumps((order, build))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TeacherError(_unknown(build, str(error))) from error
+        command = [sys.executable, "-m", "samestep.teacher.served"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._process.pid
+        told = self._begin(pickle.dumps(sys.path), recipe)
+        if "error" in told:
+            self.close()
+            raise TeacherError(_unknown(build, told["error"]) if told["unknown"] else told["error"])
+        self.address: tuple[str, int] = (told["address"][0], told["address"][1])
+        self.key = bytes.fromhex(told["key"])
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        """End the process; one that does not end by itself is killed."""
+        pipe = _pipe(self._process.stdin)
+        if not pipe.closed:  # a data worker that was forked off holds the pipe open too: closing says nothing then
+            with contextlib.suppress(OSError):
+                pipe.write(_END)
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _pipe(self._process.stdout).close()
+
+    def _begin(self, *messages: bytes) -> dict[str, Any]:
+        """Tell it what to do, and hear where it listens."""
+        line = b""
+        with contextlib.suppress(OSError):  # it died: then it has nothing to say
+            for message in messages:
+                _write(_pipe(self._process.stdin), message)
+            line = _pipe(self._process.stdout).readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        return {
+            "error": f"the process of the teacher (pid {self.pid}) ended with exit code {code} before it served: its "
+            "last lines are above; a negative code is a signal, and -9 often means that memory ran out",
+            "unknown": False,
+        }
+
+
+def serve() -> None:
+    """Read the order, load the teacher, say where it listens, and stay until the rank says so or ends."""
+    for number in _LEFT_TO_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what build() prints must not be taken for the answer
+    sys.path[:] = pickle.loads(_read(sys.stdin.buffer))
+    told, server = _open(_read(sys.stdin.buffer))
+    print(json.dumps(told), file=out, flush=True)
+    sys.stdin.buffer.read(len(_END))
+    if server is not None:
+        server.close()
+
+
+def _open(recipe: bytes) -> tuple[dict[str, Any], Server | None]:
+    """The server and where it listens; or what failed, which the rank that started this process raises."""
+    try:
+        order, build = pickle.loads(recipe)
+    except Exception as error:  # noqa: BLE001  # importing a module runs it
+        return _failure(error, unknown=True), None
+    try:
+        # names were checked by the rank, with what may be left over in the files
+        frozen = FrozenModel(build, open_weights(order.weights), unused=lambda others, own: others)
+        server = Server(load(frozen, order.device, order.wish), order.device, order.wish, order.host, order.callers)
+    except Exception as error:  # noqa: BLE001  # whatever build() raises
+        return _failure(error, unknown=False), None
+    return {"address": server.address, "key": server.key.hex()}, server
+
+
+def _failure(error: Exception, unknown: bool) -> dict[str, Any]:
+    """`unknown`: whether `build` could not be found where it was said to be."""
+    return {"error": f"{type(error).__name__}: {error}", "unknown": unknown}
+
+
+def _unknown(build: Build, why: str) -> str:
+    name = getattr(build, "__qualname__", type(build).__name__)
+    return (
+        f"a process of its own cannot import build={name} ({why}): define it in a module beside the script and import "
+        "it, or let a rank serve with inner='rank'"
+    )
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(_LENGTH, "little") + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    return pipe.read(int.from_bytes(pipe.read(_LENGTH), "little"))
+
+
+if __name__ == "__main__":
+    serve()
+
 
 Ready = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -40,7 +184,7 @@ class Served:
     own, never through the process group of training.
     """
 
-    def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
+    def __init__(self, ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> None:
         self._ground, self._wish, self._bytes = ground, wish, frozen.bytes_in(wish.dtype)
         self._in_process = wish.inner == "process"
         self._hosts = serving_ranks(ground.link.world.size, 1 if wish.servers is None else wish.servers)
@@ -50,12 +194,12 @@ class Served:
         self._wire: Wire | None = None
         link = ground.link
         try:
-            together(link, "starting the teacher's server", self._start, frozen)
+            run_on_every_rank(link, "starting the teacher's server", self._start, frozen)
             posts = link.exchange_objects("the teacher's servers", _post(self._server, link.world.rank))
             post = posts[self._mine]
             assert post is not None
             self._where = post.told
-            together(link, "calling the teacher's server", self._call_in, post)
+            run_on_every_rank(link, "calling the teacher's server", self._call_in, post)
         except BaseException:
             self.close()
             raise
@@ -72,7 +216,7 @@ class Served:
     def describe(self) -> str:
         """One line for the log."""
         count, holders = len(self._hosts), "process(es)" if self._in_process else "rank(s)"
-        return f"served: {bytes_text(self._bytes)} on each of {count} {holders}, this rank asks {self._where}"
+        return f"served: {format_bytes(self._bytes)} on each of {count} {holders}, this rank asks {self._where}"
 
     def close(self) -> None:
         """Hang up, and end the server that this rank keeps."""
@@ -83,7 +227,7 @@ class Served:
         if server is not None:
             server.close()
 
-    def _start(self, frozen: Frozen) -> None:
+    def _start(self, frozen: FrozenModel) -> None:
         """Start the server of this rank's part of the ranks, where this rank is the one to keep it.
 
         It is kept before the others are heard of: where one of them fails, it must be closed.
@@ -148,7 +292,7 @@ class Asked:
         return put_together(form, iter(carry(tensors, self._ground.device)))
 
 
-def place(ground: Ground, frozen: Frozen, wish: Wish) -> Served:
+def place(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> Served:
     """The teacher on `wish.servers` ranks, or in as many processes of their own where `wish.inner` is "process"."""
     return Served(ground, frozen, wish)
 

@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from samestep.facts.world import World
-from samestep.teacher.frozen import Frozen, put, target_dtype
-from samestep.teacher.ground import Ground, Wish
-from samestep.teacher.together import together
-from samestep.units import bytes_text
-from samestep.wrap.blocks import repeated
-from samestep.wrap.wrapped import local
+from samestep.distributed.once import run_on_every_rank
+from samestep.environment.world import World
+from samestep.messages import format_bytes
+from samestep.parallel.submodules import repeated_blocks
+from samestep.parallel.wrapped_model import local_tensor
+from samestep.teacher.frozen_model import FrozenModel, put, target_dtype
+from samestep.teacher.options import Ground, TeacherOptions
 
 
 class Sharded:
@@ -26,7 +26,7 @@ class Sharded:
 
     lockstep = True
 
-    def __init__(self, ground: Ground, frozen: Frozen, wish: Wish) -> None:
+    def __init__(self, ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> None:
         self._ground, self._bytes = ground, frozen.bytes_in(wish.dtype)
         self._module: nn.Module | None
         if ground.link.alone:
@@ -39,7 +39,7 @@ class Sharded:
         """Bytes of weights that lie on this rank between two calls."""
         if self._module is None:
             return 0
-        held = [local(parameter) for parameter in self._module.parameters()]
+        held = [local_tensor(parameter) for parameter in self._module.parameters()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -51,20 +51,20 @@ class Sharded:
 
     def describe(self) -> str:
         """One line for the log."""
-        here, size = bytes_text(self.local_bytes), self._ground.link.world.size
-        return f"sharded: {here} of {bytes_text(self._bytes)} on this rank of {size}, layers gathered when needed"
+        here, size = format_bytes(self.local_bytes), self._ground.link.world.size
+        return f"sharded: {here} of {format_bytes(self._bytes)} on this rank of {size}, layers gathered when needed"
 
     def close(self) -> None:
         """Let the weights go."""
         self._module = None
 
 
-def place(ground: Ground, frozen: Frozen, wish: Wish) -> Sharded:
+def place(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> Sharded:
     """The teacher over all ranks, each with its part."""
     return Sharded(ground, frozen, wish)
 
 
-def _shard(ground: Ground, frozen: Frozen, wish: torch.dtype | None) -> nn.Module:
+def _shard(ground: Ground, frozen: FrozenModel, wish: torch.dtype | None) -> nn.Module:
     """A module of which this rank holds its part: the parts are cut from the mapped files, one tensor at a time."""
     module = frozen.skeleton()
     parameters = {frozen.source(name) for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -92,7 +92,7 @@ def _shard(ground: Ground, frozen: Frozen, wish: torch.dtype | None) -> nn.Modul
             _fill(parameter, frozen.weights.tensor(frozen.source(name)), ground.link.world)
         frozen.weights.release()
 
-    together(ground.link, "loading this rank's part of the teacher", fill)
+    run_on_every_rank(ground.link, "loading this rank's part of the teacher", fill)
     return module
 
 
@@ -101,7 +101,7 @@ def _own_blocks(module: nn.Module) -> list[nn.Module]:
     owners = Counter(
         id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
     )  # a tied weight is met under each of its owners
-    blocks = repeated(module).values()
+    blocks = repeated_blocks(module).values()
     return [block for block in blocks if all(owners[id(parameter)] == 1 for parameter in block.parameters())]
 
 
@@ -111,4 +111,4 @@ def _fill(parameter: torch.Tensor, source: torch.Tensor, world: World) -> None:
         if isinstance(parameter, DTensor):
             parts = source.chunk(world.size, dim=0)
             source = parts[world.rank] if world.rank < len(parts) else source[:0]
-        local(parameter).copy_(source)
+        local_tensor(parameter).copy_(source)

@@ -1,28 +1,82 @@
 """A frozen model that teaches: called like a module, and never part of what trains."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
-from samestep.teacher.choose import choose_placement
-from samestep.teacher.fingerprint import check_alike
-from samestep.teacher.frozen import SHOWN, Build, Frozen
-from samestep.teacher.ground import Ground, Pending, Placed, Wish
+from samestep.messages import format_seconds
+from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel
 from samestep.teacher.hugging_face import build_from_folder
+from samestep.teacher.options import (
+    PLACEMENTS,
+    Ground,
+    PendingOutputs,
+    PlacedTeacher,
+    TeacherOptions,
+    asked_for,
+    check_weights,
+    check_wish,
+)
 from samestep.teacher.outputs import compressed
-from samestep.teacher.stopwatch import Stopwatch
-from samestep.teacher.together import together
-from samestep.teacher.weights import open_weights
-from samestep.teacher.words import PLACEMENTS, asked_for, check_weights, check_wish
+from samestep.teacher.placement_choice import choose_placement, rows_of
+from samestep.teacher.teacher_fingerprint import check_alike
+from samestep.teacher.weight_files import open_weights
 
-Place = Callable[[Ground, Frozen, Wish], Placed]
+_WARM_UP: Final = 1  # the first call loads kernels and touches memory
+_TIMED: Final = 3
+
+
+class Stopwatch:
+    """Times calls 2 to 4 of a teacher and says once how far the estimate was off; later calls pass through.
+
+    Each rank times its own, the first one says it. A timed call waits for its device before and after.
+    """
+
+    def __init__(self, device: torch.device, estimate: Callable[[int], float], say: Callable[[str], None]) -> None:
+        self._device, self._estimate, self._say = device, estimate, say
+        self._seen: list[tuple[float, int]] = []
+        self.found: dict[str, float] = {}
+        """Rows, measured and estimated seconds of the call in the middle; empty until it is known."""
+
+    def call(self, placed: PlacedTeacher, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """The outputs of a call, timed while that is of use."""
+        if self.found:
+            return placed(*args, **kwargs)
+        self._wait()
+        began = perf_counter()
+        outputs = placed(*args, **kwargs)
+        self._wait()
+        self._seen.append((perf_counter() - began, rows_of((args, dict(kwargs)))))
+        if len(self._seen) == _WARM_UP + _TIMED:
+            self._tell()
+        return outputs
+
+    def _tell(self) -> None:
+        seconds, rows = sorted(self._seen[_WARM_UP:])[_TIMED // 2]
+        estimated = self._estimate(rows)
+        self.found = {"rows": rows, "measured_seconds": seconds, "estimated_seconds": estimated}
+        times = seconds / estimated if estimated else float("inf")
+        off = f"{times:.3g} times as long" if times >= 1 else f"{1 / times:.3g} times as quick"
+        self._say(
+            f"teacher: a call with {rows} sample(s) takes {format_seconds(seconds)}, {off} as the estimate of "
+            f"{format_seconds(estimated)}"
+        )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+Place = Callable[[Ground, FrozenModel, TeacherOptions], PlacedTeacher]
 
 _WITH_MODULE: Final = "'gpu', 'cpu', 'balanced', 'sequential' or 'custom'"
 
@@ -35,9 +89,15 @@ class Teacher:
     """
 
     def __init__(
-        self, placed: Placed, placement: str, frozen: Frozen, ground: Ground, wish: Wish, stopwatch: Stopwatch | None
+        self,
+        placed: PlacedTeacher,
+        placement: str,
+        frozen: FrozenModel,
+        ground: Ground,
+        wish: TeacherOptions,
+        stopwatch: Stopwatch | None,
     ) -> None:
-        self._placed: Placed | None = placed
+        self._placed: PlacedTeacher | None = placed
         self._kind, self._wish, self._stopwatch = ground.device.type, wish, stopwatch
         self._dtypes = {frozen.dtype(name, wish.dtype) for name in frozen.names()}
         self.placement = placement
@@ -73,7 +133,7 @@ class Teacher:
             )
         return module
 
-    def ahead(self, *args: Any, **kwargs: Any) -> Pending:
+    def ahead(self, *args: Any, **kwargs: Any) -> PendingOutputs:
         """Ask for outputs and go on; `.result()` gives them. A served teacher computes meanwhile, others at once."""
         asking = getattr(self._placed, "ahead", None)
         return Ready(self(*args, **kwargs)) if asking is None else asking(*args, **kwargs)
@@ -92,7 +152,7 @@ class Teacher:
         timed = {} if self._stopwatch is None else self._stopwatch.found
         return {"placement": self.placement, "bytes": self.bytes, **timed}
 
-    def _opened(self) -> Placed:
+    def _opened(self) -> PlacedTeacher:
         if self._placed is None:
             raise TeacherError("this teacher is closed, since its run has ended: use it inside `with Run(...) as run:`")
         return self._placed
@@ -131,7 +191,7 @@ class Ready:
 
 
 def open_teacher(
-    ground: Ground, build: Build | str | Path, weights: str | Path | None, placement: str | None, wish: Wish
+    ground: Ground, build: Build | str | Path, weights: str | Path | None, placement: str | None, wish: TeacherOptions
 ) -> Teacher:
     """Build, check and place a teacher; a common act of all ranks, which succeeds or fails on all."""
     placement = None if placement == "auto" else placement
@@ -139,7 +199,7 @@ def open_teacher(
     check_weights(weights)
     if wish.device_map is not None:
         placement = "custom"
-    frozen = together(ground.link, "reading the teacher", _freeze, build, weights, wish)
+    frozen = run_on_every_rank(ground.link, "reading the teacher", _freeze, build, weights, wish)
     if wish.example is not None:
         frozen.example, wish = wish.example, replace(wish, example=None)  # a serving process would have no use for it
     check_alike(ground.link, frozen, asked_for(placement, wish))
@@ -174,7 +234,7 @@ def _note_dtypes(error: Exception, weights: set[torch.dtype], inputs: object) ->
         )
 
 
-def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -> Frozen:
+def _freeze(build: Build | str | Path, weights: str | Path | None, wish: TeacherOptions) -> FrozenModel:
     if isinstance(build, torch.nn.Module):
         raise TeacherError(
             f"build={type(build).__name__}(...) is a module and already takes memory on every rank: pass the function "
@@ -189,11 +249,11 @@ def _freeze(build: Build | str | Path, weights: str | Path | None, wish: Wish) -
             )
         found = open_weights(folder if weights is None else weights)
         make, unused = build_from_folder(folder, found, wish.dtype)
-        return Frozen(make, found, unused)
+        return FrozenModel(make, found, unused)
     if weights is None:
         raise TeacherError(
             "a teacher needs weights=: a .safetensors file, a folder of shards, or a Hugging Face folder"
         )
     if not callable(build):
         raise TeacherError(f"build={build!r} is no function: pass one that makes the teacher's module")
-    return Frozen(build, open_weights(weights))
+    return FrozenModel(build, open_weights(weights))

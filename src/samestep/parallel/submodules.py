@@ -1,0 +1,79 @@
+"""Frozen parts of a model: found, kept in evaluation mode, left out of what ranks send each other."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_Lists = type[nn.ModuleList] | type[nn.Sequential] | type[nn.ModuleDict]
+_LISTS: tuple[_Lists, ...] = (nn.ModuleList, nn.Sequential)
+
+
+def repeated_blocks(module: nn.Module, dicts: bool = False) -> dict[str, nn.Module]:
+    """Members of the outermost lists of layers that have two and more, by name, in order, each once.
+
+    With `dicts` a ModuleDict counts as a list too. No member lies inside another, none is without parameters.
+    """
+    kinds = (*_LISTS, nn.ModuleDict) if dicts else _LISTS
+    seen: dict[nn.Module, str] = {}
+    for name, member in _members(module, "", kinds):
+        if has_parameters(member):
+            seen.setdefault(member, name)
+    return {name: member for member, name in seen.items()}
+
+
+def callable_by_itself(module: nn.Module) -> bool:
+    """Whether a module is called as a whole, and is not only a list of modules or parameters."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether there is anything in it to move."""
+    return next(module.parameters(), None) is not None
+
+
+def _members(module: nn.Module, name: str, kinds: tuple[_Lists, ...]) -> Iterator[tuple[str, nn.Module]]:
+    repeats = isinstance(module, kinds) and len(module) > 1
+    for leaf, child in module.named_children():
+        path = f"{name}.{leaf}" if name else leaf
+        if repeats and callable_by_itself(child):
+            yield path, child
+        else:
+            yield from _members(child, path, kinds)
+
+
+def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The largest submodules that have parameters and none that trains, by name."""
+    found: dict[str, nn.Module] = {}
+    _collect(model, "", found)
+    return found
+
+
+def frozen_names(model: nn.Module, parts: dict[str, nn.Module]) -> list[str]:
+    """Full names of the parameters and buffers inside frozen parts."""
+    inside = {id(t) for part in parts.values() for t in (*part.parameters(), *part.buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in named if id(tensor) in inside]
+
+
+def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
+    """Put frozen parts into evaluation mode, now and before every forward pass: `model.train()` must not wake them."""
+    if not parts:
+        return
+
+    def still(called: nn.Module, *_: object) -> None:
+        """Bring back to evaluation mode what was woken; a copy of the model has this hook and parts of its own."""
+        for part in parts.values() if called is model else map(called.get_submodule, parts):
+            if part.training:
+                part.eval()
+
+    still(model)
+    model.register_forward_pre_hook(still)
+
+
+def _collect(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters) and name:
+        found[name] = module
+        return
+    for child_name, child in module.named_children():
+        _collect(child, f"{name}.{child_name}" if name else child_name, found)

@@ -1,1 +1,0 @@
-"""What to do: pure arithmetic on facts, without torch."""
