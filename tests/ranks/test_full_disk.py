@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_training_nothing(ranks, disk, s
     assert str(out / "log.txt") in named
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl", by_step=True)] == list(range(STEPS))
     assert "metrics.jsonl is written again; nothing is missing in it" in (out / "log.txt").read_text()
-    assert audit(out).sound
+    assert audit(out).exactly_once
     assert newest_sound(out)[1].step == 26
 
 
