@@ -65,7 +65,7 @@ def test_every_sample_counted_once_through_failures_and_other_world_sizes(ranks,
     assert [start.world_size for start in trained.starts] == [2, 3, 1]
     answer = CliRunner().invoke(command, [str(tmp_path), "--json"])
     assert answer.exit_code == 0
-    assert json.loads(answer.stdout)["sound"] is True
+    assert json.loads(answer.stdout)["exactly_once"] is True
 
 
 def test_a_step_that_was_passed_over_is_found_and_named(ranks, tmp_path):

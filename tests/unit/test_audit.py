@@ -694,7 +694,8 @@ def test_the_command_shows_a_table_and_ends_with_zero(run):
         "1",
         "2,",
         "3",
-        "sound",
+        "exactly",
+        "once",
     ]
 
 
@@ -712,10 +713,10 @@ def test_the_command_gives_json(run):
     code, text = invoke(str(run), "--json")
     report = json.loads(text)
     assert code == 0
-    assert report["sound"] is True
+    assert report["exactly_once"] is True
     assert report["folder"] == str(run)
     (told,) = report["shards"]
-    assert (told["name"], told["sound"], told["faults"], len(told["notes"])) == ("train", True, [], 1)
+    assert (told["name"], told["exactly_once"], told["faults"], len(told["notes"])) == ("train", True, [], 1)
     assert told["epochs"][2] == {"number": 2, "complete": False, "steps": 5, "samples": 50}
     code, text = invoke(str(run))
     assert "note: train: rank-00002.bin: its last 4 bytes" in text
@@ -733,7 +734,7 @@ def test_every_shard_of_a_run_is_judged(run):
     assert [(each.name, each.exactly_once) for each in report.shards] == [("test", True), ("train", False)]
     assert not report.exactly_once
     _, text = invoke(str(run))
-    assert "test 0 0 1 and 1 unfinished 0 2 sound" in " ".join(text.split())
+    assert "test 0 0 1 and 1 unfinished 0 2 exactly once" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "ledger").mkdir()])

@@ -213,7 +213,7 @@ def test_a_rank_beyond_the_samples_has_no_evaluation_batch_unless_in_lockstep() 
         (lambda: Partition(10, 4, 0, 1).positions(-1), "step -1 is not in an epoch of 3 steps"),
         (
             lambda: EvaluationPartition(10, 0, 0, 1),
-            "evaluation batches need at least 1 row, got 0: pass micro_batch=1 or more",
+            "an evaluation batch must have at least 1 row, got 0: pass micro_batch=1 or more",
         ),
         (lambda: EvaluationPartition(0, 4, 0, 1), "the dataset is empty: it has 0 samples"),
         (

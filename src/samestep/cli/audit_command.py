@@ -52,7 +52,9 @@ def _row(shard: ShardReport) -> tuple[str | Text, ...]:
     samples = sum(epoch.samples for epoch in shard.epochs)
     sizes = list(dict.fromkeys(start.world_size for start in shard.starts))
     faults = len(shard.faults)
-    verdict = Text("sound", "green") if shard.exactly_once else Text(f"{faults} fault{'s' * (faults > 1)}", "bold red")
+    verdict = (
+        Text("exactly once", "green") if shard.exactly_once else Text(f"{faults} fault{'s' * (faults > 1)}", "bold red")
+    )
     return (
         shard.name,
         _epochs(shard),

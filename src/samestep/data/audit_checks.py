@@ -103,8 +103,8 @@ class Report:
 
     def as_record(self) -> dict[str, object]:
         """The same as plain values, for JSON."""
-        shards = [{"sound": shard.exactly_once, **asdict(shard)} for shard in self.shards]
-        return {"folder": str(self.folder), "sound": self.sound, "shards": shards}
+        shards = [{"exactly_once": shard.exactly_once, **asdict(shard)} for shard in self.shards]
+        return {"folder": str(self.folder), "exactly_once": self.exactly_once, "shards": shards}
 
 
 _Positions = npt.NDArray[np.int64]

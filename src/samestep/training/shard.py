@@ -332,8 +332,9 @@ def _tell_copies(cut: Partition, index: int, fewest: int) -> str | None:
         return None
     return (
         f"step {index} of each epoch has {stop - start} sample(s) for {cut.world_size} rank(s) in {count} "
-        f"micro-batch(es) each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the loss but enter the "
-        "statistics of BatchNorm; another global_batch or micro_batch, or run.shard(drop_last=True), avoids it"
+        f"micro-batch(es) each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the "
+        "loss but enter the statistics of BatchNorm; another global_batch or micro_batch, or "
+        "run.shard(drop_last=True), avoids it"
     )
 
 
