@@ -430,7 +430,7 @@ def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_
     tmp_path, monkeypatch, typed
 ):
     monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
-    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", str(int(typed)))
+    monkeypatch.setenv("SAMESTEP_FOLDER_IS_EXPLICIT", str(int(typed)))
     with Run(global_batch=2, ledger=True) as run:
         model = run.wrap(nn.Linear(1, 1))
         data = run.shard(TensorDataset(torch.zeros(4, 1)), num_workers=0)
@@ -449,7 +449,7 @@ def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_
 
 def test_without_restore_a_run_writes_to_the_launchers_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
-    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", "0")
+    monkeypatch.setenv("SAMESTEP_FOLDER_IS_EXPLICIT", "0")
     with Run(global_batch=2) as run:
         run.log({"val/accuracy": 1.0})
     assert (tmp_path / "launched" / "summary.json").exists()

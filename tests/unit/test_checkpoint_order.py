@@ -158,7 +158,7 @@ def test_a_job_whose_folder_nobody_named_leaves_the_choice_to_run_restore():
     from tests.unit.test_sbatch import PLAIN
 
     assert "--folder-is-default" not in sbatch_text(PLAIN)
-    told = sbatch_text(replace(PLAIN, folder_typed=False, module=True))
+    told = sbatch_text(replace(PLAIN, folder_is_explicit=False, module=True))
     assert "_options=(--nproc-per-node auto --folder /home/ada/runs/train --folder-is-default --module)" in told
 
 
