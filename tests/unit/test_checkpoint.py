@@ -248,7 +248,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
         free = 1000
 
     monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: Usage)
-    with pytest.raises(CheckpointError, match=r"has 1000 B free and this checkpoint needs .* KiB: make room"):
+    with pytest.raises(CheckpointError, match=r"has 1000 B free and this checkpoint needs .* KiB: free some space"):
         save(tmp_path, [1])
     assert not names(tmp_path)
 
