@@ -173,7 +173,7 @@ def full_disk(entries):
 def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_a_step_boundary(ranks, tmp_path, failing):
     for text in ranks.errors(2, fail_to_write, tmp_path, failing):
         assert "CheckpointError: writing the checkpoint" in text
-        assert f"on rank {failing} failed: the disk is full: make room, or keep fewer with keep=" in text
+        assert f"on rank {failing} failed: the disk is full: free some space, or keep fewer with keep=" in text
         assert "the checkpoints already published are untouched" in text
         assert "in reached" in text
     time.sleep(0.1)
