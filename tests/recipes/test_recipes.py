@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 from recipes import cfg_diffusion, progressive_images
 from samestep import read_metrics
 from samestep.assets import scene
 from samestep.data.sample_rng import SampleContext
 from samestep.nn import saliency_measures
-from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 LIMIT = 1e-6
 FASHION = Path("/usr/share/datasets/fashion-mnist")
