@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from samestep.data.audit import audit
-from samestep.data.ledger import RECORD, LedgerWriter, RecordKind, ShardDescription, checksums
+from samestep.data.ledger import RECORD, RecordKind, ShardDescription, ShardLedger, checksums
 
 STEP_SECONDS = 1e-3
 STEPS = 100
