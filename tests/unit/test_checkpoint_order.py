@@ -25,7 +25,7 @@ def number_by_epoch(folder, epochs, told_at=None, keep_best=None):
             model = run.wrap(nn.Linear(1, 1))
             data = run.shard(TensorDataset(torch.zeros(8, 1)), num_workers=0)
             checkpoint = run.checkpoint(folder, model=model, train=data, keep=9, keep_best=keep_best)
-            began = run._life.engine.steps
+            began = run._lifecycle.context.progress.steps
             for epoch in data.epochs(epochs):
                 for step in epoch:
                     for (x,) in step:

@@ -14,10 +14,11 @@ from typing import Final
 from samestep.checkpoint import checkpoint_folder as catalog
 from samestep.checkpoint import parts as luck
 from samestep.checkpoint.manifest import Manifest, Stage, check_room, explain, remove_folder
-from samestep.checkpoint.parts import Ground, Parts, Taken, explain_state
+from samestep.checkpoint.parts import Parts, Taken, explain_state
 from samestep.checkpoint.save import Task, Writing
 from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostMemory
+from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
@@ -90,16 +91,16 @@ class Judge:
 class Checkpoint:
     """Saves the parts that run.checkpoint was given; made by run.checkpoint."""
 
-    def __init__(self, ground: Ground, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
-        self._ground, self._rules, self._history = ground, rules, tuple(history)
+    def __init__(self, context: RunContext, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
+        self._context, self._rules, self._history = context, rules, tuple(history)
         self.folder = rules.folder
         """Where its checkpoints lie."""
         self.parts = parts
         """What they hold."""
         self.restored: Path | None = None
         """The checkpoint that training went on from, or None where it began anew."""
-        self._first_step = self._saved_at = ground.engine.steps
-        self._memory = HostMemory(ground.link.world.rank)
+        self._first_step = self._saved_at = context.progress.steps
+        self._memory = HostMemory(context.comm.world.rank)
         self._writing: Writing | None = None
         self._saves, self._asked, self._step = 0, False, None
         self._steps = self._minutes = self._saving = 0.0
@@ -107,7 +108,7 @@ class Checkpoint:
         self._since, self._judge, self._name, self._voice = time.monotonic(), Judge(rules.keep_best), "", WarnOnce()
         self.last_number: int | None = None
         """The number of the last checkpoint, where the script does not number them by the steps done."""
-        ground.riders.append(self)
+        context.callbacks.append(self)
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
         """Save by itself from now on: after so many steps, and after so many minutes on the first rank's clock."""
@@ -121,7 +122,7 @@ class Checkpoint:
         number in the name, never below that of a checkpoint which is there; by default the steps done.
         """
         step = None if step is None else _whole(step)
-        if self._ground.engine.in_step:
+        if self._context.progress.in_step:
             self._asked, self._step = True, step
         else:
             self._save(step)
@@ -131,20 +132,20 @@ class Checkpoint:
         writing, self._writing, self._trouble = self._writing, None, False
         if writing is None:
             return
-        link = self._ground.link
-        with link.together("checkpoint.wait"):
+        comm = self._context.comm
+        with comm.collective("checkpoint.wait"):
             since, seen = time.monotonic(), {}
             while writing.under_way:
                 writing.wait(_LOOK_SECONDS)
-                if writing.under_way and not link.alone:
-                    seen = link.look_around(since, seen, link.start_timeout)
+                if writing.under_way and not comm.alone:
+                    seen = comm.check_peers(since, seen, comm.start_timeout)
         self._saving = max(self._saving, writing.seconds)
         if writing.told:
-            self._ground.say(writing.told)
+            self._context.print(writing.told)
         if writing.error is not None:
             raise CheckpointError(writing.error)
 
-    def reached(self, steps: int) -> None:
+    def on_step_end(self, steps: int) -> None:
         """Called at every step boundary."""
         if self._trouble:
             self.wait()
@@ -153,7 +154,7 @@ class Checkpoint:
         if self._asked or by_steps or self._due:
             self._save(self._step, by_itself=not self._asked)
 
-    def ended(self, failed: bool) -> None:
+    def on_run_end(self, failed: bool) -> None:
         """Called when the run ends: what was asked for is brought to the disk."""
         if not failed:
             if self._asked:
@@ -163,62 +164,64 @@ class Checkpoint:
             self._writing.abandon()
             self._writing.wait(_AFTER_FAILURE_SECONDS)
 
-    def save_last(self) -> str:
+    def save_before_exit(self) -> str:
         """Called before the run ends early: the state of this step is on the disk and published when it returns."""
-        if self._asked or not self._saves or self._saved_at != self._ground.engine.steps:
+        if self._asked or not self._saves or self._saved_at != self._context.progress.steps:
             # numbered so that it is newer than the last one and older than the next
             self._early = not self._asked and self.last_number is None
             self._save(self._step if self._asked else self.last_number, by_itself=not self._asked)
         self.wait()
         return self._name
 
-    def saving(self) -> float:
+    def save_seconds(self) -> float:
         """About how many seconds a checkpoint takes: as the slowest up to now; before, by size."""
         if not self._saving:
-            tensors = (tensor for model in self._ground.engine.models for tensor in model.inner.parameters())
+            tensors = (tensor for model in self._context.models for tensor in model.inner.parameters())
             self._saving = (
                 _STATE_PER_WEIGHT * sum(local_tensor(tensor).nbytes for tensor in tensors) / _BYTES_PER_SECOND
             )
         return self._saving
 
-    def word(self) -> float:
+    def sync_value(self) -> float:
         """What this rank tells with the pulse: 1 if its time to save has come, 2 if writing has failed."""
         late = bool(self._minutes) and time.monotonic() - self._since >= 60 * self._minutes
-        return 2.0 * self.urgent() + late
+        return 2.0 * self.wants_sync() + late
 
-    def urgent(self) -> bool:
+    def wants_sync(self) -> bool:
         """Whether writing has failed."""
         writing = self._writing
         return writing is not None and not writing.under_way and writing.error is not None
 
-    def heard(self, words: Sequence[float]) -> None:
+    def on_sync(self, values: Sequence[float]) -> None:
         """Take note of what all ranks told; the next step boundary acts on it. The first rank's clock counts."""
-        self._trouble = self._trouble or any(word >= 2 for word in words)
-        self._due = self._due or words[0] % 2 == 1
+        self._trouble = self._trouble or any(word >= 2 for word in values)
+        self._due = self._due or values[0] % 2 == 1
 
     def _save(self, step: int | None, by_itself: bool = False) -> None:
-        ground = self._ground
+        context = self._context
         self.wait()
         began = time.monotonic()
         # What was logged up to here would be lost with a kill, since nobody trains these steps again; and keep_best
         # judges by it.
-        ground.engine.flush("checkpoint.save")
+        context.flush_metrics("checkpoint.save")
         self._asked, self._step, self._due = False, None, False
-        if ground.link.world.is_main and _would_begin_anew(ground):
+        if context.comm.world.is_main and _would_begin_anew(context):
             self._voice.warn_once(_BEGINS_ANEW)
-        number = ground.engine.steps if step is None else step
-        _check_together(ground.link, number)
-        for model in ground.engine.models:
-            average_running_stats(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
+        number = context.progress.steps if step is None else step
+        _check_together(context.comm, number)
+        for model in context.models:
+            average_running_stats(
+                context.comm, model.inner
+            )  # each rank has seen its own rows, and one rank's are saved
         taken, task_name = self._prepare(number)
-        staged = self._memory.stage(taken.tensors, ground.link.alone)
+        staged = self._memory.stage(taken.tensors, context.comm.alone)
         self._saves += 1
-        rules, link = self._rules, ground.link
+        rules, comm = self._rules, context.comm
         self._writing = Writing(
             Task(
-                rank=link.world.rank,
-                size=link.world.size,
-                store=None if link.alone else link.store,
+                rank=comm.world.rank,
+                size=comm.world.size,
+                store=None if comm.alone else comm.store,
                 label=f"checkpoint/{rules.token}/{self._saves}",
                 folder=rules.folder,
                 writing=self._writing_folder(number),
@@ -230,25 +233,25 @@ class Checkpoint:
             ),
             began,
         )
-        self._since, self._saved_at, self._name = time.monotonic(), ground.engine.steps, task_name
-        self.last_number = None if number == ground.engine.steps else number
+        self._since, self._saved_at, self._name = time.monotonic(), context.progress.steps, task_name
+        self.last_number = None if number == context.progress.steps else number
 
     def _prepare(self, number: int) -> tuple[Taken, str]:
         """The state of this rank and the name of the checkpoint; what fails on one rank is raised on all."""
-        link, taken, name, error = self._ground.link, Taken({}, {}), "", None
+        comm, taken, name, error = self._context.comm, Taken({}, {}), "", None
         try:
             taken = self.parts.take()
-            taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
-            for account in self._ground.engine.accounts:
+            taken.tensors[luck.name_of(comm.world.rank)] = luck.take(self._context.device)
+            for account in self._context.ledgers:
                 account.sync()  # before the position is saved: the ledger knows all that the checkpoint has learnt
-            if link.world.is_main:
+            if comm.world.is_main:
                 name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
         except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
             error = explain_state(failure)
-        answers = link.exchange_objects("checkpoint.save", (name, error))
+        answers = comm.exchange_objects("checkpoint.save", (name, error))
         for rank, (_, text) in enumerate(answers):
             if text is not None:
-                raise CheckpointError(text if link.alone else f"rank {rank}: {text}")
+                raise CheckpointError(text if comm.alone else f"rank {rank}: {text}")
         return taken, answers[0][0]
 
     def _open_folder(self, number: int, needed: int) -> str:
@@ -271,29 +274,29 @@ class Checkpoint:
         return self._rules.folder / f".writing-{catalog.name_of(number)}-{self._rules.token}"
 
     def _manifest(self, number: int, by_itself: bool) -> Manifest:
-        ground = self._ground
-        facts, first = ground.facts(), ground.link.world.is_main
+        context = self._context
+        facts, first = context.summary("saved"), context.comm.world.is_main
         versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
-        now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
+        now = Stage(context.comm.world.size, self._first_step, context.progress.steps, versions)
         if self._early:
             facts[catalog.EARLY] = True
         told = encode(json.loads(json.dumps(facts, default=str)), "run", {})
         assert isinstance(told, dict)
         return Manifest(
             step=number,
-            samples=ground.engine.samples,
+            samples=context.progress.samples,
             saved_at=datetime.now().astimezone().isoformat(timespec="seconds"),
             history=[*self._history, now],
             parts=self.parts.kinds,
             run=told,
-            metric=self._judge.rate(facts["metrics"], ground.times_logged, by_itself) if first else None,
+            metric=self._judge.rate(facts["metrics"], context.log_count, by_itself) if first else None,
         )
 
 
-def _would_begin_anew(ground: Ground) -> bool:
+def _would_begin_anew(context: RunContext) -> bool:
     """Whether training draws from data whose position no checkpoint of the run holds."""
-    parts = [each.parts for each in ground.riders if isinstance(each, Checkpoint)]
-    return any(not any(each.may_hold(source) for each in parts) for source in ground.engine.trained)
+    parts = [each.parts for each in context.callbacks if isinstance(each, Checkpoint)]
+    return any(not any(each.may_hold(source) for each in parts) for source in context.training_data)
 
 
 def _check_times(steps: object, minutes: object) -> None:
@@ -307,12 +310,12 @@ def _check_times(steps: object, minutes: object) -> None:
         )
 
 
-def _check_together(link: Communicator, number: int) -> None:
-    told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
+def _check_together(comm: Communicator, number: int) -> None:
+    told = [int(part[0]) for part in comm.exchange("checkpoint.save", [float(number)])]
     for rank, theirs in enumerate(told):
         if theirs != number:
             raise CheckpointError(
-                f"rank {link.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
+                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
                 "of one step on all ranks; call checkpoint.save at the same place everywhere"
             )
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -15,9 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.checkpoint.state_encoding import decode, encode, tensor_names
 from samestep.checkpoint.tensor_storage import Index
-from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, SamestepError
-from samestep.parallel.wrapped_model import WrappedModel
 
 
 class Stateful(Protocol):
@@ -30,68 +28,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> object:  # each takes what its own state_dict gave
         """Take the state back."""
         ...
-
-
-class Ledger(Protocol):
-    """The ledger of one shard."""
-
-    def sync(self) -> None:
-        """Hand all records to the disk."""
-        ...
-
-
-class Engine(Protocol):
-    """What follows the steps of a run."""
-
-    steps: int
-    samples: int
-    in_step: bool
-    at_end: list[Callable[[], None]]
-
-    @property
-    def models(self) -> Sequence[WrappedModel]:
-        """What run.wrap made."""
-        ...
-
-    @property
-    def accounts(self) -> Sequence[Ledger]:
-        """The ledgers."""
-        ...
-
-    @property
-    def trained(self) -> Iterable[object]:
-        """The shards and streams that training has drawn from."""
-        ...
-
-    def flush(self, act: str) -> None:
-        """Bring logged values together now."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ground:
-    """A run, as far as its checkpoints see it."""
-
-    link: Communicator
-    """All ranks."""
-    engine: Engine
-    """What follows the steps."""
-    device: torch.device
-    """Where this rank computes."""
-    riders: list[Any]
-    """Who hears the pulse and is called at step boundaries and at the end; a checkpoint is one of them."""
-    reseed: Callable[[int], None]
-    """Lets this rank draw numbers of its own from a step on that no rank has drawn before."""
-    say: Callable[[str], None]
-    """Prints once."""
-    once: Callable[..., Any]
-    """Runs a function on the first rank and gives its value to all."""
-    facts: Callable[[], dict[str, object]]
-    """What the run knows of itself."""
-    times_logged: Callable[[str], int]
-    """How often a name was logged up to now, as the first rank knows."""
-    extra: Mapping[str, Stateful]
-    """State of the run itself that is saved with what the user gave."""
 
 
 _OF_THE_MACHINE: Final = ("foreach", "fused", "capturable")
