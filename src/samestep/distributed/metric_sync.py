@@ -15,7 +15,7 @@ import torch.distributed as dist
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.rank_status import RankStatus
 from samestep.loggers.log_writer import LogWriter, MetricKey
-from samestep.loggers.loggers import check_log_step, check_metric_name, number
+from samestep.loggers.loggers import check_log_step, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
 _MAX_STEPS: Final = 1000  # the longest interval between two syncs
@@ -145,7 +145,7 @@ class PendingMetrics:
     def add(self, step: int, name: str, value: object) -> None:
         """Keep one value. A tensor is not read yet, since that would synchronize with the device."""
         is_scalar = isinstance(value, torch.Tensor) and value.shape == _SCALAR and not value.is_complex()
-        kept = value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else number(name, value)
+        kept = value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else check_metric_value(name, value)
         self.values[check_log_step(step), check_metric_name(name)] = kept
 
     def take(self) -> tuple[list[MetricKey], list[float]]:

@@ -39,9 +39,9 @@ class LogWriter:
     def print(self, text: str) -> None:
         """Print now; the text log gets it too, once it is open."""
         if self._loggers is not None:
-            self._loggers.say(text)
+            self._loggers.print(text)
         else:
-            self._console.say(text)
+            self._console.print(text)
             self._printed.append(text)
 
     def write(self, records: Mapping[MetricKey, float]) -> None:
@@ -65,5 +65,5 @@ class LogWriter:
     def _open(self) -> Loggers:
         self._loggers = self._open_loggers()
         for text in self._printed:
-            self._loggers.keep(text)
+            self._loggers.print_to_file(text)
         return self._loggers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from samestep.context import RunContext, seed_per_rank
-from samestep.data.loader import tensors_of
+from samestep.data.loader import list_tensors
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
@@ -297,7 +297,7 @@ def _details(made: Plan, chosen: Candidate) -> dict[str, object]:
 def _check_example(example: object) -> None:
     """Raise if there is no batch to trace a step with."""
     try:
-        sizes = [len(tensor) for tensor in tensors_of(example) if tensor.dim()]
+        sizes = [len(tensor) for tensor in list_tensors(example) if tensor.dim()]
     except DataError:
         sizes = []
     if not sizes or not sizes[0]:

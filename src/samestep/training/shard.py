@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import Collate, Loader, MapDataset, Request
+from samestep.data.loader import CollateFn, Loader, MapDataset, BatchRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import Absent, SampleIds, evaluating, sample_keys
+from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
 from samestep.errors import DataError, StateError
 from samestep.training.epoch import Epoch, current_epoch, report_if_trained
 from samestep.training.shard_options import choose_micro_batch, choose_num_workers, open_ledger
@@ -36,7 +36,7 @@ class Shard:
         *,
         shuffle: bool,
         sampling_weights: torch.Tensor | None,
-        collate_fn: Collate | None,
+        collate_fn: CollateFn | None,
         num_workers: int | None,
         drop_last: bool,
         micro_batch: int | None,
@@ -58,7 +58,7 @@ class Shard:
         self._ledger = open_ledger(context, name, "shard", description)
         self._name = name or f"shard-{loop.shards}"
         loop.shards += 1
-        self._order_reader = OrderReader(self._order, self._partition.span, self._partition.steps)
+        self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
         context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
         self._epoch = self._step = 0
@@ -111,17 +111,17 @@ class Shard:
         setting = self._epoch_setting(epoch)
         # A sharded model needs the same number of calls on every rank, not equal shapes: only a batch without any
         # sample is filled, with one padding row.
-        requests = (Request(0, np.arange(*evaluation.span(k)), setting) for k in range(len(evaluation)))
-        number = self._ledger.begin_pass(self._epoch, self._step) if self._ledger else 0
+        requests = (BatchRequest(0, np.arange(*evaluation.read_range(k)), setting) for k in range(len(evaluation)))
+        number = self._ledger.begin_evaluation(self._epoch, self._step) if self._ledger else 0
         for k, data in enumerate(self._loader("evaluation").read(requests)):
             rows = evaluation.batch(k)
-            samples = SampleIds(self._name, epoch, list(range(*evaluation.span(k))), rows.real)
-            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluating(samples):
+            samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
+            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples):
                 yield data
             if self._ledger:
-                self._ledger.evaluated(number, k, rows.start, rows.real)
+                self._ledger.record_evaluation(number, k, rows.start, rows.real)
         if self._ledger:
-            self._ledger.passed(number)
+            self._ledger.end_evaluation(number)
 
     def state_dict(self) -> dict[str, int]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -157,17 +157,17 @@ class Shard:
         self._step = index + 1
         if trained and self._ledger:
             start, stop = self._partition.slice(index)
-            self._ledger.trained(epoch, index, start, stop - start)
+            self._ledger.record_training(epoch, index, start, stop - start)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all steps of an epoch, read ahead by the data workers."""
         requested: deque[tuple[int, np.ndarray]] = deque()
         setting, min_rows, partition = self._epoch_setting(epoch), self._context.min_rows, self._partition
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[BatchRequest]:
             """What to read, in order; `requested` keeps the number of real rows of each."""
             for index in range(first, partition.steps):
-                indices, start = self._order_reader.read(epoch, index), partition.span(index)[0]
+                indices, start = self._order_reader.read(epoch, index), partition.read_range(index)[0]
                 if warning := _padding_warning(partition, index, min_rows):
                     self._context.warn_once(warning)
                 for rows in partition.micro_batches(index):
@@ -175,7 +175,7 @@ class Shard:
                     if min_rows:  # ranks need the same number of backward passes, not equal shapes
                         chosen = np.resize(chosen, max(rows.real, min_rows))
                     requested.append((rows.real, chosen))
-                    yield Request(epoch, chosen, setting)
+                    yield BatchRequest(epoch, chosen, setting)
 
         for data in self._loader("training").read(requests()):
             real, indices = requested.popleft()
@@ -195,11 +195,11 @@ class Shard:
 
     def _evaluation(self) -> EvaluationPartition:
         partition = self._partition
-        rows = partition.micro_batch or -(-partition.global_batch // partition.size)
-        return EvaluationPartition(partition.n, rows, partition.rank, partition.size, lockstep=self._context.lockstep)
+        rows = partition.micro_batch or -(-partition.global_batch // partition.world_size)
+        return EvaluationPartition(partition.n, rows, partition.rank, partition.world_size, lockstep=self._context.lockstep)
 
     def _epoch_setting(self, epoch: int) -> object:
-        return Absent.SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
@@ -256,10 +256,10 @@ def _padding_warning(partition: Partition, index: int, min_rows: int) -> str | N
     """The warning for a step in which some rank has fewer samples than BatchNorm needs."""
     start, stop = partition.positions(index)
     count = partition.shape(index)[0]
-    if (stop - start) // partition.size // count >= min_rows:
+    if (stop - start) // partition.world_size // count >= min_rows:
         return None
     return (
-        f"step {index} of each epoch has {stop - start} sample(s) for {partition.size} rank(s) with {count} "
+        f"step {index} of each epoch has {stop - start} sample(s) for {partition.world_size} rank(s) with {count} "
         f"micro-batch(es) each, and BatchNorm needs {min_rows} rows at a time: samestep adds padding rows, which have "
         "weight 0 in the loss but enter the BatchNorm statistics; pass another global_batch or micro_batch, or "
         "run.shard(drop_last=True)"
@@ -269,4 +269,4 @@ def _padding_warning(partition: Partition, index: int, min_rows: int) -> str | N
 def _row_indices(indices: np.ndarray, rows: MicroBatchRows, start: int) -> np.ndarray:
     """The dataset indices of a micro-batch's rows; `indices` are those of the positions from `start` on."""
     real = indices[rows.start - start : rows.stop - start]
-    return real if not rows.padding else np.concatenate([real, np.repeat(indices[rows.pad - start], rows.padding)])
+    return real if not rows.padding else np.concatenate([real, np.repeat(indices[rows.padding_position - start], rows.padding)])

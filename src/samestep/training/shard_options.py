@@ -4,7 +4,7 @@ from numbers import Integral
 
 from samestep.context import RunContext
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
-from samestep.data.loader import check_workers, choose_workers
+from samestep.data import loader
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import micro_batch_halvings
 from samestep.errors import DataError
@@ -32,8 +32,8 @@ def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | No
 def choose_num_workers(context: RunContext, dataset: object, num_workers: int | None) -> int:
     """The number that was passed, or one chosen by the cores and printed."""
     if num_workers is not None:
-        return check_workers(num_workers)
-    chosen, reason = choose_workers(dataset, read_hardware().cores.usable, context.world.local_size)
+        return loader.check_num_workers(num_workers)
+    chosen, reason = loader.choose_num_workers(dataset, read_hardware().cores.usable, context.world.local_size)
     context.print_once(f"data workers: {chosen} per rank ({reason}); pass num_workers= to change it")
     return chosen
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import Collate, WorkerSetup, check_workers, defer_signals, move_to_device
+from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import Partition
 from samestep.data.sample_rng import sample_keys
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
@@ -34,14 +34,14 @@ class Stream:
         dataset: Iterable[object],
         *,
         decode: Callable[[object], object] | None,
-        collate_fn: Collate | None,
+        collate_fn: CollateFn | None,
         num_workers: int,
         drop_last: bool,
         micro_batch: int | None,
     ) -> None:
         self._dataset = dataset
         check_stream(dataset)
-        check_workers(num_workers)
+        check_num_workers(num_workers)
         context = self._context = loop.context
         config = context.config
         if is_sharded(dataset) and config.ledger:
@@ -133,7 +133,7 @@ class Stream:
         self._ended = part.count is not None and part.count < global_batch
         if trained and self._ledger:
             first = part.positions[0] if part.positions else position.index * global_batch
-            self._ledger.trained(position.epoch, position.index, first, len(part.positions))
+            self._ledger.record_training(position.epoch, position.index, first, len(part.positions))
 
     def _read(self, epoch: int, first: int, state: object, drop_last: bool) -> Iterator[StreamStep]:
         config, world = self._context.config, self._context.world
@@ -174,7 +174,7 @@ class Stream:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
         device, min_rows = self._context.device, self._context.min_rows
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
-        self._padding = samples[-1:] or ([part.pad] if part.pad is not None else self._padding)
+        self._padding = samples[-1:] or ([part.padding_sample] if part.padding_sample is not None else self._padding)
         assert self._padding  # some rank has a sample of this step, and a rank without any receives one of them
         for rows in Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0):
             chosen, row_positions = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
