@@ -83,7 +83,7 @@ def test_training_interrupted_on_changing_world_sizes_ends_with_the_same_weights
         answers = ranks(size, train, folder, strategy, fail_at, 3, torch.optim.AdamW, torch.float64, in_body)
     assert max_difference(uninterrupted, answers[0]) < 1e-6
     report = audit(folder)
-    assert report.sound
+    assert report.exactly_once
     trained = next(shard for shard in report.shards if shard.name == "shard-0")
     assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(at, 23) for at in range(EPOCHS)]
     assert not [name for name in names(folder) if name.startswith(".")]

@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_for_a_while_loses_no_record(ranks, disk, size):
     assert str(out / "log.txt") in named
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl", by_step=True)] == list(range(STEPS))
     assert "metrics.jsonl can be written again; no record is missing" in (out / "log.txt").read_text()
-    assert audit(out).sound
+    assert audit(out).exactly_once
     assert find_newest_valid(out)[1].step == 26
 
 

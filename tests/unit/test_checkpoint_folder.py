@@ -25,7 +25,7 @@ def number_by_epoch(folder, epochs, preempt_at=None, keep_best=None):
             model = run.wrap(nn.Linear(1, 1))
             data = run.shard(TensorDataset(torch.zeros(8, 1)), num_workers=0)
             checkpoint = run.checkpoint(folder, model=model, train=data, keep=9, keep_best=keep_best)
-            first_step = run._life.engine.steps
+            first_step = run._lifecycle.context.progress.steps
             for epoch in data.epochs(epochs):
                 for step in epoch:
                     for (x,) in step:
