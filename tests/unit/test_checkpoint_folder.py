@@ -92,7 +92,7 @@ def test_the_error_for_a_file_or_a_missing_path_says_what_to_pass(tmp_path, caps
     assert main(["checkpoint", "inspect", str(tmp_path / "latest")]) == 2
     assert f"samestep: {tmp_path / 'latest'} is a file: {remedy}\n" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
-    assert f"samestep: there is no folder {tmp_path / 'nowhere'}: {remedy}\n" in capsys.readouterr().err
+    assert f"samestep: the folder {tmp_path / 'nowhere'} does not exist: {remedy}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["", " "])

@@ -90,11 +90,11 @@ def find_newest_valid(folder: Path) -> tuple[Path, Manifest]:
 
 
 def check_is_folder(folder: Path) -> None:
-    """Raise CheckpointError if there is no folder at this path."""
+    """Raise CheckpointError if the path is not a folder."""
     if folder.is_dir():
         return
     if not folder.exists():
-        raise CheckpointError(f"there is no folder {folder}: {_REMEDY}")
+        raise CheckpointError(f"the folder {folder} does not exist: {_REMEDY}")
     here = f", here {folder.parent}" if is_checkpoint(folder.parent) else ""
     raise CheckpointError(f"{folder} is a file: {_REMEDY}{here}")
 

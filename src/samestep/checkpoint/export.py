@@ -26,7 +26,7 @@ def export_model(folder: Path, target: Path, part: str | None = None) -> dict[st
     if target.exists():
         raise CheckpointError(f"{target} already exists: choose another file with --to, or remove it")
     if not target.parent.is_dir():
-        raise CheckpointError(f"there is no folder {target.parent} for {target.name}: create it, or choose --to")
+        raise CheckpointError(f"the folder {target.parent} of --to does not exist: create it, or choose another --to")
     state = json.loads((path / STATE_FILE).read_bytes())[name]
     index = read_index(path, manifest.files)
     entries: list[FileEntry] = []
