@@ -145,7 +145,9 @@ class PendingMetrics:
     def add(self, step: int, name: str, value: object) -> None:
         """Keep one value. A tensor is not read yet, since that would synchronize with the device."""
         is_scalar = isinstance(value, torch.Tensor) and value.shape == _SCALAR and not value.is_complex()
-        kept = value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else check_metric_value(name, value)
+        kept = (
+            value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else check_metric_value(name, value)
+        )
         self.values[check_log_step(step), check_metric_name(name)] = kept
 
     def take(self) -> tuple[list[MetricKey], list[float]]:

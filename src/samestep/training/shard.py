@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import CollateFn, Loader, MapDataset, BatchRequest
+from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
@@ -196,7 +196,9 @@ class Shard:
     def _evaluation(self) -> EvaluationPartition:
         partition = self._partition
         rows = partition.micro_batch or -(-partition.global_batch // partition.world_size)
-        return EvaluationPartition(partition.n, rows, partition.rank, partition.world_size, lockstep=self._context.lockstep)
+        return EvaluationPartition(
+            partition.n, rows, partition.rank, partition.world_size, lockstep=self._context.lockstep
+        )
 
     def _epoch_setting(self, epoch: int) -> object:
         return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
@@ -269,4 +271,8 @@ def _padding_warning(partition: Partition, index: int, min_rows: int) -> str | N
 def _row_indices(indices: np.ndarray, rows: MicroBatchRows, start: int) -> np.ndarray:
     """The dataset indices of a micro-batch's rows; `indices` are those of the positions from `start` on."""
     real = indices[rows.start - start : rows.stop - start]
-    return real if not rows.padding else np.concatenate([real, np.repeat(indices[rows.padding_position - start], rows.padding)])
+    return (
+        real
+        if not rows.padding
+        else np.concatenate([real, np.repeat(indices[rows.padding_position - start], rows.padding)])
+    )

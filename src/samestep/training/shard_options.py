@@ -3,8 +3,8 @@
 from numbers import Integral
 
 from samestep.context import RunContext
-from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
 from samestep.data import loader
+from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import micro_batch_halvings
 from samestep.errors import DataError
