@@ -110,10 +110,10 @@ def start(folder):
 def test_a_folder_that_cannot_be_created_is_rejected_at_the_start_on_every_rank(ranks, tmp_path, size):
     (tmp_path / "taken").write_text("")
     for error in ranks.errors(size, start, tmp_path / "taken" / "run"):
-        assert f"taken/run cannot be made: {tmp_path / 'taken'} is a file; name another folder" in error
+        assert f"taken/run cannot be created: {tmp_path / 'taken'} is a file; pass another folder" in error
 
 
 def test_a_folder_without_write_permission_is_rejected_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root can write everywhere
-    with pytest.raises(LogError, match=r"run's folder .*new/run cannot be made: .* may not be written; name another"):
+    with pytest.raises(LogError, match=r"the run folder .*new/run cannot be created: .* is not writable; pass another"):
         start(tmp_path / "new" / "run")

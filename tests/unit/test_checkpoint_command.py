@@ -61,7 +61,9 @@ def test_export_writes_a_file_with_the_names_of_the_module(tmp_path):
     assert torch.equal(fresh[0].weight, model[0].weight)
     with pytest.raises(CheckpointError, match="already exists: choose another file with --to"):
         invoke("export", tmp_path, "--to", target)
-    with pytest.raises(CheckpointError, match=r"the folder .*nowhere of --to does not exist: create it, or choose another --to"):
+    with pytest.raises(
+        CheckpointError, match=r"the folder .*nowhere of --to does not exist: create it, or choose another --to"
+    ):
         invoke("export", tmp_path, "--to", tmp_path / "nowhere" / "it")
     with pytest.raises(CheckpointError, match="has no model 'ema': choose one with --part, of model"):
         invoke("export", tmp_path, "--to", tmp_path / "other", "--part", "ema")
