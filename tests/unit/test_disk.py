@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from samestep import disk as disk_module
-from samestep.checkpoint import checkpoint_folder as lock
+from samestep.checkpoint import folder_lock
 from samestep.data.ledger import RECORD, ShardDescription, ShardLedger, rank_file, shard_folder, valid_mask
 from samestep.disk import AppendFile, describe_os_error
 from samestep.errors import LedgerError
@@ -176,9 +176,9 @@ def test_a_console_on_a_full_disk_does_not_raise():
 # The lock
 
 
-def test_a_lock_that_cannot_be_written_is_not_left_behind_half(disk):
+def test_a_lock_file_that_cannot_be_written_is_removed(disk):
     disk.fill()
-    assert lock.hold(disk.path) is None
+    assert folder_lock.acquire(disk.path) is None
     assert not (disk.path / "run.lock").exists()
 
 
