@@ -265,7 +265,7 @@ def test_a_missing_metrics_file_raises(tmp_path):
     with pytest.raises(LogError) as caught:
         read_metrics(tmp_path / "metrics.jsonl")
     assert str(caught.value) == (
-        f"there is no file {tmp_path / 'metrics.jsonl'}: pass the metrics.jsonl in a run's folder"
+        f"{tmp_path / 'metrics.jsonl'} does not exist: pass the metrics.jsonl in a run's folder"
     )
 
 
@@ -338,7 +338,7 @@ def test_without_tensorboard_a_warning_says_how_to_install_it(tmp_path, monkeypa
     assert open_tensorboard(tmp_path, warned.append) is None
     (text,) = warned
     assert text.startswith("TensorBoard is not installed (")
-    assert text.endswith("), so there are no curves: pip install 'samestep[tensorboard]'")
+    assert text.endswith("), so samestep writes no curves: pip install 'samestep[tensorboard]'")
 
 
 # summary.json
