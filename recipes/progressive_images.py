@@ -68,15 +68,9 @@ class Images(Dataset[tuple[Tensor, ...]]):
         mixed = weight * (one.flip(-1) if self.mirror and rng.random() < 0.5 else one) + (1 - weight) * two
         return mixed, self.labels[index], self.labels[other], torch.tensor(weight, dtype=torch.float32)
 
-<<<<<<< HEAD
     def crop(self, index: int, part: float, position: tuple[float, float]) -> Tensor:
         """A square of an image at the size of this epoch, which is sent with each index, also to workers."""
-        return cut_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, position)
-=======
-    def view(self, index: int, part: float, place: tuple[float, float]) -> Tensor:
-        """A square of an image, at the size of this epoch: it comes with each request, so workers see it too."""
-        return crop_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, place)
->>>>>>> main
+        return crop_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, position)
 
 
 def build(chosen: Preset = PRESETS["local"], channels: int = 1, classes: int = 10) -> tuple[nn.Module, Tensor]:

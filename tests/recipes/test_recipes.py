@@ -13,7 +13,7 @@ from PIL import Image
 from recipes import cfg_diffusion, progressive_images
 from samestep import read_metrics
 from samestep.assets import scene
-from samestep.data.sample_rng import sample_luck
+from samestep.data.sample_rng import SampleContext
 from samestep.nn import saliency_metrics
 from tests.recipes.trained import FASHION_MNIST, TIMEOUT, assert_same_metrics, small_run, train, train_on_one_and_two
 
@@ -82,7 +82,7 @@ def test_mixup_and_crops_are_keyed_by_sample():
     images = progressive_images.Images(progressive_images.digits()[0], every=1, train=True, mirror=False)
 
     def read(index: int, epoch: int) -> tuple[torch.Tensor, ...]:
-        with sample_luck(seed=0, epoch=epoch, index=index, setting=12):
+        with SampleContext(seed=0, epoch=epoch, index=index, setting=12):
             return images[index]
 
     assert read(3, 0)[0].shape == (1, 12, 12)
