@@ -583,7 +583,7 @@ def test_a_checkpoint_that_its_run_removes_while_all_are_verified_is_no_damage(t
 
 def test_an_unknown_option_lists_those_there_are_and_speaks_of_no_script(capsys):
     assert main(["checkpoint", "verify", "--jsn", "out"]) == 2
-    told = "samestep: there is no option --jsn: there are --help, --json; did you mean --json?\n"
+    told = "samestep: unknown option --jsn: use one of --help, --json; did you mean --json?\n"
     assert capsys.readouterr().err == told
 
 

@@ -154,11 +154,11 @@ def test_a_disk_without_room_for_latest_at_all_is_told_and_the_checkpoint_stays(
 
 
 def test_a_job_whose_folder_nobody_named_leaves_the_choice_to_run_restore():
-    from samestep.launch.sbatch import sbatch_text
+    from samestep.launch.sbatch import format_sbatch
     from tests.unit.test_sbatch import PLAIN
 
-    assert "--folder-is-default" not in sbatch_text(PLAIN)
-    told = sbatch_text(replace(PLAIN, folder_is_explicit=False, module=True))
+    assert "--folder-is-default" not in format_sbatch(PLAIN)
+    told = format_sbatch(replace(PLAIN, folder_is_explicit=False, module=True))
     assert "_options=(--nproc-per-node auto --folder /home/ada/runs/train --folder-is-default --module)" in told
 
 
