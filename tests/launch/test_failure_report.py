@@ -244,7 +244,7 @@ def test_agent_log_records_lost_on_a_full_disk_are_ignored(tmp_path: Path, capfd
         log = RankLogs(disk.path / "logs", "first").open_agent_log("node1")
         disk.fill()
         log.emit(logging.LogRecord("agent", logging.INFO, "", 1, "joined", None, None))
-        disk.mend()
+        disk.make_space()
         log.close()
     assert capfd.readouterr().err == ""
 

@@ -8,7 +8,7 @@ import torch
 
 from samestep import Run
 from samestep.environment.world import micro_batch_halvings
-from samestep.training.lifecycle import advise, is_out_of_memory
+from samestep.training.lifecycle import is_out_of_memory, out_of_memory_advice
 from tests.launch.launched import run_script, start
 from tests.warm import Ranks
 
@@ -48,7 +48,7 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_weights_stay_the_same(
     assert ended.err.count(message) == 2  # 8 rows, 4 rows, 2 rows
     assert "logs so far" not in ended.err  # no restart with the same micro-batch
     assert (
-        "micro-batch: 2 row(s) instead of 8, since that ran out of memory; the global batch of 16 and what is learnt "
+        "micro-batch: 2 row(s) instead of 8, which ran out of memory; the global batch of 16 and the training result "
         "stay the same"
     ) in ended.out
     large = tmp_path / "large"
@@ -65,7 +65,7 @@ def test_with_one_row_it_fails_and_suggests_a_remedy(tmp_path: Path):
     assert ended.code == 1
     assert ended.err.count("with half the micro-batch") == 1  # 2 rows, 1 row
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB." in ended.err
-    assert "out of memory with one row in a micro-batch: cut the model, run.wrap(model, 'fsdp')" in ended.err
+    assert "out of memory with one row per micro-batch: shard the model with run.wrap(model, 'fsdp')" in ended.err
 
 
 def train_without_a_launcher(rows: int) -> None:
@@ -80,13 +80,13 @@ def test_without_a_launcher_the_error_suggests_a_micro_batch():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_without_a_launcher(4)
     assert caught.value.__notes__ == [
-        "out of memory in step 1 of this process, with 4 row(s) in a micro-batch: pass run.shard(..., micro_batch=2), "
-        "which learns the same; `samestep run` halves it by itself in the first steps"
+        "out of memory in step 1 of this process with 4 row(s) per micro-batch: pass run.shard(..., micro_batch=2), "
+        "which gives the same training result; `samestep run` halves it by itself in the first steps"
     ]
 
 
 def test_out_of_memory_in_a_later_step_is_left_to_the_user():
-    assert advise(500, 8).startswith("out of memory after 500 steps, with 8 row(s) in a micro-batch: pass run.shard")
+    assert out_of_memory_advice(500, 8).startswith("out of memory after 500 steps with 8 row(s) per micro-batch: pass run.")
 
 
 def test_a_rank_recognizes_that_another_rank_ran_out_of_memory():

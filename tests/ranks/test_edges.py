@@ -125,7 +125,7 @@ def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
                     break
             break
         assert (train.state_dict()["epoch"], train.state_dict()["step"]) == (0, 2)
-        assert not run._life.engine.in_step
+        assert not run._lifecycle.context.progress.in_step
         for epoch in train.epochs(1):
             for step in epoch:
                 seen += [row for (x,) in step for row in x[:, 0].tolist()]
@@ -139,7 +139,7 @@ def test_an_epoch_and_a_pass_cannot_be_had_twice():
             assert sum(1 for step in epoch for _ in step) == 5
             with pytest.raises(DataError, match="epoch 0 was iterated twice"):
                 list(epoch)
-        with pytest.raises(DataError, match="another pass over this shard was begun before this one ended"):
+        with pytest.raises(DataError, match="a second iteration over this shard began before the first one ended"):
             [list(train) for _ in train]
         assert train.steps_per_epoch == 5
 

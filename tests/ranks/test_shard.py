@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from samestep import Run, current_setting, sample_numpy_rng, sample_rng
+from samestep import Run, epoch_setting, sample_numpy_rng, sample_rng
 from samestep.errors import DataError, StateError
 
 N = 23
@@ -29,7 +29,7 @@ class Numbers(Dataset):
             if self.lucky
             else (0.0, 0.0)
         )
-        setting = current_setting() if self.settled else 0
+        setting = epoch_setting() if self.settled else 0
         return torch.tensor([float(index), *luck, float(setting)], dtype=torch.float64)
 
 
@@ -266,11 +266,11 @@ def test_bad_datasets_are_explained():
     with pytest.raises(DataError, match="Numbers is empty: there is nothing to shard; check the path"):
         read_all(Numbers(0), 0)
     with pytest.raises(
-        DataError, match=r"collate could not make a batch of 6 samples on rank 0.*give run.shard a collate="
+        DataError, match=r"collate_fn could not make a batch of 6 samples on rank 0.*pass run.shard a collate_fn="
     ):
         read_all(Odd(), 0)
     with pytest.raises(
-        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of them"
+        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of tensors"
     ):
         read_all(Numbers(), 0, lambda samples: (torch.stack(samples), object()))
 

@@ -149,7 +149,7 @@ def resume_and_compare(cluster: Cluster, folder: Path, job: str, weights: list[t
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
     text = log(folder, job)
-    assert f"saved {step}; the run ends here, start it again to go on" in text
+    assert f"saved {step}; the run ends here, start it again to resume" in text
     assert f"samestep: preempted: saved step {int(step[5:])}; start the job again to resume" in text
     assert f"checkpoint: restored step {int(step[5:])} from " in text
     assert job_record(cluster, folder, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}

@@ -20,7 +20,7 @@ from samestep.parallel.precision import (
     ComputePrecision,
     check_precision,
     choose_precision,
-    see_arithmetic,
+    detect_support,
     set_fp32_products,
     use_channels_last,
 )
@@ -244,7 +244,7 @@ def time_here(
 ) -> ModelProfile:
     """The same before a run, on the first GPU of this machine, which is one of `machines`."""
     device = torch.device("cuda", 0)
-    numbers = choose_precision([see_arithmetic(device, check_precision(precision), compile=False)])
+    numbers = choose_precision([detect_support(device, check_precision(precision), compile=False)])
     return time_model(facts, build, machines, device, micro_batch, numbers, channels_last=channels_last)
 
 

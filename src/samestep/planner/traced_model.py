@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.data.loader import map_tensors, tensors_of
+from samestep.data.loader import list_tensors, map_tensors
 from samestep.errors import DataError, PlanError
 from samestep.torch_private import cannot_be_traced, has_no_memory, with_memory
 
@@ -261,7 +261,7 @@ def _own_loss(build: Build, own: list[object]) -> Loss | None:
 
 def _count_samples(build: Build, example: object) -> int:
     try:
-        tensors = tensors_of(example)
+        tensors = list_tensors(example)
     except DataError as error:
         raise PlanError(f"{_name(build)} returned a batch that cannot be used: {error}") from error
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]

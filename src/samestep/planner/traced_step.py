@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch.optim.optimizer import Optimizer
 
-from samestep.data.loader import tensors_of
+from samestep.data.loader import list_tensors
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import PlanError
 from samestep.parallel.acceleration import turn_on_fused
@@ -135,7 +135,7 @@ class Stepping:
         """What a step of one micro-batch needs, moment by moment."""
         tracker = Tracker(allocated if self.on_cuda else exact, cuda_workspace if self.on_cuda else no_workspace, work)
         model, batch = self.subject.model, self.subject.batch(samples)
-        tracker.hold([*model.parameters(), *model.buffers(), *state_of(self.optimizer), *tensors_of(batch)])
+        tracker.hold([*model.parameters(), *model.buffers(), *state_of(self.optimizer), *list_tensors(batch)])
         hooks = [p.register_post_accumulate_grad_hook(tracker.mark_gradient) for p in self._training]
         try:
             with tracker:
@@ -149,7 +149,7 @@ class Stepping:
             for hook in hooks:
                 hook.remove()
             self.optimizer.zero_grad()
-        return Followed(tracker.notes, forward, nbytes(tensors_of(batch)))
+        return Followed(tracker.notes, forward, nbytes(list_tensors(batch)))
 
     def _first_step(self, samples: int) -> int:
         """Make the optimizer's state; the bytes of all gradients."""
