@@ -66,6 +66,7 @@ class Lifecycle:
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
+        self._last_context: RunContext | None = None
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
         self._folder_is_final = config.folder is not None or explicit
@@ -88,6 +89,13 @@ class Lifecycle:
         """The run context; exists between start and end."""
         return self.loop.context
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's files; known after the end as well."""
+        if self._last_context is None:
+            raise CommunicationError(_NOT_STARTED)
+        return self._last_context.folder
+
     def start(self) -> None:
         """Connect the ranks and open what they need."""
         if self._loop is not None:
@@ -101,7 +109,7 @@ class Lifecycle:
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
-            self._loop = StepLoop(context)
+            self._loop, self._last_context = StepLoop(context), context
             self._preemption = Preemption(context, deadline())
             context.callbacks.append(self._preemption)
             self._preemption.signals.install()
