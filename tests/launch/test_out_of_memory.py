@@ -86,7 +86,8 @@ def test_without_a_launcher_the_error_suggests_a_micro_batch():
 
 
 def test_out_of_memory_in_a_later_step_is_left_to_the_user():
-    assert out_of_memory_advice(500, 8).startswith("out of memory after 500 steps with 8 row(s) per micro-batch: pass run.")
+    advice = out_of_memory_advice(500, 8)
+    assert advice.startswith("out of memory after 500 steps with 8 row(s) per micro-batch: pass run.shard")
 
 
 def test_a_rank_recognizes_that_another_rank_ran_out_of_memory():
