@@ -10,12 +10,11 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Unpack, cast
+from typing import Any, cast
 
 import click
 
 from samestep.cli.main import Group
-from samestep.cli.run_command import Typed
 from samestep.cli.run_command import command as run_command
 from samestep.errors import LaunchError
 
@@ -56,11 +55,11 @@ def list_recipes(as_json: bool) -> None:
     "samestep recipe run saliency --help; samestep recipe run --nproc-per-node 2 saliency --epochs 3",
 )
 @click.pass_context
-def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
+def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) -> int:
     """Run the recipe NAME on all GPUs of this machine, or on several nodes together."""
-    if not typed["script"]:
+    if not script:
         raise LaunchError(f"no recipe given: choose one of {', '.join(recipes())}")
-    name, *arguments = typed["script"]
+    name, *arguments = script
     path = find(name)
     if missing := [module for module in _imported_packages(path) if find_spec(module) is None]:
         extra = "recipes,lightning" if "lightning" in missing else "recipes"
@@ -69,7 +68,7 @@ def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
         )
     if (code := parse_options(path, arguments)) is not None:  # without starting ranks or creating a run folder
         return code
-    code = context.invoke(run_command, **{**typed, "module": False, "script": (str(path), *arguments)})
+    code = context.invoke(run_command, module=False, script=(str(path), *arguments), **options)
     assert isinstance(code, int)
     return code
 
