@@ -24,7 +24,7 @@ MISTAKES = [
     ("run", f"no recipe given: choose one of {KNOWN}"),
     ("run salency", f"there is no recipe salency: choose one of {KNOWN}; did you mean saliency?"),
     ("run zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
-    ("run --nproc-per-node 0 saliency", "--nproc-per-node 0 is impossible: type auto, gpu, cpu or a number from 1 up"),
+    ("run --nproc-per-node 0 saliency", "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got 0"),
     ("copy zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
     ("copy digits --to here.py", "here.py exists and is not overwritten: move it, or pass another file with --to"),
     (

@@ -1,4 +1,4 @@
-"""Example data of the recipes: sentences of Shakespeare as tokens, captioned digits, synthetic scenes with fixations."""
+"""Example data of the recipes: sentences of Shakespeare as tokens, captioned digits, synthetic scenes."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -165,7 +165,7 @@ def _write_hdf5(folder: Path, count: int, width: int, height: int) -> None:
 
 
 def scene(number: int, width: int, height: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-    """A SYNTHETIC image and its fixation density: high on warm discs, low on cold ones, slightly raised at the center."""
+    """A SYNTHETIC image and its fixation density: high on warm discs, low on cold ones, raised at the center."""
     rng = np.random.default_rng(number)
     rows, columns = np.mgrid[:height, :width] + 0.5
     background = interpolate(torch.tensor(rng.uniform(60, 150, (1, 3, 4, 5))), (height, width), mode="bicubic")[0]

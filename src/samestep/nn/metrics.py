@@ -1,4 +1,4 @@
-"""Metrics that add up over batches and ranks: class counts with accuracy and F1, and saliency (NSS, AUC-Judd, CC, KL)."""
+"""Metrics that add up over batches and ranks: class counts with accuracy and F1; NSS, AUC-Judd, CC and KL of saliency."""
 
 import torch
 from torch import Tensor
