@@ -54,8 +54,8 @@ def distill_loss(
     square keeps gradients as large as at temperature 1, so that the balance with another loss does not change. Only the
     student gets a gradient. The loss is computed in fp32 or fp64. Classes at -inf in both logits are ignored.
 
-    With `TopK`, all other classes count as one class: the loss is at most the full KL divergence, is equal to it if k is
-    the number of classes, and is zero only if the student agrees on the k classes.
+    With `TopK`, all other classes count as one class: the loss is at most the full KL divergence, is equal to it if all
+    classes are kept, and is zero only if the student agrees on those that are.
 
     Positions outside of `mask` have a loss and a gradient of zero, even if they contain inf or nan. Pass the mask to
     `step.mean` too, which divides by the number of positions.

@@ -39,9 +39,9 @@ def losses_with_prefix(
 ) -> Tensor:
     """Next-token losses (rows, length - 1) of a language model that reads a prefix before the tokens.
 
-    The prefix consists of `soft_tokens`, embeddings of shape (rows, positions, width) with a mask (rows, positions), and
-    of `key_values`: for every layer keys and values of shape (2, rows, heads, positions, head width), whose shape
-    `prefix_shape` returns. Gradients reach both through the model, such as the `module` of a `run.teacher` placement.
+    The prefix consists of `soft_tokens`, embeddings (rows, positions, width) with a mask (rows, positions), and of
+    `key_values`: for every layer keys and values of shape (2, rows, heads, positions, head width), see `prefix_shape`.
+    Gradients reach both through the model, such as the `module` of a `run.teacher` placement.
     """
     from transformers import DynamicCache
 

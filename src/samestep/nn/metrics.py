@@ -1,4 +1,4 @@
-"""Metrics that add up over batches and ranks: class counts with accuracy and F1; NSS, AUC-Judd, CC and KL of saliency."""
+"""Metrics that add up over batches and ranks: accuracy and F1 from class counts, and metrics of saliency."""
 
 import torch
 from torch import Tensor
