@@ -66,6 +66,7 @@ class Lifecycle:
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
+        self._folder: Path | None = None
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
         self._folder_is_final = config.folder is not None or explicit
@@ -82,6 +83,11 @@ class Lifecycle:
         if self._loop is None:
             raise CommunicationError(_NOT_STARTED)
         return self._loop
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's files; it stays known after the end."""
+        return self._folder if self._folder is not None and self._loop is None else self.context.folder
 
     @property
     def context(self) -> RunContext:
@@ -240,6 +246,8 @@ class Lifecycle:
             self._preemption.signals.remove(exiting)
 
     def _close_files(self, status: str) -> None:
+        if self._loop is not None:
+            self._folder = self.context.folder
         self._log_capture.close()
         if self._writer is not None:
             self._writer.close(self.summary(status) if self._writer.is_open else {})

@@ -93,7 +93,7 @@ class Run(Collectives):
     @property
     def folder(self) -> Path:
         """The folder of this run's logs, the same on every rank."""
-        return self._lifecycle.context.folder
+        return self._lifecycle.folder
 
     def start(self) -> Self:
         """Connect the ranks; `with Run(...)` calls it."""
