@@ -179,10 +179,10 @@ def failure() -> Drawing:
     printed = re.sub(r"train-\d{8}-\d{6}", "train-20260131-093005", printed)
     lines = ["$ samestep run --nproc-per-node 2 train.py"]
     for line in printed.rstrip().splitlines():
-        wrapped = re.findall(r".{1,112}(?:\s|$)|\S{113,}", line) or [""]
+        wrapped = re.findall(r".{1,92}(?:\s|$)|\S{93,}", line) or [""]
         lines += [wrapped[0].rstrip(), *("    " + rest.rstrip() for rest in wrapped[1:])]
     lines += ["$ echo $?", str(ran.returncode)]
-    drawing = Drawing(960, 58 + 19 * len(lines), "What samestep run prints if rank 1 raises an exception")
+    drawing = Drawing(800, 58 + 19 * len(lines), "What samestep run prints if rank 1 raises an exception")
     for at, color in enumerate(("red", "orange", "green")):
         drawing.box(18 + at * 20, 14, 12, 12, color, radius=6)
     for number, line in enumerate(lines):

@@ -136,7 +136,7 @@ def test_a_copy_that_would_count_is_explained(ranks):
 def test_a_value_of_a_whole_batch_cannot_leave_a_copy_out(ranks):
     for text in ranks.errors(4, mean_of_batches)[2:]:
         assert (
-            "CommunicationError: this batch has 1 row(s), all padding, and run.mean, run.sum or run.max got a single value"
+            "CommunicationError: this batch has 1 row(s), all padding, and run.mean, run.sum or run.max got a single"
             in text
         )
         assert "pass one value per sample (reduction='none') instead of one per batch" in text

@@ -8,7 +8,7 @@ import torch
 
 from samestep import Run
 from samestep.errors import CommunicationError
-from tests.launch.started import wait_for
+from tests.launch.launched import wait_for
 
 
 def reduce_uneven():

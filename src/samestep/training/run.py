@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.parts import Stateful
-from samestep.checkpoint.restore import folder_of, restore
+from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives, PaddingFilter
@@ -206,7 +206,7 @@ class Run(Collectives):
         The `keep` newest checkpoints are kept, and with `keep_best="val/accuracy"` the one with the best value that was
         logged before its save.
         """
-        context, path = self._lifecycle.context, self.once(folder_of, folder)
+        context, path = self._lifecycle.context, self.once(resolve_folder, folder)
         self._lifecycle.move_folder(path)
         return restore(context, path, keep, keep_best, parts)
 
