@@ -85,7 +85,7 @@ def measure_audit(folder: Path, n: int = 10**9, global_batch: int = 8192, size: 
     seconds = time.perf_counter() - begin
     (shard,) = (shard for shard in report.shards if shard.name == "large")
     samples = sum(epoch.samples for epoch in shard.epochs)
-    print(f"audit of {samples:,} samples, {number * size:,} records: {seconds:.1f} s, sound: {shard.sound}")
+    print(f"audit of {samples:,} samples, {number * size:,} records: {seconds:.1f} s, sound: {shard.exactly_once}")
 
 
 def main() -> int:

@@ -47,8 +47,8 @@ def of_samestep(n: int, world: int) -> Figures:
     from samestep.data.partition import Partition
     from samestep.data.permutation import OrderReader, SampleOrder
 
-    cut = Partition(n, global_batch=ROWS * world, rank=0, size=world)
-    reader = OrderReader(SampleOrder(n, seed=0, shuffle=True), cut.span, cut.steps)
+    cut = Partition(n, global_batch=ROWS * world, rank=0, world_size=world)
+    reader = OrderReader(SampleOrder(n, seed=0, shuffle=True), cut.read_range, cut.steps)
     return {
         "first": lambda: reader.read(1, 0).tolist()[0],
         "resume": lambda: reader.read(1, cut.steps * 9 // 10).tolist()[0],

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from samestep import Run, sample_rng
 from samestep.assets import captioned_images
-from samestep.nn import ConditioningDropout, guided, unmask, unmasking_noise
-from samestep.nn import layers as transformer
+from samestep.nn import ConditioningDropout, guided, transformer, unmask, unmasking_noise
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -12,9 +12,7 @@ from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import model_folder, read_texts, tokenized
-from samestep.assets import pretrained as minilm
-from samestep.assets import pretrained as smollm2
+from samestep.assets import minilm, model_folder, read_texts, smollm2, tokenized
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
 from samestep.teacher import Student, Timed, pooled
 

@@ -14,10 +14,8 @@ from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samestep import Run
-from samestep.assets import model_folder, read_texts, tokenized
-from samestep.assets import pretrained as smollm2
-from samestep.nn import embedded, losses_after, prefix_shape
-from samestep.nn import layers as transformer
+from samestep.assets import model_folder, read_texts, smollm2, tokenized
+from samestep.nn import embedded, losses_after, prefix_shape, transformer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu, interpolate
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassF1Score
 
-from samestep import current_setting, sample_rng
+from samestep import epoch_setting, sample_rng
 from samestep.lightning import Logs, SameStep, layout, once
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -37,7 +37,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
         if self.move:
             x, y = torch.randint(-1, 2, (2,), generator=sample_rng()).tolist()
             image = image.roll((y, x), dims=(1, 2))
-        size = current_setting()
+        size = epoch_setting()
         return interpolate(image[None], size=(size, size), mode="bilinear", antialias=True)[0], self.labels[index]
 
 

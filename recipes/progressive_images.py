@@ -14,10 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
-from samestep import Run, current_setting, sample_numpy_rng
+from samestep import Run, epoch_setting, sample_numpy_rng
 from samestep.data import LabelledImages, cut_square, read_images
-from samestep.nn import class_counts, class_scores
-from samestep.nn import layers as resnet
+from samestep.nn import class_counts, class_scores, resnet
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -71,7 +70,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
 
     def view(self, index: int, part: float, place: tuple[float, float]) -> Tensor:
         """A square of an image, at the size of this epoch: it comes with each request, so workers see it too."""
-        return cut_square(self.images[index * self.every].float() / 64 - 2, current_setting(), part, place)
+        return cut_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, place)
 
 
 def build(chosen: Preset = PRESETS["local"], channels: int = 1, classes: int = 10) -> tuple[nn.Module, Tensor]:

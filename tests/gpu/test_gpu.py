@@ -114,7 +114,9 @@ def test_several_ranks_on_one_gpu_learn_in_bf16_what_one_learns_but_for_its_roun
 
 
 def in_an_nccl_group():
-    os.environ.update(warm.variables(0, 2, 1, warm.free_port()), RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(
+        warm.torchrun_variables(0, 2, 1, warm.free_port()), RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1"
+    )
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     try:
         learnt = learn("fp32")

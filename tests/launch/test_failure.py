@@ -234,7 +234,7 @@ def test_what_an_agent_says_on_a_full_disk_is_passed_over(tmp_path: Path, capfd:
         log = RankLogs(disk.path / "logs", "first").open_agents("node1")
         disk.fill()
         log.emit(logging.LogRecord("agent", logging.INFO, "", 1, "joined", None, None))
-        disk.mend()
+        disk.make_space()
         log.close()
     assert capfd.readouterr().err == ""
 

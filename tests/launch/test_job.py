@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.environment.bf16_probe import Bf16
+from samestep.environment.bf16_probe import Bf16Support
 from samestep.errors import LaunchError
 from samestep.launch.job import Job, choose_variables, count_processes, count_threads, find_place, folder_name
 from samestep.launch.rendezvous import (
@@ -17,7 +17,7 @@ from samestep.launch.rendezvous import (
     parse_nodes,
 )
 
-WORKS = Bf16("works", "fine")
+WORKS = Bf16Support("works", "fine")
 
 
 def job(processes: int = 2, max_restarts: int = 0, module: bool = False, arguments: tuple[str, ...] = ()) -> Job:
@@ -80,7 +80,7 @@ def test_folders_are_named_after_script_and_time(target: str, name: str):
 
 def test_ranks_get_threads_and_the_folder():
     chosen = choose_variables(job(processes=2), {}, cores=8, gpus=2, bf16=WORKS)
-    assert chosen.values == {"OMP_NUM_THREADS": "4", "SAMESTEP_FOLDER": "/runs/one", "SAMESTEP_FOLDER_TYPED": "1"}
+    assert chosen.values == {"OMP_NUM_THREADS": "4", "SAMESTEP_FOLDER": "/runs/one", "SAMESTEP_FOLDER_IS_EXPLICIT": "1"}
     assert chosen.reason == "OMP_NUM_THREADS=4 (8 cores for 2 ranks, 2 GPUs)"
 
 
@@ -97,7 +97,7 @@ def test_a_job_that_may_restart_gets_a_store_of_its_own():
 
 
 def test_a_cpu_that_dies_of_bfloat16_gets_the_cure():
-    chosen = choose_variables(job(), {}, cores=2, gpus=0, bf16=Bf16("cured", "bfloat16 kills here"))
+    chosen = choose_variables(job(), {}, cores=2, gpus=0, bf16=Bf16Support("workaround", "bfloat16 kills here"))
     assert chosen.values["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
     assert chosen.reason.endswith("; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (bfloat16 kills here)")
 

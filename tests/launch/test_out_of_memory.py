@@ -98,11 +98,11 @@ def test_a_rank_knows_that_another_one_ran_out_of_memory():
 
 
 def test_halvings_are_read_from_what_the_launcher_exports():
-    assert (micro_batch_halvings({}), micro_batch_halvings({"SAMESTEP_HALVINGS": "2"})) == (0, 2)
+    assert (micro_batch_halvings({}), micro_batch_halvings({"SAMESTEP_MICRO_BATCH_HALVINGS": "2"})) == (0, 2)
 
 
 def test_rows_are_halved_rounding_up_and_never_below_one(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setenv("SAMESTEP_HALVINGS", "2")
+    monkeypatch.setenv("SAMESTEP_MICRO_BATCH_HALVINGS", "2")
     with Run(global_batch=10) as run:
         sizes = [len(x) for wish in (None, 5, 1) for x in run.shard([torch.ones(1)] * 10, micro_batch=wish)]
     assert sizes == [3, 3, 3, 1] + [2] * 5 + [1] * 10

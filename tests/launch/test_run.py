@@ -241,7 +241,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path):
         while len([name for name in os.listdir() if name.startswith("up-")]) < 2:
             time.sleep(0.05)
         print(os.environ["MASTER_PORT"], os.environ["WORLD_SIZE"], os.environ["SAMESTEP_FOLDER"])
-        print(os.environ["SAMESTEP_FOLDER_TYPED"])
+        print(os.environ["SAMESTEP_FOLDER_IS_EXPLICIT"])
     """
     runs = [start(tmp_path, script, "--nproc-per-node", "1", "train.py") for _ in range(2)]
     told = [run.finish().out.split() for run in runs]

@@ -83,7 +83,7 @@ def test_training_that_fails_on_changing_world_sizes_ends_with_the_same_weights(
         answers = ranks(size, train, folder, strategy, fail_at, 3, torch.optim.AdamW, torch.float64, in_body)
     assert same(undisturbed, answers[0]) < 1e-6
     report = audit(folder)
-    assert report.sound
+    assert report.exactly_once
     trained = next(shard for shard in report.shards if shard.name == "shard-0")
     assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(at, 23) for at in range(EPOCHS)]
     assert not [name for name in names(folder) if name.startswith(".")]
@@ -173,7 +173,7 @@ def full_disk(entries):
 def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_a_step_boundary(ranks, tmp_path, failing):
     for text in ranks.errors(2, fail_to_write, tmp_path, failing):
         assert "CheckpointError: writing the checkpoint" in text
-        assert f"on rank {failing} failed: the disk is full: make room, or keep fewer with keep=" in text
+        assert f"on rank {failing} failed: the disk is full: free some space, or keep fewer with keep=" in text
         assert "the checkpoints already published are untouched" in text
         assert "in reached" in text
     time.sleep(0.1)

@@ -139,7 +139,7 @@ def test_an_epoch_and_a_pass_cannot_be_had_twice():
             assert sum(1 for step in epoch for _ in step) == 5
             with pytest.raises(DataError, match="epoch 0 was iterated twice"):
                 list(epoch)
-        with pytest.raises(DataError, match="another pass over this shard was begun before this one ended"):
+        with pytest.raises(DataError, match="a second iteration over this shard began before the first one ended"):
             [list(train) for _ in train]
         assert train.steps_per_epoch == 5
 

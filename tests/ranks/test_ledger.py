@@ -59,13 +59,13 @@ def test_every_sample_counted_once_through_failures_and_other_world_sizes(ranks,
     state = ranks(3, train, tmp_path, 3, state, 9, 7, stream)[0]
     ranks(1, train, tmp_path, 3, state, None, None, stream)
     report = audit(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     trained = next(shard for shard in report.shards if shard.name.startswith("stream" if stream else "shard-0"))
     assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(e, 17 if stream else 23) for e in range(3)]
     assert [start.world_size for start in trained.starts] == [2, 3, 1]
     answer = CliRunner().invoke(command, [str(tmp_path), "--json"])
     assert answer.exit_code == 0
-    assert json.loads(answer.stdout)["sound"] is True
+    assert json.loads(answer.stdout)["exactly_once"] is True
 
 
 def test_a_step_that_was_passed_over_is_found_and_named(ranks, tmp_path):
@@ -73,7 +73,7 @@ def test_a_step_that_was_passed_over_is_found_and_named(ranks, tmp_path):
     answer = CliRunner().invoke(command, [str(tmp_path)])
     assert answer.exit_code == 1
     assert "step 1" in answer.output
-    assert not audit(tmp_path).sound
+    assert not audit(tmp_path).exactly_once
 
 
 def skip_a_step(folder):

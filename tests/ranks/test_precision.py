@@ -122,7 +122,7 @@ def test_fp16_computes_in_fp16_and_learns_what_one_rank_learns(ranks, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(ranks, strategy):
-    if probe_bf16().verdict != "works":
+    if probe_bf16().status != "works":
         pytest.skip("bf16 kills processes on this CPU without a setting that must be made before they start")
     for result in ranks(2, learn, "bf16", strategy):
         assert result["computed"] == {torch.bfloat16}

@@ -266,11 +266,11 @@ def test_bad_datasets_are_explained():
     with pytest.raises(DataError, match="Numbers is empty: there is nothing to shard; check the path"):
         read_all(Numbers(0), 0)
     with pytest.raises(
-        DataError, match=r"collate could not make a batch of 6 samples on rank 0.*give run.shard a collate="
+        DataError, match=r"collate_fn could not make a batch of 6 samples on rank 0.*pass run.shard a collate_fn="
     ):
         read_all(Odd(), 0)
     with pytest.raises(
-        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of them"
+        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of tensors"
     ):
         read_all(Numbers(), 0, lambda samples: (torch.stack(samples), object()))
 

@@ -336,7 +336,7 @@ def full_disk(path, cache):
 
 def test_a_cache_that_cannot_grow_says_so_and_keeps_what_it_has(ranks, weights, cache):
     (text,) = ranks.errors(1, full_disk, weights, cache)
-    assert f"TeacherError: the cache {cache} cannot be written: the file may not become so large: raise the" in text
+    assert f"TeacherError: the cache {cache} cannot be written: the file would exceed the size limit: raise the" in text
     assert ", or give another folder with cache=; the rows already there stay good" in text
     assert kept(cache) == 14
     rows = ranks(1, learn, weights, cache, 1)[0][1]

@@ -167,4 +167,4 @@ def test_one_rank_that_leaves_them_out_says_so_and_the_others_end_too(ranks, str
     with pytest.raises(RankFailed) as failure:
         ranks(2, branch, strategy, {1})
     complains(failure.value.errors[1], 1, 7)
-    assert "gave no answer" not in failure.value.errors[0]
+    assert "sent no answer" not in failure.value.errors[0]

@@ -49,8 +49,8 @@ def test_a_run_that_is_not_started_has_no_folder():
     [
         ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or leave it out to take each"),
         ({"micro_batch": 2.5}, "micro_batch=2.5 is not a number of rows: pass 1 or more"),
-        ({"workers": -1}, "workers=-1 is not a number of data workers: pass 0 or more"),
-        ({"workers": "2"}, "workers='2' is not a number of data workers: pass 0 or more"),
+        ({"workers": -1}, "num_workers=-1 is not a number of data workers: pass 0 or more"),
+        ({"workers": "2"}, "num_workers='2' is not a number of data workers: pass 0 or more"),
     ],
 )
 def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):

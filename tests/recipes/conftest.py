@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from samestep.assets import pretrained as smollm2
+from samestep.assets import smollm2
 
 WORDS = 4096  # of 49,152: what a cut costs is the width of its logits
 

@@ -71,7 +71,7 @@ def test_on_a_terminal_what_a_recipe_shows_is_folded_under_itself(capsys, monkey
 
 
 @pytest.mark.parametrize("name", KNOWN.split(", "))
-def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(name):
+def test_a_recipe_has_a_page_with_a_plot_figures_and_what_it_replaces(name):
     docs = REPOSITORY / "docs" / "recipes"
     page = (docs / f"{name}.md").read_text()
     plot = re.search(r"!\[.+\]\((\S+)\)", page)
@@ -79,7 +79,7 @@ def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(
     assert (docs / plot[1]).is_file()
     assert f"samestep recipe run {name}" in page
     assert re.search(r"^\|.*\d", page, re.MULTILINE), f"{name}.md has no table of figures"
-    assert re.search(r"^## What the seeds? did by hand$", page, re.MULTILINE)
+    assert re.search(r"^## What samestep replaces$", page, re.MULTILINE)
     assert f"[{name}]({name}.md)" in (docs / "index.md").read_text()
     assert f"recipes/{name}.md" in (REPOSITORY / "mkdocs.yml").read_text()
 

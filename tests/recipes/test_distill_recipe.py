@@ -1,10 +1,10 @@
 """The recipe distill: the student learns from its teacher, the same on one rank and on two, wherever the teacher is."""
 
 import pytest
+from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 from recipes import distill
 from samestep.errors import DataError
-from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 FEW = {"count": 96, "held_out": 21, "length": 12}
 

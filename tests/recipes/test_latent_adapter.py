@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 from transformers import AutoConfig
 
 from recipes import latent_adapter
-from samestep.assets import pretrained as minilm
+from samestep.assets import minilm
 from samestep.errors import DataError
-from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 from recipes import cfg_diffusion, progressive_images
 from samestep import read_metrics
 from samestep.assets import scene
-from samestep.data.sample_rng import sample_luck
+from samestep.data.sample_rng import SampleContext
 from samestep.nn import saliency_measures
-from tests.recipes.learnt import PATIENCE, on_one_and_two, same_numbers, train
 
 LIMIT = 1e-6
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -77,7 +77,7 @@ def test_mixing_and_cropping_belong_to_the_sample():
     images = progressive_images.Images(progressive_images.digits()[0], every=1, train=True, mirror=False)
 
     def look(index: int, epoch: int) -> tuple[torch.Tensor, ...]:
-        with sample_luck(seed=0, epoch=epoch, index=index, setting=12):
+        with SampleContext(seed=0, epoch=epoch, index=index, setting=12):
             return images[index]
 
     assert look(3, 0)[0].shape == (1, 12, 12)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import police
+from tests import leak_checks
 from tests.conftest import REPOSITORY
 from tests.slurm.cluster import Cluster, start_cluster, why_not
 from tests.warm import Ranks
@@ -29,11 +29,11 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(ranks: Ranks, cluster: Cluster) -> Iterator[None]:
     """As for all tests; the daemons may stay until the last one, no job may."""
-    before = police.look(REPOSITORY)
+    before = leak_checks.take_snapshot(REPOSITORY)
     yield
     cluster.end_jobs()
-    left = police.leftovers(before, REPOSITORY, ranks.pids | cluster.pids)
-    police.clean_up(before)
+    left = leak_checks.leftovers(before, REPOSITORY, ranks.pids | cluster.pids)
+    leak_checks.clean_up(before)
     if left:
         pytest.fail("\n".join(["this test leaves something behind:", *left]), pytrace=False)
 

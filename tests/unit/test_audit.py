@@ -75,7 +75,7 @@ def _simulate_rank(
         low, high = cut.slice(step)
         writer.add(epoch, step, low, high - low)
         if rank == start.size - 1:
-            writer.add(epoch, step, cut.span(step)[0], 1, weight=0.0)  # padding, which must not count
+            writer.add(epoch, step, cut.read_range(step)[0], 1, weight=0.0)  # padding, which must not count
         if (done + 1) % start.saved_every == 0 or (start.ending == "killed" and (done * 7 + rank) % 5 == 0):
             writer.sync()
         if evaluate_every and (done + 1) % evaluate_every == 0:
@@ -225,7 +225,7 @@ def test_a_changed_record_is_a_fault_exactly_where_counting_one_by_one_finds_one
         epoch, step = divmod(done, steps)
         end = min((step + 1) * description.global_batch, description.n)
         expected.update((epoch, position) for position in range(step * description.global_batch, end))
-    assert report.sound == (counts == expected)
+    assert report.exactly_once == (counts == expected)
     missing, again = expected - counts, counts - expected
     named = {kind: sum(fault.count for fault in report.faults if fault.kind == kind) for kind in set(kinds(report))}
     assert named.get("never counted", 0) == missing.total()
@@ -243,7 +243,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_sound_run_tells_what_was_done(run):
     report = shard(run)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.number, epoch.complete, epoch.steps, epoch.samples) for epoch in report.epochs] == [
         (0, True, 10, 100),
         (1, True, 10, 100),
@@ -287,7 +287,7 @@ def test_a_record_that_is_missing_before_a_restart_is_found(run):
 
 def test_what_a_restart_superseded_may_be_missing(run):
     edit(run, 1, lambda records: np.delete(records, trained(records, epoch=1, step=2)))
-    assert shard(run).sound  # the first such record is of the first start, which the second did again
+    assert shard(run).exactly_once  # the first such record is of the first start, which the second did again
 
 
 def test_a_duplicated_record_is_named_with_its_rank(run):
@@ -425,7 +425,7 @@ def test_a_rank_may_be_behind_by_what_fits_into_memory(tmp_path, lag, found):
 def test_a_rank_a_little_behind_is_no_fault_but_noted(tmp_path):
     simulate(tmp_path, WHOLE, Start(2, 0, 8, "killed", saved_every=100))
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.complete, epoch.steps, epoch.samples) for epoch in report.epochs] == [(False, 6, 60)]
     assert report.notes == (
         "rank 0 recorded up to epoch 0, step 6, others up to epoch 0, step 8: judged is what all ranks have written "
@@ -443,7 +443,7 @@ def test_ranks_that_an_error_ended_at_an_epochs_edge_are_no_fault(tmp_path):
             writer.add(epoch, step, low, high - low)
         writer.close(failed=True)
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.complete, epoch.steps) for epoch in report.epochs] == [(True, 10), (False, 0)]
 
 
@@ -453,7 +453,7 @@ def test_a_torn_end_is_tolerated_and_noted(tmp_path, torn):
     with path_of(tmp_path, 0).open("ab") as file:
         file.write(b"\0" * torn)
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert report.notes == (
         f"rank-00000.bin: its last {torn} bytes are a record torn by a kill or a crash and are left out",
     )
@@ -488,7 +488,7 @@ def test_records_of_a_start_that_nobody_told_of_are_a_fault(tmp_path):
 def test_a_ledger_that_begins_later_says_so(tmp_path):
     simulate(tmp_path, WHOLE, Start(2, 23, 10))
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.number, epoch.complete, epoch.steps) for epoch in report.epochs] == [(2, True, 7), (3, False, 3)]
     assert report.notes == ("the ledger begins at epoch 2, step 3: nothing is known of what was before",)
 
@@ -511,7 +511,7 @@ def test_an_epoch_that_was_left_early_is_a_fault(tmp_path):
 def test_a_dropped_tail_is_no_fault_but_noted(tmp_path):
     simulate(tmp_path, replace(WHOLE, n=107, drop_last=True), Start(3, 0, 10))
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.complete, epoch.samples) for epoch in report.epochs] == [(True, 100)]
     assert report.notes == ("drop_last leaves 7 of 107 samples out of every epoch, as asked",)
 
@@ -541,7 +541,7 @@ def stream(folder: Path, n: int = 37, size: int = 3, ending: str = "well") -> No
 def test_a_stream_is_judged_by_what_it_gave(tmp_path, n):
     stream(tmp_path, n)
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [epoch.samples for epoch in report.epochs] == [n, n]
     assert [epoch.complete for epoch in report.epochs] == [True, False]  # nobody knows whether more was to come
 
@@ -593,7 +593,7 @@ def test_an_evaluation_that_was_left_early_is_no_fault(tmp_path):
         evaluate(writer, batches, 1)
         writer.close()
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(each.complete, each.samples) for each in report.evaluations] == [(False, 14), (True, 100)]
 
 
@@ -605,7 +605,7 @@ def test_a_kill_in_an_evaluation_is_no_fault(tmp_path):
             writer.flush()
         os.close(writer._file)
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [each.complete for each in report.evaluations] == [False]
 
 
@@ -660,7 +660,7 @@ def test_a_billion_samples_are_judged_by_ranges(tmp_path):
             writer.add(0, step, low, high - low)
         writer.close()
     report = shard(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.complete, epoch.samples) for epoch in report.epochs] == [(True, n)]
     edit(tmp_path, 17, lambda records: np.delete(records, trained(records, 0, 900)))
     fault = the_fault(tmp_path, "never counted")
@@ -694,7 +694,8 @@ def test_the_command_shows_a_table_and_ends_with_zero(run):
         "1",
         "2,",
         "3",
-        "sound",
+        "exactly",
+        "once",
     ]
 
 
@@ -712,10 +713,10 @@ def test_the_command_gives_json(run):
     code, text = invoke(str(run), "--json")
     report = json.loads(text)
     assert code == 0
-    assert report["sound"] is True
+    assert report["exactly_once"] is True
     assert report["folder"] == str(run)
     (told,) = report["shards"]
-    assert (told["name"], told["sound"], told["faults"], len(told["notes"])) == ("train", True, [], 1)
+    assert (told["name"], told["exactly_once"], told["faults"], len(told["notes"])) == ("train", True, [], 1)
     assert told["epochs"][2] == {"number": 2, "complete": False, "steps": 5, "samples": 50}
     code, text = invoke(str(run))
     assert "note: train: rank-00002.bin: its last 4 bytes" in text
@@ -730,10 +731,10 @@ def test_every_shard_of_a_run_is_judged(run):
         writer.close()
     edit(run, 1, lambda records: np.delete(records, trained(records, epoch=1, step=5)))
     report = audit(run)
-    assert [(each.name, each.sound) for each in report.shards] == [("test", True), ("train", False)]
-    assert not report.sound
+    assert [(each.name, each.exactly_once) for each in report.shards] == [("test", True), ("train", False)]
+    assert not report.exactly_once
     _, text = invoke(str(run))
-    assert "test 0 0 1 and 1 unfinished 0 2 sound" in " ".join(text.split())
+    assert "test 0 0 1 and 1 unfinished 0 2 exactly once" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "ledger").mkdir()])

@@ -219,7 +219,7 @@ def test_what_a_part_of_the_user_raises_is_told_with_the_checkpoint(tmp_path):
 def test_the_last_sound_one_is_never_removed(tmp_path, monkeypatch):
     save(tmp_path, [5], keep=1)
     monkeypatch.setattr(files, "_write_all", no_room)
-    with pytest.raises(CheckpointError, match="failed: the disk is full: make room"):
+    with pytest.raises(CheckpointError, match="failed: the disk is full: free some space"):
         save(tmp_path, [6], keep=1)
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000005"]
@@ -233,7 +233,7 @@ def no_room(handle, data):
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (errno.ENOSPC, "saving failed: the disk is full: make room, or keep fewer with keep="),
+        (errno.ENOSPC, "saving failed: the disk is full: free some space, or keep fewer with keep="),
         (errno.EACCES, "saving failed: there is no permission: choose a folder that you may write"),
         (errno.EROFS, "saving failed: the disk is read-only: choose another folder"),
         (errno.EIO, "saving failed: Input/output error; the checkpoints already published are untouched"),
@@ -248,7 +248,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
         free = 1000
 
     monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: Usage)
-    with pytest.raises(CheckpointError, match=r"has 1000 B free and this checkpoint needs .* KiB: make room"):
+    with pytest.raises(CheckpointError, match=r"has 1000 B free and this checkpoint needs .* KiB: free some space"):
         save(tmp_path, [1])
     assert not names(tmp_path)
 
@@ -430,7 +430,7 @@ def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_
     tmp_path, monkeypatch, typed
 ):
     monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
-    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", str(int(typed)))
+    monkeypatch.setenv("SAMESTEP_FOLDER_IS_EXPLICIT", str(int(typed)))
     with Run(global_batch=2, ledger=True) as run:
         model = run.wrap(nn.Linear(1, 1))
         data = run.shard(TensorDataset(torch.zeros(4, 1)), num_workers=0)
@@ -449,7 +449,7 @@ def test_a_folder_of_the_launchers_own_gives_way_to_that_of_restore_and_a_typed_
 
 def test_without_restore_a_run_writes_to_the_launchers_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_FOLDER", str(tmp_path / "launched"))
-    monkeypatch.setenv("SAMESTEP_FOLDER_TYPED", "0")
+    monkeypatch.setenv("SAMESTEP_FOLDER_IS_EXPLICIT", "0")
     with Run(global_batch=2) as run:
         run.log({"val/accuracy": 1.0})
     assert (tmp_path / "launched" / "summary.json").exists()

@@ -99,8 +99,8 @@ def test_restoring_from_no_folder_is_refused(tmp_path, monkeypatch, given):
     with Run(global_batch=2) as run, pytest.raises(CheckpointError) as caught:
         run.checkpoint(given, model=nn.Linear(1, 1))
     assert str(caught.value) == (
-        f'run.checkpoint({given!r}) names no folder: give one, as in run.checkpoint("out", ...), or "." for the folder in '
-        "which the script was started"
+        f'run.checkpoint({given!r}) names no folder: give one, as in run.checkpoint("out", ...), or "." for the folder '
+        "in which the script was started"
     )
 
 
@@ -144,8 +144,8 @@ def test_a_disk_without_room_for_latest_at_all_is_told_and_the_checkpoint_stays(
         with pytest.raises(CheckpointError) as caught:
             checkpoint.wait()
     assert str(caught.value) == (
-        f"{tmp_path / 'step-00000001'} is published, but to let `latest` name it failed: the disk is full: make room, "
-        "or keep fewer with keep=; the checkpoints already published are untouched"
+        f"{tmp_path / 'step-00000001'} is published, but to let `latest` name it failed: the disk is full: free some "
+        "space, or keep fewer with keep=; the checkpoints already published are untouched"
     )
     assert newest_sound(tmp_path)[1].step == 1
 
@@ -158,7 +158,7 @@ def test_a_job_whose_folder_nobody_named_leaves_the_choice_to_run_restore():
     from tests.unit.test_sbatch import PLAIN
 
     assert "--folder-is-default" not in sbatch_text(PLAIN)
-    told = sbatch_text(replace(PLAIN, folder_typed=False, module=True))
+    told = sbatch_text(replace(PLAIN, folder_is_explicit=False, module=True))
     assert "_options=(--nproc-per-node auto --folder /home/ada/runs/train --folder-is-default --module)" in told
 
 

@@ -244,7 +244,7 @@ CASES = {
         ),
     ),
     "bfloat16 is cured": (
-        replace(WELL, bf16="cured", bf16_detail="bfloat16 kills a process on this CPU (SIGILL)"),
+        replace(WELL, bf16="workaround", bf16_detail="bfloat16 kills a process on this CPU (SIGILL)"),
         Problem(
             "bf16-dies",
             False,
@@ -253,7 +253,7 @@ CASES = {
         ),
     ),
     "bfloat16 dies": (
-        replace(WELL, bf16="dies", bf16_detail="bfloat16 kills a process on this CPU (SIGILL), even so"),
+        replace(WELL, bf16="crashes", bf16_detail="bfloat16 kills a process on this CPU (SIGILL), even so"),
         Problem(
             "bf16-dies",
             True,
@@ -298,7 +298,7 @@ def test_what_is_not_wrong_is_not_mentioned(facts):
 
 
 def test_what_breaks_a_run_comes_first():
-    facts = replace(with_hardware(shm_total=0, shm_free=0), bf16="dies", bf16_detail="it dies")
+    facts = replace(with_hardware(shm_total=0, shm_free=0), bf16="crashes", bf16_detail="it dies")
     assert [symptom.rule for symptom in diagnose(facts)] == ["bf16-dies", "shm-small"]
 
 
@@ -419,7 +419,7 @@ def test_the_command_finds_a_half_set_world_and_ends_with_1(cache):
     assert "samestep run train.py" in symptom["remedy"]
     assert record["world"] is None
     assert record["software"]["torch"]
-    assert record["bf16"] in ("works", "cured", "dies")
+    assert record["bf16"] in ("works", "workaround", "crashes")
     assert record["hardware"]["cores"]["usable"] >= 1
 
 

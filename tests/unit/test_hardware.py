@@ -134,7 +134,8 @@ def test_devices_of_the_driver_are_counted_and_shm_may_be_missing(tmp_path):
 
 def test_facts_of_hardware_need_no_torch():
     script = (
-        "import sys, samestep.environment.hardware, samestep.environment.network, samestep.environment.slurm_variables, samestep.environment.diagnosis\n"
+        "import sys, samestep.environment.hardware, samestep.environment.network\n"
+        "import samestep.environment.slurm_variables, samestep.environment.diagnosis\n"
         "import samestep.cli.doctor_command\n"
         "sys.exit('torch' in sys.modules)"
     )
@@ -241,11 +242,11 @@ def test_gloo_really_listens_where_we_say(tmp_path):
     script = (
         "import json, sys, psutil, torch.distributed as dist\n"
         "from samestep.environment.network import read_network\n"
-        "from samestep.environment.world import environment\n"
+        "from samestep.environment.world import read_environ\n"
         "dist.init_process_group('gloo', store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)\n"
         "dist.barrier()\n"
         "heard = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}\n"
-        "print(json.dumps([sorted(heard), read_network(environment()).gloo.address]))\n"
+        "print(json.dumps([sorted(heard), read_network(read_environ()).gloo.address]))\n"
         "dist.destroy_process_group()\n"
     )
     done = subprocess.run(

@@ -203,7 +203,7 @@ def test_a_disk_that_does_not_flush_is_told_with_what_to_do(tmp_path, monkeypatc
     writer = open_writer(tmp_path)
     writer.add(0, 0, 0, 5)
     monkeypatch.setattr(os, "fsync", no_space)
-    told = r"rank-00000\.bin cannot be written: the disk is full: make room, or run with ledger=False"
+    told = r"rank-00000\.bin cannot be written: the disk is full: free some space, or run with ledger=False"
     with pytest.raises(LedgerError, match=told):
         writer.sync()
     with pytest.raises(LedgerError, match=told):

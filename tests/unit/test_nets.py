@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samestep import SamestepError
-from samestep.data.sample_rng import sample_luck, sample_rng
+from samestep.data.sample_rng import SampleContext, sample_rng
 from samestep.nn import embedded, losses_after, prefix_shape, unmask, unmasking_noise
 from samestep.nn import layers as resnet
 from samestep.nn import layers as transformer
@@ -74,7 +74,7 @@ def test_soft_tokens_stand_where_words_would_and_gradients_reach_them_and_the_pr
 
 
 def lucky(index):
-    with sample_luck(seed=0, epoch=0, index=index):
+    with SampleContext(seed=0, epoch=0, index=index):
         return unmasking_noise(6, 3, sample_rng())
 
 

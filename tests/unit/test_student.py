@@ -26,7 +26,7 @@ from transformers import (
     T5Model,
 )
 
-from samestep.assets import pretrained as minilm
+from samestep.assets import minilm
 from samestep.errors import TeacherError
 from samestep.teacher import Student, pooled
 

@@ -335,8 +335,8 @@ def test_changing_the_copy_does_not_change_the_environment():
 
 
 def test_a_folder_that_the_launcher_made_up_is_no_wish():
-    assert not run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "0"})
-    assert run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_TYPED": "1"})
+    assert not run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_IS_EXPLICIT": "0"})
+    assert run_folder_is_explicit({"SAMESTEP_FOLDER": "/a", "SAMESTEP_FOLDER_IS_EXPLICIT": "1"})
     assert run_folder_is_explicit({"SAMESTEP_FOLDER": "/a"})  # set by hand
 
 

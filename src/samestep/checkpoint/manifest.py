@@ -82,7 +82,7 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
-            f"{folder} has {format_bytes(free)} free and this checkpoint needs {format_bytes(needed)}: make room, or keep "
+            f"{folder} has {format_bytes(free)} free and this checkpoint needs {format_bytes(needed)}: free some space, or keep "
             "fewer with keep=; the checkpoints already published are untouched"
         )
 

@@ -30,7 +30,7 @@ def command(context: click.Context, folder: Path, as_json: bool) -> None:
     else:
         # Piped on, a table is not squeezed into the 80 columns that rich takes for granted there.
         show(report, Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH))
-    context.exit(0 if report.sound else 1)
+    context.exit(0 if report.exactly_once else 1)
 
 
 def show(report: Report, console: Console) -> None:
@@ -52,7 +52,9 @@ def _row(shard: ShardReport) -> tuple[str | Text, ...]:
     samples = sum(epoch.samples for epoch in shard.epochs)
     sizes = list(dict.fromkeys(start.world_size for start in shard.starts))
     faults = len(shard.faults)
-    verdict = Text("sound", "green") if shard.sound else Text(f"{faults} fault{'s' * (faults > 1)}", "bold red")
+    verdict = (
+        Text("exactly once", "green") if shard.exactly_once else Text(f"{faults} fault{'s' * (faults > 1)}", "bold red")
+    )
     return (
         shard.name,
         _epochs(shard),

@@ -25,7 +25,7 @@ from samestep.errors import WorldError
 from samestep.messages import format_bytes
 
 if TYPE_CHECKING:
-    from samestep.environment.bf16_probe import Bf16
+    from samestep.environment.bf16_probe import Bf16Support
 
 
 @click.command("doctor")
@@ -60,7 +60,7 @@ def gather(environ: Mapping[str, str]) -> MachineInfo:
             slurm=slurm.result(),
             world=world,
             world_error=world_error,
-            bf16=bf16.result().verdict,
+            bf16=bf16.result().status,
             bf16_detail=bf16.result().detail,
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
@@ -192,11 +192,11 @@ def _world(environ: Mapping[str, str]) -> tuple[World | None, str | None]:
         return None, str(error)
 
 
-def _try_bf16(environ: Mapping[str, str]) -> "Bf16":
-    from samestep.environment.bf16_probe import Bf16, probe_bf16
+def _try_bf16(environ: Mapping[str, str]) -> "Bf16Support":
+    from samestep.environment.bf16_probe import Bf16Support, probe_bf16
 
     if find_spec("torch") is None:
-        return Bf16("unknown", "not tried, as torch is not installed")
+        return Bf16Support("unknown", "not tried, as torch is not installed")
     return probe_bf16(environ)
 
 

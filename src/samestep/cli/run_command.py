@@ -161,7 +161,7 @@ def _decide(typed: Typed) -> tuple[Job, int, int]:
         rendezvous=rendezvous,
         max_restarts=typed["max_restarts"],
         folder=make_folder(typed["folder"], folder_name(target, datetime.now().astimezone())).absolute(),
-        folder_typed=typed["folder"] is not None and not typed["folder_is_default"],
+        folder_is_explicit=typed["folder"] is not None and not typed["folder_is_default"],
         show=typed["show"],
         verbose=typed["verbose"],
         time_limit=typed["time_limit"] or "",

@@ -124,7 +124,7 @@ def _decide(typed: Typed, folder: Path) -> SlurmJob:
         nodes=typed["nodes"],
         processes=typed["processes"],
         folder=folder.absolute(),
-        folder_typed=typed["folder"] is not None,
+        folder_is_explicit=typed["folder"] is not None,
         directory=Path.cwd(),
         python=sys.executable,
         seconds=None if typed["time"] is None else read_time_limit("--time", typed["time"]),

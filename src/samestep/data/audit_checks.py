@@ -84,7 +84,7 @@ class ShardReport:
     """What is worth knowing and no fault."""
 
     @property
-    def sound(self) -> bool:
+    def exactly_once(self) -> bool:
         """Whether every sample counted exactly once, as far as the run has come."""
         return not self.faults
 
@@ -97,14 +97,14 @@ class Report:
     shards: tuple[ShardReport, ...]
 
     @property
-    def sound(self) -> bool:
+    def exactly_once(self) -> bool:
         """Whether all shards are."""
-        return all(shard.sound for shard in self.shards)
+        return all(shard.exactly_once for shard in self.shards)
 
     def as_record(self) -> dict[str, object]:
         """The same as plain values, for JSON."""
-        shards = [{"sound": shard.sound, **asdict(shard)} for shard in self.shards]
-        return {"folder": str(self.folder), "sound": self.sound, "shards": shards}
+        shards = [{"exactly_once": shard.exactly_once, **asdict(shard)} for shard in self.shards]
+        return {"folder": str(self.folder), "exactly_once": self.exactly_once, "shards": shards}
 
 
 _Positions = npt.NDArray[np.int64]

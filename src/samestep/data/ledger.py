@@ -345,23 +345,23 @@ class ShardLedger:
                 start=(epoch, step),
             )
 
-    def trained(self, epoch: int, step: int, first: int, count: int) -> None:
+    def record_training(self, epoch: int, step: int, first: int, count: int) -> None:
         """Write down this rank's slice of a step that counted."""
         assert self._writer is not None
         self._writer.add(epoch, step, first, count)
 
-    def begin_pass(self, epoch: int, step: int) -> int:
+    def begin_evaluation(self, epoch: int, step: int) -> int:
         """The number of an evaluation that begins while training stands at (epoch, step)."""
         self.begin(epoch, step)
         self._passes += 1
         return self._passes - 1
 
-    def evaluated(self, number: int, batch: int, first: int, count: int) -> None:
+    def record_evaluation(self, number: int, batch: int, first: int, count: int) -> None:
         """Write down one batch of an evaluation."""
         assert self._writer is not None
         self._writer.evaluated(number, batch, first, count)
 
-    def passed(self, number: int) -> None:
+    def end_evaluation(self, number: int) -> None:
         """Write down that an evaluation is over."""
         assert self._writer is not None
         self._writer.passed(number)

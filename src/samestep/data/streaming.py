@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from samestep.data.partition import Partition, PositionRange, split_evenly
-from samestep.data.sample_rng import sample_luck
+from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError, StateError
 from samestep.messages import info
 
@@ -139,7 +139,7 @@ class StreamStep:
     """Samples in the whole step over all ranks; None where ranks can only find it together, by a sum."""
     state: object
     """Where a stream with `state_dict` stands after this step, to be given as `start_state`; None for others."""
-    pad: object = None
+    padding_sample: object = None
     """The step's first sample where this rank has none of its own, to fill a batch with; None otherwise."""
 
 
@@ -279,7 +279,7 @@ class StreamPartition(IterableDataset[StreamStep]):
         try:
             with unsplit():
                 for place, position in enumerate(positions):
-                    with sample_luck(self.seed, self.epoch, position):
+                    with SampleContext(self.seed, self.epoch, position):
                         record = next(records, _End.REACHED)
                     if record is _End.REACHED:
                         return place, kept
@@ -310,7 +310,7 @@ class StreamPartition(IterableDataset[StreamStep]):
         if self.decode is None:
             return record
         try:
-            with sample_luck(self.seed, self.epoch, position):
+            with SampleContext(self.seed, self.epoch, position):
                 return self.decode(record)
         except Exception as error:
             raise self._failed("decode failed", position, error) from error

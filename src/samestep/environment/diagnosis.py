@@ -32,7 +32,7 @@ class MachineInfo:
     """This process among its peers, or None where the environment contradicts itself."""
     world_error: str | None
     """How it contradicts itself."""
-    bf16: Literal["works", "cured", "dies", "unknown"]
+    bf16: Literal["works", "workaround", "crashes", "unknown"]
     """What became of a bfloat16 product on the CPU."""
     bf16_detail: str
     """The same in words."""
@@ -224,13 +224,13 @@ def _reachable(network: Network) -> str:
 
 
 def _bf16_dies(facts: MachineInfo) -> Iterator[Row]:
-    if facts.bf16 == "cured":
+    if facts.bf16 == "workaround":
         yield (
             False,
             facts.bf16_detail,
             "start with `samestep run`, which sets it, or export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
         )
-    elif facts.bf16 == "dies":
+    elif facts.bf16 == "crashes":
         yield True, facts.bf16_detail, "train in float32 or float16 on this CPU"
 
 

@@ -86,10 +86,10 @@ _SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
 _HERE = "127.0.0.1"
-MICRO_BATCH_HALVINGS = "SAMESTEP_HALVINGS"
+MICRO_BATCH_HALVINGS = "SAMESTEP_MICRO_BATCH_HALVINGS"
 """The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
 
-_LOOKED_AT = "SAMESTEP_LOOKED_AT"
+_IMPORT_ONLY = "SAMESTEP_IMPORT_ONLY"
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,16 @@ def export(variables: Mapping[str, str]) -> None:
 @contextmanager
 def import_without_running() -> Generator[None]:
     """Mark this process, and those it starts inside, as one that looks at a script and does not train it."""
-    os.environ[_LOOKED_AT] = "1"
+    os.environ[_IMPORT_ONLY] = "1"
     try:
         yield
     finally:
-        os.environ.pop(_LOOKED_AT, None)
+        os.environ.pop(_IMPORT_ONLY, None)
 
 
 def refuse_if_only_imported(what: str, environ: Mapping[str, str] | None = None) -> None:
     """Raise where a script that is only looked at does `what`, which belongs to training."""
-    if _LOOKED_AT in (read_environ() if environ is None else environ):
+    if _IMPORT_ONLY in (read_environ() if environ is None else environ):
         raise PlanError(
             f"{what} by a script that `samestep plan` only looks at: put what trains into a function, main(), and call "
             'it under `if __name__ == "__main__":`'
@@ -173,7 +173,7 @@ def run_folder(environ: Mapping[str, str] | None = None) -> Path | None:
 
 def run_folder_is_explicit(environ: Mapping[str, str] | None = None) -> bool:
     """Whether somebody named SAMESTEP_FOLDER, by --folder or by hand; else the launcher made up a name."""
-    return (read_environ() if environ is None else environ).get("SAMESTEP_FOLDER_TYPED", "1") != "0"
+    return (read_environ() if environ is None else environ).get("SAMESTEP_FOLDER_IS_EXPLICIT", "1") != "0"
 
 
 def launch_name(environ: Mapping[str, str] | None = None) -> str:

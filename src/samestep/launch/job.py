@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from samestep.environment.bf16_probe import Bf16
+from samestep.environment.bf16_probe import Bf16Support
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import export, read_environ
 from samestep.errors import LaunchError
@@ -71,7 +71,7 @@ class Job:
     """How often all ranks are started anew after a failure."""
     folder: Path
     """Absolute path of the run's folder; logs lie beneath it."""
-    folder_typed: bool = True
+    folder_is_explicit: bool = True
     """Whether the user named it; else run.checkpoint may name another for what the run writes."""
     show: Show = "first"
     """Whose output reaches the console: the first rank's of this node, or everybody's."""
@@ -306,21 +306,21 @@ class RankVariables:
     """What was set and why, in one line."""
 
 
-def choose_variables(job: Job, environ: Mapping[str, str], cores: int, gpus: int, bf16: Bf16) -> RankVariables:
+def choose_variables(job: Job, environ: Mapping[str, str], cores: int, gpus: int, bf16: Bf16Support) -> RankVariables:
     """Decide what to set for the ranks; what the user has set stays."""
     shared = f"{_count(cores, 'core')} for {_count(job.processes, 'rank')}, {_count(gpus, 'GPU')}"
     wanted = {"OMP_NUM_THREADS": (str(count_threads(job.processes, cores)), shared)}
     if job.may_restart:
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         wanted[name] = ("1", "the store that torch shares with its agent keeps dead addresses over a restart")
-    for name, value in bf16.cure.items():
+    for name, value in bf16.workaround.items():
         wanted[name] = (value, bf16.detail)
     values = {name: value for name, (value, _) in wanted.items() if name not in environ}
     told = [
         f"{name}={value} ({reason})" if name in values else f"{name}={environ[name]} (as you set it)"
         for name, (value, reason) in wanted.items()
     ]
-    folder = {"SAMESTEP_FOLDER": str(job.folder), "SAMESTEP_FOLDER_TYPED": str(int(job.folder_typed))}
+    folder = {"SAMESTEP_FOLDER": str(job.folder), "SAMESTEP_FOLDER_IS_EXPLICIT": str(int(job.folder_is_explicit))}
     return RankVariables({**values, **folder}, "; ".join(told))
 
 

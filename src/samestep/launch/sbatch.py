@@ -51,7 +51,7 @@ class SlurmJob:
     """Absolute path of the folder in which the script starts."""
     python: str
     """Absolute path of the interpreter."""
-    folder_typed: bool = True
+    folder_is_explicit: bool = True
     """Whether the user named the folder; else run.checkpoint may move what the ranks write to its own."""
     seconds: int | None = None
     """Time limit; None takes the partition's own."""
@@ -101,7 +101,7 @@ def sbatch_text(job: SlurmJob) -> str:
     _check(job)
     directives = [f"#SBATCH --{name}{'' if value is None else f'={_quote(name, value)}'}" for name, value in _ask(job)]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables]
-    flags = {"--folder-is-default": not job.folder_typed, "--module": job.module}
+    flags = {"--folder-is-default": not job.folder_is_explicit, "--module": job.module}
     options = ["--nproc-per-node", job.processes, "--folder", str(job.folder), *(name for name in flags if flags[name])]
     values = [
         f"_python={shlex.quote(job.python)}",

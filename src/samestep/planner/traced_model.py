@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.data.loader import map_tensors, tensors_of
+from samestep.data.loader import list_tensors, map_tensors
 from samestep.errors import DataError, PlanError
 from samestep.torch_private import cannot_be_traced, has_no_memory, with_memory
 
@@ -99,7 +99,7 @@ def _check_model(build_name: str, model: nn.Module) -> None:
 
 def _count_samples(build_name: str, example: object) -> int:
     try:
-        tensors = tensors_of(example)
+        tensors = list_tensors(example)
     except DataError as error:
         raise PlanError(f"{build_name} returned an invalid example batch: {error}") from error
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]

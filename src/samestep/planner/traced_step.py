@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from samestep.data.loader import tensors_of
+from samestep.data.loader import list_tensors
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import PlanError
 from samestep.parallel.acceleration import turn_on_fused
@@ -76,7 +76,7 @@ class StepTracer:
         tracker = MemoryTracker(cuda=self.on_cuda, counter=counter)
         model, batch = self.traced.model, self.traced.batch(samples)
         state = _state_tensors(self.optimizer)
-        tracker.add_existing([*model.parameters(), *model.buffers(), *state, *tensors_of(batch)])
+        tracker.add_existing([*model.parameters(), *model.buffers(), *state, *list_tensors(batch)])
         hooks = [p.register_post_accumulate_grad_hook(tracker.mark_gradient) for p in self._trainable]
         try:
             with tracker:
@@ -90,7 +90,7 @@ class StepTracer:
             for hook in hooks:
                 hook.remove()
             self.optimizer.zero_grad()
-        return StepTrace(tracker.timeline, forward_flops, storage_bytes(tensors_of(batch)))
+        return StepTrace(tracker.timeline, forward_flops, storage_bytes(list_tensors(batch)))
 
     def _first_step(self, samples: int) -> int:
         """Create the optimizer state; returns the bytes of all gradients."""

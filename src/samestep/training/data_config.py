@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
-from samestep.data.loader import check_workers, choose_workers
+from samestep.data.loader import check_num_workers, choose_num_workers
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World, micro_batch_halvings
 from samestep.errors import DataError
@@ -60,8 +60,8 @@ class Terms:
     def workers_for(self, dataset: object, wish: int | None) -> int:
         """The wish, or a choice that is said."""
         if wish is not None:
-            return check_workers(wish)
-        workers, reason = choose_workers(dataset, read_hardware().cores.usable, self.world.local_size)
+            return check_num_workers(wish)
+        workers, reason = choose_num_workers(dataset, read_hardware().cores.usable, self.world.local_size)
         self._say_once(f"data workers: {workers} a rank ({reason}); set workers= to change it")
         return workers
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator, RankStatus
 from samestep.loggers.console import Console
-from samestep.loggers.loggers import Loggers, check_log_step, check_metric_name, number
+from samestep.loggers.loggers import Loggers, check_log_step, check_metric_name, check_metric_value
 
 _LATE_SECONDS: Final = 2.0  # twice the time between two pulses
 _LOOK_SECONDS: Final = 1.0
@@ -126,7 +126,7 @@ class Pending:
     def add(self, step: int, name: str, value: object) -> None:
         """Keep one value; a tensor is not read yet, since that would wait for the device."""
         lazy = isinstance(value, torch.Tensor) and value.shape == _SINGLE and not value.is_complex()
-        kept = value.detach().clone() if lazy and isinstance(value, torch.Tensor) else number(name, value)
+        kept = value.detach().clone() if lazy and isinstance(value, torch.Tensor) else check_metric_value(name, value)
         self.values[check_log_step(step), check_metric_name(name)] = kept
 
     def take(self) -> tuple[list[Row], list[float]]:
@@ -195,9 +195,9 @@ class Writer:
     def say(self, text: str) -> None:
         """Print at once; the text log gets it when it is opened."""
         if self._sinks is not None:
-            self._sinks.say(text)
+            self._sinks.print(text)
         else:
-            self._console.say(text)
+            self._console.print(text)
             self._said.append(text)
 
     def write(self, records: Mapping[Row, float]) -> None:
@@ -221,7 +221,7 @@ class Writer:
     def _opened(self) -> Loggers:
         self._sinks = self._open()
         for text in self._said:
-            self._sinks.keep(text)
+            self._sinks.print_to_file(text)
         return self._sinks
 
 

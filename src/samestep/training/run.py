@@ -13,7 +13,7 @@ from torch import nn
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.parts import Ground, Stateful
 from samestep.checkpoint.restore import folder_of, restore
-from samestep.data.loader import Collate, MapDataset
+from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
@@ -128,7 +128,7 @@ class Run(Collectives):
         *,
         shuffle: bool = False,
         sampling_weights: "torch.Tensor | None" = None,
-        collate_fn: Collate | None = None,
+        collate_fn: CollateFn | None = None,
         num_workers: int | None = None,
         drop_last: bool = False,
         micro_batch: int | None = None,
@@ -144,7 +144,7 @@ class Run(Collectives):
         dataset: Iterable[object],
         *,
         decode: Callable[[object], object] | None = None,
-        collate_fn: Collate | None = None,
+        collate_fn: CollateFn | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
         micro_batch: int | None = None,

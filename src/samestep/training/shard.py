@@ -12,10 +12,10 @@ import torch
 
 from samestep.data import partition as plan_batch
 from samestep.data.ledger import ShardDescription, ShardLedger
-from samestep.data.loader import Collate, Loader, MapDataset, Request
+from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
 from samestep.data.partition import EvaluationPartition, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import Absent, SampleIds, evaluating, sample_keys
+from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
 from samestep.errors import DataError, StateError
 from samestep.messages import WarnOnce, info
 from samestep.training.data_config import Terms
@@ -72,7 +72,7 @@ class Source:
     """The user's dataset."""
     order: SampleOrder
     """Which sample stands at which position."""
-    collate: Collate | None
+    collate: CollateFn | None
     """Makes a batch of samples; None: torch's default."""
     workers: int
     """Data workers of this rank."""
@@ -92,7 +92,7 @@ class Shard:
         self, source: Source, cut: Partition, engine: RunEngine, account: ShardLedger | None, name: str
     ) -> None:
         self._source, self._cut, self._engine, self._account, self._name = source, cut, engine, account, name
-        self._reader = OrderReader(source.order, cut.span, cut.steps)
+        self._reader = OrderReader(source.order, cut.read_range, cut.steps)
         self._loaders: dict[str, Loader] = {}
         engine.at_end.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
         self._epoch = self._step = 0
@@ -118,17 +118,17 @@ class Shard:
         setting = self._setting(self._engine.epoch)
         # A sharded model needs equally many calls on every rank, not equal shapes: only a batch without any sample is
         # filled, and with one row.
-        requests = (Request(0, np.arange(*whole.span(k)), setting) for k in range(len(whole)))
-        number = self._account.begin_pass(self._epoch, self._step) if self._account else 0
+        requests = (BatchRequest(0, np.arange(*whole.read_range(k)), setting) for k in range(len(whole)))
+        number = self._account.begin_evaluation(self._epoch, self._step) if self._account else 0
         for k, data in enumerate(self._loader("evaluation").read(requests)):
             part = whole.batch(k)
-            samples = SampleIds(self._name, self._engine.epoch, list(range(*whole.span(k))), part.real)
-            with self._engine.padding.handed_out(rows=0 if part.real else 1), evaluating(samples):
+            samples = SampleIds(self._name, self._engine.epoch, list(range(*whole.read_range(k))), part.real)
+            with self._engine.padding.handed_out(rows=0 if part.real else 1), evaluation_batch(samples):
                 yield data
             if self._account:
-                self._account.evaluated(number, k, part.start, part.real)
+                self._account.record_evaluation(number, k, part.start, part.real)
         if self._account:
-            self._account.passed(number)
+            self._account.end_evaluation(number)
 
     def state_dict(self) -> dict[str, int]:
         """Where training stands, the same on every rank: valid on any world size and any number of workers."""
@@ -190,17 +190,17 @@ class Shard:
         self._step = index + 1
         if self._account:
             begin, end = self._cut.slice(index)
-            self._account.trained(epoch, index, begin, end - begin)
+            self._account.record_training(epoch, index, begin, end - begin)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         asked: deque[tuple[int, np.ndarray]] = deque()
         setting = self._setting(epoch)
         fewest = self._engine.fewest_rows
 
-        def upcoming() -> Iterator[Request]:
+        def upcoming() -> Iterator[BatchRequest]:
             """What to read, in order; how it is to be weighed waits in `asked`."""
             for index in range(first, self._cut.steps):
-                indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
+                indices, start = self._reader.read(epoch, index), self._cut.read_range(index)[0]
                 if self._cut.rank == 0 and (told := _tell_copies(self._cut, index, fewest)):
                     self._voice.warn_once(told)
                 for part in self._cut.micro_batches(index):
@@ -208,7 +208,7 @@ class Shard:
                     if fewest:  # ranks need equally many backward passes, not equal shapes
                         chosen = np.resize(chosen, max(part.real, fewest))
                     asked.append((part.real, chosen))
-                    yield Request(epoch, chosen, setting)
+                    yield BatchRequest(epoch, chosen, setting)
 
         for data in self._loader("training").read(upcoming()):
             real, indices = asked.popleft()
@@ -227,11 +227,13 @@ class Shard:
         return self._weights[rows, real]
 
     def _pass(self) -> EvaluationPartition:
-        rows = self._cut.micro_batch or -(-self._cut.global_batch // self._cut.size)
-        return EvaluationPartition(self._cut.n, rows, self._cut.rank, self._cut.size, lockstep=self._engine.lockstep)
+        rows = self._cut.micro_batch or -(-self._cut.global_batch // self._cut.world_size)
+        return EvaluationPartition(
+            self._cut.n, rows, self._cut.rank, self._cut.world_size, lockstep=self._engine.lockstep
+        )
 
     def _setting(self, epoch: int) -> object:
-        return Absent.SETTING if self._source.settings is None else self._source.settings(epoch)
+        return NO_SETTING if self._source.settings is None else self._source.settings(epoch)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers for each purpose: an evaluation in the midst of an epoch must not disturb it."""
@@ -251,7 +253,7 @@ class Reading:
     """Another order in every epoch."""
     weights: torch.Tensor | None
     """Draw with replacement by these."""
-    collate: Collate | None
+    collate: CollateFn | None
     """Makes a batch of samples."""
     workers: int | None
     """Data workers of each rank; None: chosen by the cores."""
@@ -326,16 +328,21 @@ def _tell_copies(cut: Partition, index: int, fewest: int) -> str | None:
     """What to say of a step in which some rank has fewer samples than BatchNorm can compute with."""
     start, stop = cut.positions(index)
     count = cut.shape(index)[0]
-    if (stop - start) // cut.size // count >= fewest:
+    if (stop - start) // cut.world_size // count >= fewest:
         return None
     return (
-        f"step {index} of each epoch has {stop - start} sample(s) for {cut.size} rank(s) in {count} micro-batch(es) "
-        f"each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the loss but enter the "
-        "statistics of BatchNorm; another global_batch or micro_batch, or run.shard(drop_last=True), avoids it"
+        f"step {index} of each epoch has {stop - start} sample(s) for {cut.world_size} rank(s) in {count} "
+        f"micro-batch(es) each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the "
+        "loss but enter the statistics of BatchNorm; another global_batch or micro_batch, or "
+        "run.shard(drop_last=True), avoids it"
     )
 
 
 def _rows(indices: np.ndarray, part: plan_batch.MicroBatchRows, start: int) -> np.ndarray:
     """The dataset indices of a micro-batch's rows; `indices` are those of the positions from `start` on."""
     real = indices[part.start - start : part.stop - start]
-    return real if not part.padding else np.concatenate([real, np.repeat(indices[part.pad - start], part.padding)])
+    return (
+        real
+        if not part.padding
+        else np.concatenate([real, np.repeat(indices[part.padding_position - start], part.padding)])
+    )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.data.ledger import ShardDescription, ShardLedger
-from samestep.data.loader import Collate, WorkerSetup, check_workers, defer_signals, move_to_device
+from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import Partition
 from samestep.data.sample_rng import sample_keys
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
@@ -30,7 +30,7 @@ class StreamSource:
     """The user's iterable dataset."""
     decode: Callable[[object], object] | None
     """Makes a sample of a record that this rank keeps."""
-    collate: Collate | None
+    collate: CollateFn | None
     """Makes a batch of samples; None: torch's default."""
     workers: int
     """Data workers of this rank; each reads the whole stream and keeps its steps."""
@@ -125,7 +125,7 @@ class Stream:
         self._stand_behind(place, part)
         if self._account:
             first = part.positions[0] if part.positions else place.index * self._terms.global_batch
-            self._account.trained(place.epoch, place.index, first, len(part.positions))
+            self._account.record_training(place.epoch, place.index, first, len(part.positions))
 
     def _stand_behind(self, place: StepPlace, part: StreamStep) -> None:
         self._step, self._number, self._place = place.index + 1, place.number + 1, part.state
@@ -167,7 +167,7 @@ class Stream:
     def _micro_batches(self, part: StreamStep, largest: int, epoch: int) -> Iterator[MicroBatch]:
         """Equally many of equal shape on every rank; one with too few samples repeats a sample without weight."""
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
-        self._spare = samples[-1:] or ([part.pad] if part.pad is not None else self._spare)
+        self._spare = samples[-1:] or ([part.padding_sample] if part.padding_sample is not None else self._spare)
         assert self._spare  # a step has a sample on some rank, and a rank without any is given one of theirs
         cut = Partition(largest, largest, 0, 1, self._source.micro_batch)
         collate, fewest = self._source.collate or default_collate, self._engine.fewest_rows
@@ -188,7 +188,7 @@ class Stream:
 def open_stream(terms: Terms, source: StreamSource) -> Stream:
     """A stream under the terms of a run."""
     check_stream(source.dataset)
-    check_workers(source.workers)
+    check_num_workers(source.workers)
     if is_sharded(source.dataset) and terms.ledger:
         raise DataError(
             "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave "

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from samestep.data.loader import tensors_of
+from samestep.data.loader import list_tensors
 from samestep.errors import DataError, WrapError
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.training.auto_plan import PlanSite, decide
@@ -42,7 +42,7 @@ def wrap_model(
 def _check_example(example: object) -> None:
     """Raise where there is no batch to trace a step with."""
     try:
-        sizes = [len(tensor) for tensor in tensors_of(example) if tensor.dim()]
+        sizes = [len(tensor) for tensor in list_tensors(example) if tensor.dim()]
     except DataError:
         sizes = []
     if not sizes or not sizes[0]:

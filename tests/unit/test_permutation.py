@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.partition import EvaluationPartition, Partition
-from samestep.data.permutation import SMALL, OrderReader, SampleOrder
+from samestep.data.permutation import TABLE_LIMIT, OrderReader, SampleOrder
 from samestep.errors import DataError
 
 LARGE = 10**9
@@ -39,14 +39,14 @@ def test_without_shuffle_the_order_is_the_dataset_as_it_stands() -> None:
     assert order.at(4, np.array([5, 2])).tolist() == [5, 2]
 
 
-@pytest.mark.parametrize("n", [1, 2, 1000, SMALL, SMALL + 1, 3_000_001])
+@pytest.mark.parametrize("n", [1, 2, 1000, TABLE_LIMIT, TABLE_LIMIT + 1, 3_000_001])
 def test_a_shuffled_epoch_holds_every_index_once(n: int) -> None:
     indices = SampleOrder(n, seed=5, shuffle=True).indices(2, 0, n)
     assert indices.dtype == np.int64
     assert np.array_equal(np.sort(indices), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [1000, SMALL, SMALL + 1, LARGE])
+@pytest.mark.parametrize("n", [1000, TABLE_LIMIT, TABLE_LIMIT + 1, LARGE])
 def test_seeds_and_epochs_have_orders_of_their_own(n: int) -> None:
     orders = [
         SampleOrder(n, seed, shuffle=True).indices(epoch, 0, 100).tolist()
@@ -68,7 +68,7 @@ def test_numpys_global_state_neither_matters_nor_changes() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 1 << 62), st.integers(), st.integers(0, 1000), st.data())
 def test_any_slice_is_that_part_of_the_epoch(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
-    order = SampleOrder(n if n > SMALL else n % 3000 + 1, seed, shuffle=True)
+    order = SampleOrder(n if n > TABLE_LIMIT else n % 3000 + 1, seed, shuffle=True)
     start = data.draw(st.integers(0, order.n))
     stop = data.draw(st.integers(start, min(order.n, start + 300)))
     part = order.indices(epoch, start, stop)
@@ -103,12 +103,12 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
         tracemalloc.stop()
         return used
 
-    peak(2 * SMALL)
-    assert peak(1 << 61) <= 1.2 * peak(2 * SMALL) < 8e6
+    peak(2 * TABLE_LIMIT)
+    assert peak(1 << 61) <= 1.2 * peak(2 * TABLE_LIMIT) < 8e6
 
 
 def test_an_order_travels_to_another_process_without_its_arrays() -> None:
-    order = SampleOrder(SMALL, seed=4, shuffle=True)
+    order = SampleOrder(TABLE_LIMIT, seed=4, shuffle=True)
     first = order.indices(0, 0, 100)
     packed = pickle.dumps(order)
     assert len(packed) < 500
@@ -157,17 +157,23 @@ def test_the_smallest_weights_a_float_can_hold_draw_only_samples_that_have_one()
     [
         (
             [1.0, -2.0, 1.0],
-            "1 of 3 weights are negative, nan or infinite, first weights[1] = -2.0: every weight must",
+            "1 of 3 sampling_weights are negative, nan or infinite, first sampling_weights[1] = -2.0: every weight",
         ),
-        ([np.nan, 1.0, np.inf], "2 of 3 weights are negative, nan or infinite, first weights[0] = nan"),
-        ([0.0, 0.0, 0.0], "all 3 weights are 0, so no sample can be drawn: give at least one sample a weight above 0"),
-        ([1.0, 1.0], "weights have shape (2,) and the dataset has 3 samples: give one weight for each sample"),
-        ([[1.0, 1.0, 1.0]], "weights have shape (1, 3) and the dataset has 3 samples"),
+        (
+            [np.nan, 1.0, np.inf],
+            "2 of 3 sampling_weights are negative, nan or infinite, first sampling_weights[0] = nan",
+        ),
+        (
+            [0.0, 0.0, 0.0],
+            "all 3 sampling_weights are 0, so no sample can be drawn: give at least one sample a weight",
+        ),
+        ([1.0, 1.0], "sampling_weights have shape (2,) and the dataset has 3 samples: pass one weight per sample"),
+        ([[1.0, 1.0, 1.0]], "sampling_weights have shape (1, 3) and the dataset has 3 samples"),
         (
             ["a", "b", "c"],
-            "weights must be one number for each of the 3 samples, and are not numbers: could not",
+            "sampling_weights are not numbers (could not",
         ),
-        ([1e308, 1e308, 1.0], "the sum of the 3 weights is too large for a float64: divide them by 1e+308"),
+        ([1e308, 1e308, 1.0], "the sum of the 3 sampling_weights overflows float64: divide them by 1e+308"),
     ],
 )
 def test_bad_weights_say_which_and_why(weights, message: str) -> None:
@@ -185,7 +191,7 @@ def test_bad_weights_say_which_and_why(weights, message: str) -> None:
         (lambda: SampleOrder(-3, 0), "the dataset is empty: it has -3 samples"),
         (
             lambda: SampleOrder((1 << 62) + 1, 0),
-            f"the dataset says it has {(1 << 62) + 1} samples and an order holds at",
+            f"the dataset reports {(1 << 62) + 1} samples, and samestep supports at most {1 << 62}: check its __len__",
         ),
         (
             lambda: SampleOrder(10, 0).indices(0, 5, 11),
@@ -208,12 +214,12 @@ def test_what_has_no_order_says_so_with_numbers(make, message: str) -> None:
 def read_epoch(order: SampleOrder, epoch: int, cut_of, steps: range) -> list[list[int]]:
     """The global batches of some steps, put together from what every rank reads."""
     cuts = cut_of()
-    readers = [OrderReader(order, cut.span, cut.steps) for cut in cuts]
+    readers = [OrderReader(order, cut.read_range, cut.steps) for cut in cuts]
     batches: list[list[int]] = []
     for step in steps:
         batches.append([])
         for cut, reader in zip(cuts, readers, strict=True):
-            first, indices = cut.span(step)[0], reader.read(epoch, step)
+            first, indices = cut.read_range(step)[0], reader.read(epoch, step)
             for piece in cut.micro_batches(step):
                 batches[-1] += indices[piece.start - first : piece.stop - first].tolist()
     return batches
@@ -249,17 +255,17 @@ def test_a_resume_on_another_world_size_continues_at_exactly_the_next_sample(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=30), st.booleans())
 def test_a_reader_may_be_asked_for_any_step_at_any_time(asked: list[tuple[int, int]], large: bool) -> None:
-    order = SampleOrder(SMALL + 7 if large else 1000, seed=2, shuffle=True)
-    cut = Partition(order.n, global_batch=-(-order.n // 41), rank=1, size=3)
-    reader = OrderReader(order, cut.span, cut.steps)
+    order = SampleOrder(TABLE_LIMIT + 7 if large else 1000, seed=2, shuffle=True)
+    cut = Partition(order.n, global_batch=-(-order.n // 41), rank=1, world_size=3)
+    reader = OrderReader(order, cut.read_range, cut.steps)
     for epoch, step in asked:
         step %= cut.steps
-        assert np.array_equal(reader.read(epoch, step), order.indices(epoch, *cut.span(step)))
+        assert np.array_equal(reader.read(epoch, step), order.indices(epoch, *cut.read_range(step)))
 
 
 def test_a_reader_follows_an_evaluation_pass() -> None:
-    passes = [EvaluationPartition(n=1003, rows=64, rank=rank, size=3, lockstep=True) for rank in range(3)]
-    readers = [OrderReader(SampleOrder(1003, seed=0), one.span, len(one)) for one in passes]
+    passes = [EvaluationPartition(n=1003, rows=64, rank=rank, world_size=3, lockstep=True) for rank in range(3)]
+    readers = [OrderReader(SampleOrder(1003, seed=0), one.read_range, len(one)) for one in passes]
     read = [i for one, reader in zip(passes, readers, strict=True) for k in range(len(one)) for i in reader.read(0, k)]
     assert read == list(range(1003))
 
@@ -273,8 +279,8 @@ def test_a_reader_computes_only_what_its_rank_takes() -> None:
             return super().at(epoch, positions)
 
     order = Counted(LARGE, seed=0, shuffle=True)
-    cut = Partition(LARGE, global_batch=256 * 64, rank=63, size=64)
-    reader = OrderReader(order, cut.span, cut.steps)
+    cut = Partition(LARGE, global_batch=256 * 64, rank=63, world_size=64)
+    reader = OrderReader(order, cut.read_range, cut.steps)
     for step in range(1000):
         reader.read(0, step)
     assert len(asked) < 10
@@ -282,8 +288,8 @@ def test_a_reader_computes_only_what_its_rank_takes() -> None:
 
 
 def test_a_step_beyond_the_epoch_is_refused_by_its_cut() -> None:
-    cut = Partition(10, global_batch=4, rank=0, size=1)
-    reader = OrderReader(SampleOrder(10, seed=0), cut.span, cut.steps)
+    cut = Partition(10, global_batch=4, rank=0, world_size=1)
+    reader = OrderReader(SampleOrder(10, seed=0), cut.read_range, cut.steps)
     reader.read(0, 2)
     with pytest.raises(DataError, match="step 3 is not in an epoch of 3 steps"):
         reader.read(0, 3)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from samestep.data.permutation import SMALL, SampleOrder, feistel, key64
+from samestep.data.permutation import TABLE_LIMIT, FeistelPermutation, SampleOrder, key64
 
 LEAST_P = 1e-4
 Permutations = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ def arrays(n: int, keys: int) -> Permutations:
 def networks(n: int, keys: int) -> Permutations:
     """Rows of whole Feistel networks, also where an SampleOrder would use an array."""
     positions = np.arange(n)
-    return np.stack([feistel(n, key64(1, seed, 0)).at(positions) for seed in range(keys)])
+    return np.stack([FeistelPermutation(n, key64(1, seed, 0)).at(positions) for seed in range(keys)])
 
 
 two_ways = pytest.mark.parametrize(
@@ -101,7 +101,9 @@ def cycles(order: list[int]) -> int:
 
 
 @pytest.fixture(
-    scope="module", params=[SMALL, SMALL + 1, SMALL + 12_345, 1 << 21], ids=["array", "n+1", "n+12345", "2n"]
+    scope="module",
+    params=[TABLE_LIMIT, TABLE_LIMIT + 1, TABLE_LIMIT + 12_345, 1 << 21],
+    ids=["array", "n+1", "n+12345", "2n"],
 )
 def epoch(request: pytest.FixtureRequest) -> Permutations:
     return SampleOrder(request.param, seed=9, shuffle=True).indices(1, 0, request.param)
@@ -135,7 +137,7 @@ def test_low_parts_of_neighbouring_indices_are_independent(epoch: Permutations, 
     assert stats.chi2_contingency(counts).pvalue > LEAST_P
 
 
-@pytest.mark.parametrize("n", [SMALL + 1, 10**9, 1 << 40, (1 << 62) - 1])
+@pytest.mark.parametrize("n", [TABLE_LIMIT + 1, 10**9, 1 << 40, (1 << 62) - 1])
 def test_the_first_indices_of_many_seeds_and_epochs_are_spread_evenly(n: int) -> None:
     firsts = np.stack(
         [SampleOrder(n, seed, shuffle=True).indices(epoch, 0, 4) for seed in range(60) for epoch in range(50)]
@@ -148,7 +150,7 @@ def test_the_first_indices_of_many_seeds_and_epochs_are_spread_evenly(n: int) ->
 
 
 def test_two_epochs_share_no_more_positions_than_chance_gives() -> None:
-    order = SampleOrder(SMALL + 1, seed=0, shuffle=True)
+    order = SampleOrder(TABLE_LIMIT + 1, seed=0, shuffle=True)
     epochs = [order.indices(number, 0, order.n) for number in range(4)]
     shared = sum(int((epochs[a] == epochs[b]).sum()) for a in range(4) for b in range(a))
     assert stats.poisson.cdf(shared, 6) > LEAST_P

@@ -82,52 +82,52 @@ def test_padding_repeats_a_sample_that_this_rank_reads_in_any_case(
 ) -> None:
     cut = Partition(n, global_batch, data.draw(st.integers(0, size - 1)), size, micro_batch)
     step = data.draw(st.integers(0, cut.steps - 1))
-    first, last = cut.span(step)
+    first, last = cut.read_range(step)
     start, stop = cut.slice(step)
     assert last > first
     assert (first, last) == (start, stop) or (start == stop and first == cut.positions(step)[0])
     for piece in cut.micro_batches(step):
-        assert first <= piece.pad < last
+        assert first <= piece.padding_position < last
         assert piece.padding >= 0
         assert piece.real == 0 or first <= piece.start < piece.stop <= last
 
 
 def test_a_dataset_smaller_than_the_world_gives_idle_ranks_only_padding() -> None:
-    cuts = [Partition(n=3, global_batch=8, rank=rank, size=5, micro_batch=None) for rank in range(5)]
+    cuts = [Partition(n=3, global_batch=8, rank=rank, world_size=5, micro_batch=None) for rank in range(5)]
     assert [cut.micro_batches(0) for cut in cuts] == [
-        [MicroBatchRows(0, 1, padding=0, pad=0)],
-        [MicroBatchRows(1, 2, padding=0, pad=1)],
-        [MicroBatchRows(2, 3, padding=0, pad=2)],
-        [MicroBatchRows(3, 3, padding=1, pad=0)],
-        [MicroBatchRows(3, 3, padding=1, pad=0)],
+        [MicroBatchRows(0, 1, padding=0, padding_position=0)],
+        [MicroBatchRows(1, 2, padding=0, padding_position=1)],
+        [MicroBatchRows(2, 3, padding=0, padding_position=2)],
+        [MicroBatchRows(3, 3, padding=1, padding_position=0)],
+        [MicroBatchRows(3, 3, padding=1, padding_position=0)],
     ]
 
 
 def test_a_rank_with_the_smaller_slice_pads_its_last_micro_batch_from_its_own_slice() -> None:
-    cut = Partition(n=5, global_batch=5, rank=1, size=2, micro_batch=1)
+    cut = Partition(n=5, global_batch=5, rank=1, world_size=2, micro_batch=1)
     assert cut.micro_batches(0) == [MicroBatchRows(3, 4, 0, 3), MicroBatchRows(4, 5, 0, 4), MicroBatchRows(5, 5, 1, 3)]
 
 
 def test_the_tail_is_one_smaller_step() -> None:
-    cut = Partition(n=10, global_batch=4, rank=0, size=1)
+    cut = Partition(n=10, global_batch=4, rank=0, world_size=1)
     assert (cut.steps, cut.dropped) == (3, 0)
     assert [cut.positions(step) for step in range(3)] == [(0, 4), (4, 8), (8, 10)]
 
 
 def test_a_dropped_tail_is_no_step_and_says_how_many_samples_it_had() -> None:
-    cut = Partition(n=10, global_batch=4, rank=0, size=1, drop_last=True)
+    cut = Partition(n=10, global_batch=4, rank=0, world_size=1, drop_last=True)
     assert (cut.steps, cut.dropped) == (2, 2)
     with pytest.raises(DataError, match=r"step 2 is not in an epoch of 2 steps: steps are 0 to 1"):
         cut.positions(2)
 
 
 def test_nothing_is_dropped_where_the_global_batch_divides_the_dataset() -> None:
-    cut = Partition(n=8, global_batch=4, rank=0, size=1, drop_last=True)
+    cut = Partition(n=8, global_batch=4, rank=0, world_size=1, drop_last=True)
     assert (cut.steps, cut.dropped) == (2, 0)
 
 
 def test_ten_samples_on_four_ranks_count_ten_where_the_torch_sampler_counts_twelve() -> None:
-    ours = [range(*Partition(n=10, global_batch=10, rank=rank, size=4).slice(0)) for rank in range(4)]
+    ours = [range(*Partition(n=10, global_batch=10, rank=rank, world_size=4).slice(0)) for rank in range(4)]
     torchs = [list(DistributedSampler(range(10), num_replicas=4, rank=rank, shuffle=False)) for rank in range(4)]
     assert sum(map(len, ours)) == 10
     assert sum(map(len, torchs)) == 12
@@ -173,15 +173,15 @@ def test_an_evaluation_in_lockstep_reads_everything_once_in_equal_shapes(n: int,
     assert read[0].rows <= rows
     for one in passes:
         for k in range(len(one)):
-            first, last = one.span(k)
-            assert first <= one.batch(k).pad < last
+            first, last = one.read_range(k)
+            assert first <= one.batch(k).padding_position < last
             assert 0 <= first < last <= n
 
 
 def test_a_rank_beyond_the_samples_has_no_evaluation_batch_unless_in_lockstep() -> None:
-    assert len(EvaluationPartition(n=3, rows=2, rank=3, size=4)) == 0
-    assert EvaluationPartition(n=3, rows=2, rank=3, size=4, lockstep=True).batch(0) == MicroBatchRows(
-        3, 3, padding=1, pad=0
+    assert len(EvaluationPartition(n=3, rows=2, rank=3, world_size=4)) == 0
+    assert EvaluationPartition(n=3, rows=2, rank=3, world_size=4, lockstep=True).batch(0) == MicroBatchRows(
+        3, 3, padding=1, padding_position=0
     )
 
 
@@ -203,7 +203,7 @@ def test_a_rank_beyond_the_samples_has_no_evaluation_batch_unless_in_lockstep() 
         ),
         (lambda: Partition(5, 4, 4, 4), "rank 4 is not in a world of 4: ranks are 0 to 3"),
         (lambda: Partition(5, 4, -1, 4), "rank -1 is not in a world of 4"),
-        (lambda: Partition(5, 4, 0, 0), "a world of 0 ranks holds no data: its size must be at least 1"),
+        (lambda: Partition(5, 4, 0, 0), "world_size is 0 and must be at least 1"),
         (
             lambda: Partition(10, 256, 0, 1, drop_last=True),
             "the dataset has 10 samples, the global batch is 256, and drop_last=True drops them all: "
@@ -213,10 +213,13 @@ def test_a_rank_beyond_the_samples_has_no_evaluation_batch_unless_in_lockstep() 
         (lambda: Partition(10, 4, 0, 1).positions(-1), "step -1 is not in an epoch of 3 steps"),
         (
             lambda: EvaluationPartition(10, 0, 0, 1),
-            "an evaluation batch of 0 rows holds nothing: pass micro_batch=1 or more",
+            "an evaluation batch must have at least 1 row, got 0: pass micro_batch=1 or more",
         ),
         (lambda: EvaluationPartition(0, 4, 0, 1), "the dataset is empty: it has 0 samples"),
-        (lambda: EvaluationPartition(10, 4, 1, 2).batch(2), "batch 2 is not in a pass of 2 batches on rank 1 of 2"),
+        (
+            lambda: EvaluationPartition(10, 4, 1, 2).batch(2),
+            "batch 2 is not in an evaluation of 2 batches on rank 1 of 2",
+        ),
     ],
 )
 def test_what_cannot_be_cut_says_its_numbers_and_what_to_type(make, message: str) -> None:
