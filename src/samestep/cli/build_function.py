@@ -171,7 +171,11 @@ def forbid_training() -> Generator[None]:
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    hook = register_optimizer_step_pre_hook(lambda *_: refuse_if_only_imported("an optimizer was stepped"))
+    def refuse(*_: object) -> None:
+        """Runs before an optimizer steps."""
+        refuse_if_only_imported("an optimizer was stepped")
+
+    hook = register_optimizer_step_pre_hook(refuse)
     try:
         with import_without_running():
             yield

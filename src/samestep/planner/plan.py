@@ -281,8 +281,7 @@ def _does_not_fit(request: PlanRequest, memory: MemoryEstimate, micro_batch: int
         components = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
         needed, usable = format_bytes(memory.total), format_bytes(max(request.usable_memory, 0))
         return (
-            f"does not fit with a micro-batch of {micro_batch}: {needed} needed, {usable} usable per device "
-            f"({components})"
+            f"does not fit: {needed} needed, {usable} usable per device with micro-batch {micro_batch} ({components})"
         )
     needed, usable = format_bytes(memory.host), format_bytes(request.usable_host_memory)
     return f"does not fit: {needed} of host memory needed, {usable} usable per node"
@@ -310,11 +309,11 @@ def _why_not(candidate: Candidate, best: Candidate, fastest: float) -> str:
     factor = candidate.time.total / best.time.total
     if candidate.time.total <= fastest * _EQUALLY_FAST:
         more = "memory" if _complexity(candidate)[0] == _complexity(best)[0] else "options"
-        return f"as fast as the chosen layout ({factor:.2f}x the time), but needs more {more}"
+        return f"as fast ({factor:.2f}x the chosen time), but needs more {more}"
     best_time = best.time.components()
     extra = {name: seconds - best_time[name] for name, seconds in candidate.time.components().items()}
     name = max(extra, key=lambda each: extra[each])
-    return f"{factor:.2f}x the time of the chosen layout: {name} takes {format_seconds(extra[name])} more"
+    return f"{factor:.2f}x the chosen time: {name} takes {format_seconds(extra[name])} more"
 
 
 def _why_chosen(request: PlanRequest, best: Candidate, others: Sequence[Candidate]) -> str:

@@ -19,9 +19,9 @@ from samestep.parallel.precision import ComputePrecision
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.model_parts import profile_weights, recomputable
+from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import Candidate, Plan, plan
+from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
 from samestep.planner.trace import trace_model
 
@@ -68,10 +68,14 @@ class RunPlan:
     def apply(self, wish: WrapOptions, model: nn.Module) -> WrapOptions:
         """The wish with what was decided in the place of what was left open."""
         layout = self.chosen.layout
-        again = recomputable(model, wish.blocks) if layout.recompute and not wish.checkpoint else wish.checkpoint
+        again = (
+            checkpointable_classes(model, wish.blocks)
+            if layout.activation_checkpointing and not wish.checkpoint
+            else wish.checkpoint
+        )
         strategy = layout.strategy if wish.strategy is None and layout.ranks > 1 else wish.strategy
         why = "as planned" if wish.strategy is None else wish.why
-        return replace(wish, strategy=strategy, offload=layout.offload or wish.offload, checkpoint=again, why=why)
+        return replace(wish, strategy=strategy, offload=layout.cpu_offload or wish.offload, checkpoint=again, why=why)
 
 
 def decide(
@@ -129,10 +133,12 @@ def _decide(
     world, numbers = site.link.world, site.numbers
     machines = _machines(world, share)
     if example is None:
-        made = plan(machines, profile_weights(model), site.global_batch, numbers.name, _HALF)
+        made = make_plan(machines, profile_weights(model), site.global_batch, numbers.name, _HALF)
     else:
         made = _counted(site, machines, model, wish, example, optimizer)
-    ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
+    ours = [
+        each for each in made.candidates if each.layout.ranks == world.size and each.layout.teacher_placement is None
+    ]
     allowed = [each for each in ours if _may(each, world.size, wish)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _best(fitting, counted=example is not None) or min(allowed, key=lambda each: each.memory.total)
@@ -145,7 +151,7 @@ def _counted(
 ) -> Plan:
     """By a traced step; on a GPU with its operations timed at about the micro-batch that will be taken."""
     facts = _trace(site, model, wish, example, optimizer)
-    made = plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
+    made = make_plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
     if site.device.type != "cuda" or made.chosen is None:
         return made
     facts = time_model(
@@ -157,7 +163,7 @@ def _counted(
         site.numbers,
         channels_last=wish.channels_last,
     )
-    return plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
+    return make_plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
 
 
 def _machines(world: World, share: MemoryShare) -> ClusterSpec:
@@ -168,8 +174,8 @@ def _machines(world: World, share: MemoryShare) -> ClusterSpec:
     found = cluster_of_ranks(world, share.ranks)
     found = replace(found, device=replace(found.device, memory_free=share.free))
     if world.size == world.nodes * world.local_size:
-        return replace(found, per_node=world.local_size)
-    return replace(found.of_size(1, world.size), host_memory=found.host_memory // world.local_size)
+        return replace(found, devices_per_node=world.local_size)
+    return replace(found.resized(1, world.size), host_memory=found.host_memory // world.local_size)
 
 
 def _free(device: torch.device) -> float:
@@ -204,8 +210,10 @@ def _may(candidate: Candidate, size: int, wish: WrapOptions) -> bool:
     layout = candidate.layout
     whole = layout.strategy in _WHOLE or not wish.channels_last
     asked = wish.strategy in (None, layout.strategy) or size == 1
-    offloads = layout.offload == wish.offload if wish.strategy is not None else layout.offload or not wish.offload
-    again = layout.recompute or not wish.checkpoint
+    offloads = (
+        layout.cpu_offload == wish.offload if wish.strategy is not None else layout.cpu_offload or not wish.offload
+    )
+    again = layout.activation_checkpointing or not wish.checkpoint
     return whole and asked and again and (offloads or size == 1)
 
 
@@ -220,11 +228,11 @@ def _best(fitting: list[Candidate], counted: bool) -> Candidate | None:
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool]:
     """Whole models before sharded ones, device memory before host memory, activations kept before computed twice."""
     layout = candidate.layout
-    return _SIMPLEST.index(layout.strategy), layout.offload, layout.recompute
+    return _SIMPLEST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
 def _tell_choice(made: Plan, chosen: Candidate, fitting: int, counted: bool) -> str:
-    used, has = format_bytes(chosen.memory.total), format_bytes(made.task.machines.device.memory_free)
+    used, has = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
     if not counted:
         return (
             f"plan: {chosen.layout.name} (weights, gradients and two moments of Adam take {used} of {has} free on a "
@@ -232,7 +240,7 @@ def _tell_choice(made: Plan, chosen: Candidate, fitting: int, counted: bool) -> 
         )
     cut = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     return (
-        f"plan: {chosen.layout.name}, global batch {made.task.global_batch} as {cut} ({used} of {has} free on a "
+        f"plan: {chosen.layout.name}, global batch {made.request.global_batch} as {cut} ({used} of {has} free on a "
         f"device, {format_seconds(chosen.time.total)} a step by estimate; of {fitting} that fit the simplest that is "
         "about the fastest)"
     )
@@ -247,4 +255,4 @@ def _plain(made: Plan, chosen: Candidate) -> dict[str, object]:
     """What is worth keeping: the choice with its numbers, and why each other was not taken."""
     told = replace(made, chosen=chosen, candidates=()).to_json()
     others = {each.layout.name: each.reason for each in made.candidates if each.layout != chosen.layout}
-    return {"chosen": told["chosen"], "others": others, "margin": made.task.margin, "model": told["model"]}
+    return {"chosen": told["chosen"], "others": others, "margin": made.request.margin, "model": told["model"]}

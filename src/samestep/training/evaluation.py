@@ -43,7 +43,7 @@ def setting_here(world: World, global_batch: int, sharing: int) -> TeacherSetup:
     """
     found = cluster_of_ranks(world, sharing)
     # A rank may see its own GPU only, so that a node has at least as many as it has ranks.
-    found = replace(found, per_node=max(found.per_node, world.local_size))
+    found = replace(found, devices_per_node=max(found.devices_per_node, world.local_size))
     return TeacherSetup(found, world.size, global_batch, -(-global_batch // world.size))
 
 
