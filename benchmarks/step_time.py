@@ -85,11 +85,11 @@ def train(case: Case, numbers) -> float:
 
 def compare(case: Case, facts, machines) -> dict[str, object]:
     """One row."""
-    from samestep.parallel.precision import choose_precision, see_arithmetic, set_fp32_products
+    from samestep.parallel.precision import choose_precision, detect_support, set_fp32_products
     from samestep.planner.step_timing import time_model
 
     device = torch.device("cuda", 0)
-    numbers = choose_precision([see_arithmetic(device, case.precision, False)])
+    numbers = choose_precision([detect_support(device, case.precision, False)])
     began = time.monotonic()
     timed = time_model(
         facts,
@@ -122,7 +122,7 @@ def compare(case: Case, facts, machines) -> dict[str, object]:
 
 def operations(case: Case, machines) -> list[dict[str, object]]:
     """Seconds of a step by kind of operation, run one by one and by rates alone."""
-    from samestep.parallel.precision import choose_precision, see_arithmetic, set_fp32_products
+    from samestep.parallel.precision import choose_precision, detect_support, set_fp32_products
     from samestep.planner.step_timing import as_op, replay
     from samestep.planner.time_model import op_seconds
     from samestep.planner.trace import trace_calls
@@ -134,7 +134,7 @@ def operations(case: Case, machines) -> list[dict[str, object]]:
         precision=case.precision,
         channels_last=case.workload in CHANNELS_LAST,
     )
-    restore = set_fp32_products(choose_precision([see_arithmetic(device, case.precision, False)]))
+    restore = set_fp32_products(choose_precision([detect_support(device, case.precision, False)]))
     seen, kinds = replay(work.calls, device), {}
     restore()
     for call, cost in work.calls.items():

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 from samestep import Run, epoch_setting, sample_numpy_rng
-from samestep.data import LabelledImages, cut_square, read_images
+from samestep.data import LabeledImages, crop_square, read_images
 from samestep.nn import class_counts, class_scores, resnet
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -41,17 +41,17 @@ PRESETS = {
 }
 
 
-def digits() -> tuple[LabelledImages, LabelledImages]:
+def digits() -> tuple[LabeledImages, LabeledImages]:
     """1,797 images of 8x8 pixels that ship with scikit-learn, 1,500 of them for training."""
     data = load_digits()
     images, labels = torch.tensor(data.images * 15).byte()[:, None], torch.tensor(data.target)
-    return LabelledImages(images[:1500], labels[:1500]), LabelledImages(images[1500:], labels[1500:])
+    return LabeledImages(images[:1500], labels[:1500]), LabeledImages(images[1500:], labels[1500:])
 
 
 class Images(Dataset[tuple[Tensor, ...]]):
     """Images at the size of the epoch; in training cropped, mirrored and mixed with another by a sample's luck."""
 
-    def __init__(self, source: LabelledImages, every: int, train: bool, mirror: bool) -> None:
+    def __init__(self, source: LabeledImages, every: int, train: bool, mirror: bool) -> None:
         self.images, self.labels, self.every = source.images, source.labels[::every], every
         self.train, self.mirror = train, mirror
 
@@ -70,7 +70,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
 
     def view(self, index: int, part: float, place: tuple[float, float]) -> Tensor:
         """A square of an image, at the size of this epoch: it comes with each request, so workers see it too."""
-        return cut_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, place)
+        return crop_square(self.images[index * self.every].float() / 64 - 2, epoch_setting(), part, place)
 
 
 def build(chosen: Preset = PRESETS["local"], channels: int = 1, classes: int = 10) -> tuple[nn.Module, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 
 from samestep import Run
 from samestep.assets import write_scenes
-from samestep.data import HDF5Dataset, pair_fixations
+from samestep.data import HDF5Dataset, convert_pysaliency
 from samestep.nn import fixation_counts, fixation_density, saliency_measures
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -76,7 +76,7 @@ def main(
             run.print("no --data: the images and fixations of this run are SYNTHETIC")
             run.once(write_scenes, run.folder / "synthetic", 400, width, height)
         pairs = run.folder / f"pairs-{width}x{height}.hdf5"
-        run.once(pair_fixations, data or run.folder / "synthetic", pairs, width, height)
+        run.once(convert_pysaliency, data or run.folder / "synthetic", pairs, width, height)
         everything = HDF5Dataset(pairs, keys=["images", "fixations"])
         train_set = Subset(everything, [at for at in range(len(everything)) if at % 5])
         train, test = run.shard(train_set, shuffle=True), run.shard(Subset(everything, range(0, len(everything), 5)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
-from tests.launch.started import start
+from tests.launch.launched import start
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow

@@ -82,10 +82,10 @@ def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
             "weights": {name: value.detach().cpu() for name, value in net.named_parameters()},
             "losses": losses,
             "norms": norms,
-            "choices": run._life.engine.speed.choices(),
+            "choices": run._lifecycle.context.acceleration.choices(),
             "fused": [group.get("fused") for group in optimizer.param_groups],
             "counts": {state["step"].device.type for state in optimizer.state.values() if "step" in state},
-            "backend": run._life.choice.backend,
+            "backend": run._lifecycle.choice.backend,
         }
 
 

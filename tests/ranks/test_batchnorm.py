@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from samestep import Run
-from samestep.parallel.batchnorm import CpuSyncBatchNorm, over_all_ranks
+from samestep.parallel.batchnorm import CpuSyncBatchNorm, sync_batchnorm
 from tests.ranks.expected import batchnorm_of_one_rank
 
 LUCK = torch.Generator().manual_seed(4)
@@ -280,7 +280,7 @@ def normalise(case):
     """Two uneven batches through a common norm: outputs, gradients and running statistics of this rank."""
     with Run(global_batch=1) as run:
         norm = nn.BatchNorm1d(2, dtype=torch.float64, **CASES[case])
-        model = over_all_ranks(nn.Sequential(norm), torch.device("cpu"))
+        model = sync_batchnorm(nn.Sequential(norm), torch.device("cpu"))
         if norm.weight is not None:
             nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(0))
         seen = []

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.training import metric_sync as call
+from samestep.distributed import metric_sync as call
 from samestep.training.preemption import StoppedEarly
 
 QUICK, SLOW = 400, 0.25  # steps that set a long interval, then seconds that each later step takes
@@ -31,8 +31,8 @@ def slow_down(folder, told_by, evaluating):
                     for (x,) in step:
                         step.mean(model(x).sum(1)).backward()
                     if step.number == QUICK:
-                        interval = run._life.engine.pulse._interval
-                        run._life.engine.pulse._steps = 0  # the last pulse was just now: the worst moment
+                        interval = run._lifecycle.context.metrics._interval
+                        run._lifecycle.context.metrics._steps = 0  # the last pulse was just now: the worst moment
                         if run.rank == told_by:
                             os.kill(os.getpid(), signal.SIGTERM)
                         if evaluating:
@@ -63,13 +63,13 @@ def wait_in_vain(folder):
     """The second rank has news and promises its next boundary; the first one looks no more and works on."""
     with Run(global_batch=2, seed=0) as run:
         run.mean(1.0)  # what came before: no rank waits for it any more
-        calling = run._life.engine.pulse._call
+        calling = run._lifecycle.context.metrics._early
         if run.rank == 0:
             calling.close()
             while not (folder / "told").exists():
                 time.sleep(0.05)
             raise TimeoutError("enough")
-        run._life.link.timeout = 1.5
+        run._comm.timeout = 1.5
         calling._has_news = lambda: True
         try:
             calling._join()
@@ -92,7 +92,7 @@ def meet(steps, told_at):
     met, news = [], []
     try:
         with Run(global_batch=2, seed=0) as run:
-            calling = run._life.engine.pulse._call
+            calling = run._lifecycle.context.metrics._early
             calling._has_news = lambda: bool(news)
             for at in range(1, steps + 1):
                 if at in told_at.get(run.rank, ()):

@@ -125,7 +125,7 @@ def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
                     break
             break
         assert (train.state_dict()["epoch"], train.state_dict()["step"]) == (0, 2)
-        assert not run._life.engine.in_step
+        assert not run._lifecycle.context.progress.in_step
         for epoch in train.epochs(1):
             for step in epoch:
                 seen += [row for (x,) in step for row in x[:, 0].tolist()]

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run, read_metrics
 from samestep import disk as disk_module
-from samestep.checkpoint.checkpoint_folder import newest_sound
+from samestep.checkpoint.checkpoint_folder import find_newest_valid
 from samestep.data.audit import audit
 from samestep.errors import LogError
 from tests.small_disk import SmallDisk, small_disk
@@ -61,17 +61,17 @@ def test_a_disk_that_is_full_for_a_while_loses_no_record(ranks, disk, size):
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl", by_step=True)] == list(range(STEPS))
     assert "metrics.jsonl can be written again; no record is missing" in (out / "log.txt").read_text()
     assert audit(out).exactly_once
-    assert newest_sound(out)[1].step == 26
+    assert find_newest_valid(out)[1].step == 26
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_checkpoint_on_a_full_disk_raises_on_all_ranks_and_the_previous_one_stays(ranks, disk, size):
     errors = ranks.errors(size, train, disk, (5,), (2, 6), False)
-    remedy = "free some space, or keep fewer with keep=; the checkpoints already published are untouched"
+    remedy = "free some space, or keep fewer with keep=; the checkpoints already published are unchanged"
     assert all("samestep.errors.CheckpointError: " in text and remedy in text for text in errors)
     assert all("Error: rank 0: " in text for text in errors) or size == 1
     disk.make_space()
-    assert newest_sound(disk.path / "out")[1].step == 3
+    assert find_newest_valid(disk.path / "out")[1].step == 3
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -79,7 +79,7 @@ def test_no_position_is_saved_before_its_ledger_is_on_the_disk(ranks, disk, size
     errors = ranks.errors(size, train, disk, (5,), (2, 290), True, 300)
     assert all("the disk is full: free some space, or run with ledger=False" in text for text in errors)
     disk.make_space()
-    assert newest_sound(disk.path / "out")[1].step == 3
+    assert find_newest_valid(disk.path / "out")[1].step == 3
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -110,10 +110,10 @@ def start(folder):
 def test_a_folder_that_cannot_be_created_is_rejected_at_the_start_on_every_rank(ranks, tmp_path, size):
     (tmp_path / "taken").write_text("")
     for error in ranks.errors(size, start, tmp_path / "taken" / "run"):
-        assert f"taken/run cannot be made: {tmp_path / 'taken'} is a file; name another folder" in error
+        assert f"taken/run cannot be created: {tmp_path / 'taken'} is a file; pass another folder" in error
 
 
 def test_a_folder_without_write_permission_is_rejected_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root can write everywhere
-    with pytest.raises(LogError, match=r"run's folder .*new/run cannot be made: .* may not be written; name another"):
+    with pytest.raises(LogError, match=r"the run folder .*new/run cannot be created: .* is not writable; pass another"):
         start(tmp_path / "new" / "run")

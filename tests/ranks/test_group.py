@@ -8,7 +8,7 @@ import torch
 
 from samestep import Run
 from samestep.errors import CommunicationError
-from tests.launch.started import wait_for
+from tests.launch.launched import wait_for
 
 
 def reduce_uneven():
@@ -282,7 +282,7 @@ def test_the_failure_of_a_peer_is_told_within_seconds(ranks):
 
 def slow_once():
     with Run(global_batch=8, start_timeout=20, step_timeout=1) as run:
-        run._link.stepping()
+        run._comm.start_steps()
         return run.once(lambda: time.sleep(2) or "done")
 
 

@@ -14,13 +14,13 @@ from samestep.errors import LogError
 def count_exchanges(run):
     """Record the exchanges between ranks from now on."""
     calls = []
-    inner = run._link._gather
+    inner = run._comm._all_gather
 
     def counted(frame):
         calls.append(frame)
         return inner(frame)
 
-    run._link._gather = counted
+    run._comm._all_gather = counted
     return calls
 
 

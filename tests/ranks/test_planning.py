@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.world import World
-from samestep.parallel.precision import choose_precision, see_arithmetic
+from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_parts import profile_weights
@@ -27,7 +27,7 @@ LUCK = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(96, 20, 64, generator=LUCK), torch.randint(0, 10, (96,), generator=LUCK))
 EXAMPLE = (torch.zeros(8, 20, 64), torch.zeros(8, dtype=torch.long))
 EXAMPLE_OF_FOUR = torch.zeros(4, 4)
-FP32 = choose_precision([see_arithmetic(torch.device("cpu"), "fp32", False)])
+FP32 = choose_precision([detect_support(torch.device("cpu"), "fp32", False)])
 OVERHEAD = 300 * 2**20  # that a plan counts for a process on the CPU
 
 
@@ -178,7 +178,7 @@ def test_memory_is_compared_where_the_device_tells_it():
 
 def free_of_a_rank(free):
     with room(None), Run(global_batch=8) as run:
-        return smallest_memory_share(run._link, "looking for room", run.device, free)
+        return smallest_memory_share(run._comm, "looking for room", run.device, free)
 
 
 def test_ranks_of_one_device_share_what_is_free_there(ranks):

@@ -74,9 +74,9 @@ def learn(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3
                 steps.append((step.finite(), moved, kinds))
         with run.evaluate(model) as evaluated:
             evaluated(torch.ones(2, 6))
-        scale = run._life.engine.speed.scale
+        scale = run._lifecycle.context.acceleration.loss_scale
         return {
-            "weights": {name: whole(p) for name, p in run._life.engine.models[0].inner.named_parameters()},
+            "weights": {name: whole(p) for name, p in run._lifecycle.context.models[0].inner.named_parameters()},
             "steps": steps,
             "scale": None if scale is None else scale.factor,
             "computed": {dtype for block in getattr(net, "_orig_mod", net).blocks for dtype in block.dtypes},

@@ -38,7 +38,7 @@ def train(replica_check_every, change, strategy=None):
                 if step.number == 2 and run.rank == 1:
                     with torch.no_grad():
                         change(inner, optimizer)
-        return run._life.engine.steps, inner.norm.running_mean.tolist()
+        return run._lifecycle.context.progress.steps, inner.norm.running_mean.tolist()
 
 
 def nothing(inner, optimizer):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from samestep import Run, current_setting, sample_numpy_rng, sample_rng
+from samestep import Run, epoch_setting, sample_numpy_rng, sample_rng
 from samestep.errors import DataError, StateError
 
 N = 23
@@ -29,7 +29,7 @@ class Numbers(Dataset):
             if self.lucky
             else (0.0, 0.0)
         )
-        setting = current_setting() if self.settled else 0
+        setting = epoch_setting() if self.settled else 0
         return torch.tensor([float(index), *luck, float(setting)], dtype=torch.float64)
 
 

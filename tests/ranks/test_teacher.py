@@ -310,7 +310,7 @@ def proportional(pids):
 
 def sum_over_node(run):
     """The memory of all ranks together, seen at one moment in which all stand still."""
-    pids = [int(part[0]) for part in run._link.exchange("pids", [float(os.getpid())])]
+    pids = [int(part[0]) for part in run._comm.exchange("pids", [float(os.getpid())])]
     run.barrier()
     found = run.once(proportional, pids)
     run.barrier()

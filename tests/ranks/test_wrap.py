@@ -234,7 +234,7 @@ def skip_backward():
                 if step.number % 2:
                     optimizer.step()
                 optimizer.zero_grad()
-                run._life.engine.models[0].check_unchanged()
+                run._lifecycle.context.models[0].check_unchanged()
         return float(whole(model[0].weight).sum())
 
 

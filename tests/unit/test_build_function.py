@@ -33,7 +33,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://{folder}/meeting", rank=0, world_size=1)
 """
 REMEDY = (
-    " by a script that `samestep plan` only looks at: put what trains into a function, main(), and call it under `if "
+    " while `samestep plan` imported the script: move the training into a function, main(), and call it under `if "
     '__name__ == "__main__":`'
 )
 

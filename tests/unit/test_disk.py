@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from samestep import disk as disk_module
-from samestep.checkpoint import checkpoint_folder as lock
-from samestep.data.ledger import RECORD, LedgerWriter, ShardDescription, rank_file, shard_folder, sound
+from samestep.checkpoint import folder_lock
+from samestep.data.ledger import RECORD, ShardDescription, ShardLedger, rank_file, shard_folder, valid_mask
 from samestep.disk import AppendFile, describe_os_error
 from samestep.errors import LedgerError
 from samestep.loggers.console import open_console
 from samestep.loggers.jsonl import JsonlLogger, read_metrics
-from samestep.loggers.loggers import open_loggers
+from samestep.loggers.loggers import Loggers
 from samestep.loggers.tensorboard import open_tensorboard
 from samestep.messages import SamestepWarning
 from tests.small_disk import small_disk
@@ -137,8 +137,8 @@ def test_tensorboard_curves_are_complete_after_the_disk_was_full(disk, retry_imm
 def test_a_log_folder_that_cannot_be_created_only_costs_the_files(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     warned = []
-    loggers = open_loggers(tmp_path / "taken" / "run", open_console(sys.stdout), warned.append)
-    loggers.write(1, {"train/loss": 0.5})
+    loggers = Loggers(open_console(sys.stdout), lambda: tmp_path / "taken" / "run", warned.append)
+    loggers.write({(1, "train/loss"): 0.5})
     loggers.print("hello")
     loggers.close({"steps": 1})
     assert "hello" in capsys.readouterr().out
@@ -150,13 +150,13 @@ def test_a_log_folder_that_cannot_be_created_only_costs_the_files(tmp_path, caps
 def test_a_read_only_disk_only_costs_the_files_until_it_is_writable(disk, retry_immediately, capsys):
     warned = []
     disk.freeze(True)
-    loggers = open_loggers(disk.path / "run", open_console(sys.stdout), warned.append)
-    loggers.write(1, {"train/loss": 0.5})
-    loggers.write(2, {"train/loss": 0.5})
+    loggers = Loggers(open_console(sys.stdout), lambda: disk.path / "run", warned.append)
+    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(2, "train/loss"): 0.5})
     warning = "metrics.jsonl cannot be written: the disk is read-only: choose another folder"
     assert sum(warning in text for text in warned) == 1
     disk.freeze(False)
-    loggers.write(3, {"train/loss": 0.5})
+    loggers.write({(3, "train/loss"): 0.5})
     loggers.close({"steps": 3})
     assert [record["step"] for record in read_metrics(disk.path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((disk.path / "run" / "summary.json").read_text()) == {"steps": 3}
@@ -176,9 +176,9 @@ def test_a_console_on_a_full_disk_does_not_raise():
 # The lock
 
 
-def test_a_lock_that_cannot_be_written_is_not_left_behind_half(disk):
+def test_a_lock_file_that_cannot_be_written_is_removed(disk):
     disk.fill()
-    assert lock.hold(disk.path) is None
+    assert folder_lock.acquire(disk.path) is None
     assert not (disk.path / "run.lock").exists()
 
 
@@ -192,53 +192,55 @@ def records(folder):
 
 
 def open_ledger(folder):
-    return LedgerWriter(folder, "train", WHOLE, rank=0, size=1, generation=0)
+    ledger = ShardLedger(folder, "train", WHOLE, rank=0, world_size=1, generation=0)
+    ledger.begin(0, 0)
+    return ledger
 
 
-def add(writer, steps):
+def add(ledger, steps):
     for step in steps:
-        writer.add(0, step, 2 * step, 2)
+        ledger.record_training(0, step, 2 * step, 2)
 
 
 def test_a_ledger_waits_for_room_with_one_warning_and_loses_nothing(disk):
-    writer = open_ledger(disk.path)
-    add(writer, range(10))
-    writer.sync()
+    ledger = open_ledger(disk.path)
+    add(ledger, range(10))
+    ledger.sync()
     disk.fill()
     with warnings.catch_warnings(record=True, category=SamestepWarning) as given:
         warnings.simplefilter("always")
         for first in range(10, 1000, 10):
-            add(writer, range(first, first + 10))
-            writer.flush()
+            add(ledger, range(first, first + 10))
+            ledger.flush()
     path = rank_file(shard_folder(disk.path, "train"), 0)
     assert [str(each.message) for each in given] == [
-        f"the ledger {path} cannot be written: the disk is full: free some space; training goes on, its records wait "
-        "in memory, and no checkpoint is saved before they are on the disk"
+        f"the ledger {path} cannot be written: the disk is full: free some space; training continues, the "
+        "records stay in memory, and no checkpoint is saved before they are on disk"
     ]
     with pytest.raises(LedgerError, match="the disk is full: free some space, or run with ledger=False"):
-        writer.sync()
+        ledger.sync()
     disk.make_space()
-    writer.sync()
-    writer.close()
+    ledger.sync()
+    ledger.close()
     written = records(disk.path)
-    assert sound(written).all()
+    assert valid_mask(written).all()
     assert written["step"][1:-1].tolist() == list(range(1000))
 
 
 def test_a_ledger_that_is_not_whole_at_the_end_is_an_error_of_a_run_that_went_well_alone(disk):
-    writer = open_ledger(disk.path)
+    ledger = open_ledger(disk.path)
     disk.fill()
-    add(writer, range(2000))
+    add(ledger, range(2000))
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        writer.close(failed=True)  # its own error is to be seen, not this one
+        ledger.close(failed=True)  # its own error is to be seen, not this one
     assert "cannot be written: the disk is full: free some space, or run with ledger=False" in str(given[-1].message)
     disk.make_space()
     (disk.path / "second").mkdir()
     other = open_ledger(disk.path / "second")
     disk.fill()
     add(other, range(2000))
-    with pytest.warns(SamestepWarning, match="its records wait in memory"):
+    with pytest.warns(SamestepWarning, match="the records stay in memory"):
         other.flush()
     with pytest.raises(LedgerError, match="the disk is full"):
         other.close()

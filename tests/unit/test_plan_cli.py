@@ -286,7 +286,7 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         ),
         (
             "plan planlab:convolutions --global-batch 8 --gpus t4 --depth 3",
-            "there is no option --depth: there are --blocks, --calibrate, --channels-last, ",
+            "unknown option --depth: use one of --blocks, --calibrate, --channels-last, ",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus t4 -- --width 3",
@@ -334,8 +334,8 @@ if __name__ == "__main__":
 def test_options_of_the_function_among_ours_are_told_where_they_belong(capsys):
     assert main(["plan", "mylab:build", "--global-batch", "8", "--layers", "12"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("samestep: there is no option --layers: there are --blocks, ")
-    assert err.endswith("; options of the function follow `--`\n")
+    assert err.startswith("samestep: unknown option --layers: use one of --blocks, ")
+    assert err.endswith("; put options of the function after `--`\n")
 
 
 def test_what_the_users_module_prints_is_no_part_of_the_json(tmp_path, monkeypatch, capsys):

@@ -18,8 +18,8 @@ from samestep.data.sample_rng import micro_batch_keys, uniform
 from samestep.errors import CommunicationError, StepError, WrapError
 from samestep.parallel.acceleration import turn_on_fused
 from samestep.parallel.precision import (
-    Arithmetic,
     ComputePrecision,
+    PrecisionSupport,
     choose_precision,
     compute_in,
     in_fp32,
@@ -27,10 +27,10 @@ from samestep.parallel.precision import (
 )
 from samestep.torch_private import multiply_all
 
-CPU = Arithmetic("cpu", bf16=False, tf32=False, wish="auto", compile=False)
+CPU = PrecisionSupport("cpu", bf16=False, tf32=False, wish="auto", compile=False)
 MPS = dataclasses.replace(CPU, device="mps")
 V100 = dataclasses.replace(CPU, device="cuda")
-H200 = Arithmetic("cuda", bf16=True, tf32=True, wish="auto", compile=False)
+H200 = PrecisionSupport("cuda", bf16=True, tf32=True, wish="auto", compile=False)
 
 
 @pytest.fixture(autouse=True)
@@ -343,7 +343,7 @@ def test_fp16_gradients_come_out_unscaled_and_the_loss_too():
 def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(capsys):
     with Run(global_batch=8, seed=0, precision="fp16") as run:
         model = run.wrap(nn.Linear(8, 3))
-        scale = run._life.engine.speed.scale
+        scale = run._lifecycle.context.acceleration.loss_scale
         blown = train(run, model, epochs=1, scale_loss=lambda losses, step: losses * (1e6 if step.number == 0 else 0))
         assert [gradient for _, grads in blown[:1] for gradient in grads] == [None, None]
         assert not any(grad is None for _, grads in blown[1:] for grad in grads)
@@ -354,7 +354,7 @@ def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(caps
         "step 0: a gradient overflowed in fp16 at loss scale 65536; all ranks drop this step and go on with 32768"
         in said
     )
-    summary = json.loads((run._life.folder / "summary.json").read_text())
+    summary = json.loads((run._lifecycle.context.folder / "summary.json").read_text())
     assert summary["choices"]["loss_scale"] == 32768.0
 
 
@@ -384,7 +384,7 @@ def test_gradients_left_from_an_earlier_step_are_added_up_rightly_in_fp16():
 def test_the_loss_scale_grows_after_2000_good_steps_and_goes_on_from_its_state():
     with Run(global_batch=8, precision="fp16") as run:
         run.wrap(nn.Linear(8, 3))
-        scale, models = run._life.engine.speed.scale, run._life.engine.models
+        scale, models = run._lifecycle.context.acceleration.loss_scale, run._lifecycle.context.models
         for number in range(1999):
             assert scale.settle(models, number) is None
         state = scale.state_dict()
@@ -399,7 +399,7 @@ def test_the_loss_scale_grows_after_2000_good_steps_and_goes_on_from_its_state()
 def test_gradients_that_never_become_finite_end_the_run():
     with Run(global_batch=8, precision="fp16") as run:
         model = run.wrap(nn.Linear(8, 3))
-        scale, models = run._life.engine.speed.scale, run._life.engine.models
+        scale, models = run._lifecycle.context.acceleration.loss_scale, run._lifecycle.context.models
         for number in range(30):
             model.weight.grad = torch.full_like(model.weight, torch.nan)
             assert "a gradient overflowed" in scale.settle(models, number)
@@ -426,7 +426,7 @@ def test_what_was_chosen_is_said_once_and_kept(capsys):
         train(run, run.wrap(nn.Linear(8, 3)), epochs=1)
         run.wrap(nn.Linear(2, 2))
     assert capsys.readouterr().out.count("precision: fp32 (auto, on the CPU); torch.compile off\n") == 1
-    summary = json.loads((run._life.folder / "summary.json").read_text())
+    summary = json.loads((run._lifecycle.context.folder / "summary.json").read_text())
     expected = {"precision": "fp32", "reason": "auto, on the CPU", "tf32": False, "compile": False, "fused": []}
     assert summary["choices"] == expected
 
@@ -443,7 +443,7 @@ def compiled_and_not(check):
             with run.evaluate(model) as evaluated:
                 evaluated(torch.ones(1, 8))
             if compile:
-                check(run._life.engine.models[0], net)
+                check(run._lifecycle.context.models[0], net)
             weights.append([p.detach().clone() for p in net.parameters()])
     return weights
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from samestep.parallel.precision import choose_precision, see_arithmetic
+from samestep.parallel.precision import choose_precision, detect_support
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_profile import Op
 from samestep.planner.operations import OpCall, OpCost, OpCounter, TensorShape
@@ -17,7 +17,7 @@ from samestep.planner.time_model import op_seconds
 from samestep.planner.trace import trace_calls, trace_model
 
 CPU = torch.device("cpu")
-FP32 = choose_precision([see_arithmetic(CPU, "fp32", False)])
+FP32 = choose_precision([detect_support(CPU, "fp32", False)])
 
 
 @pytest.fixture(autouse=True)

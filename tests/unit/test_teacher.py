@@ -39,7 +39,7 @@ def run(tmp_path):
 
 
 def ground_of(run):
-    return Ground(run._link, run.device, run.folder, run.print, run.once)
+    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 def teach(run, placement, weights, build=Speaker, **wish):
@@ -677,7 +677,7 @@ def test_a_closed_teacher_has_no_module(run):
 
 
 def test_a_module_elsewhere_brings_inputs_to_it_and_outputs_home(run):
-    away = Ground(run._link, torch.device("meta"), run.folder, run.print, run.once)
+    away = Ground(run._comm, torch.device("meta"), run.folder, run.print, run.once)
     frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
     placed = place_in_host_memory(away, frozen, TeacherOptions())
     seen = []

@@ -175,7 +175,7 @@ def choose(run, monkeypatch, words="h100:4", room=80 * GIB, host=500 * GIB, rank
     monkeypatch.setattr(there, "bytes_of", lambda name, wish=None: times * FrozenModel.bytes_of(there, name, wish))
     setting = TeacherSetup(parse_cluster_spec(words), ranks, 64, 64 // ranks)
     return choose_placement(
-        Ground(run._link, CPU, run.folder, run.print, run.once, lambda sharing: setting), there, TeacherOptions()
+        Ground(run._comm, CPU, run.folder, run.print, run.once, lambda sharing: setting), there, TeacherOptions()
     )
 
 

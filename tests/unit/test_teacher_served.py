@@ -258,7 +258,7 @@ def asked(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "run", start_timeout=1, step_timeout=1) as run:
 
         def ask(answer):
-            ground = Ground(run._link, torch.device("cpu"), run.folder, run.print, run.once)
+            ground = Ground(run._comm, torch.device("cpu"), run.folder, run.print, run.once)
             with pytest.raises(TeacherError) as caught:
                 Asked(answer, ground, lambda: "its node is silent", "rank 3").result()
             return str(caught.value)

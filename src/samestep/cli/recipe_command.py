@@ -10,12 +10,11 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Protocol, Unpack, cast
+from typing import Any, Protocol, cast
 
 import click
 
 from samestep.cli.main import Group
-from samestep.cli.run_command import Typed
 from samestep.cli.run_command import command as start
 from samestep.errors import LaunchError
 
@@ -110,11 +109,11 @@ _NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NA
     "samestep recipe run saliency --help; samestep recipe run --nproc-per-node 2 saliency --epochs 3",
 )
 @click.pass_context
-def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
+def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) -> int:
     """Run the recipe NAME as ranks on this machine, or on several nodes together."""
-    if not typed["script"]:
+    if not script:
         raise LaunchError(f"no recipe was named: there are {', '.join(recipes())}")
-    name, *arguments = typed["script"]
+    name, *arguments = script
     path = find(name)
     if missing := [module for module in _imported(path) if find_spec(module) is None]:
         extra = "recipes,lightning" if "lightning" in missing else "recipes"
@@ -123,7 +122,7 @@ def run_recipe(context: click.Context, **typed: Unpack[Typed]) -> int:
         )
     if (told := parse_options(path, arguments)) is not None:  # no ranks, and no folder for what they would log
         return told
-    code = context.invoke(start, **{**typed, "module": False, "script": (str(path), *arguments)})
+    code = context.invoke(start, module=False, script=(str(path), *arguments), **options)
     assert isinstance(code, int)
     return code
 

@@ -108,8 +108,8 @@ class LineConsole:
             try:
                 print(text, file=self._stream, flush=True)
             except OSError as error:
-                # The launcher redirects ranks into files. If their disk is full there is no place to report it, and
-                # log.txt waits for free space. A closed pipe is a different matter.
+                # The launcher redirects ranks into files. If their disk is full, the message is lost, and log.txt
+                # waits for free space. A closed pipe is a different matter.
                 if not is_disk_error(error):
                     raise
 

@@ -55,7 +55,7 @@ def read_metrics(path: str | Path, by_step: bool = False) -> list[dict[str, floa
     """
     path = Path(path)
     if not path.is_file():
-        raise LogError(f"there is no file {path}: pass the metrics.jsonl in a run's folder")
+        raise LogError(f"{path} does not exist: pass the metrics.jsonl in a run's folder")
     records = list(_records(path))
     if not by_step:
         return records

@@ -49,7 +49,9 @@ def open_tensorboard(
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # generated
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
-        warn(f"TensorBoard is not installed ({error}), so there are no curves: pip install 'samestep[tensorboard]'")
+        warn(
+            f"TensorBoard is not installed ({error}), so samestep writes no curves: pip install 'samestep[tensorboard]'"
+        )
         return None
 
     def encode(step: int | None, values: Mapping[str, float]) -> bytes:

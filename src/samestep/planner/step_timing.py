@@ -20,7 +20,7 @@ from samestep.parallel.precision import (
     ComputePrecision,
     check_precision,
     choose_precision,
-    see_arithmetic,
+    detect_support,
     set_fp32_products,
     use_channels_last,
 )
@@ -59,7 +59,7 @@ def time_on_gpu(
 ) -> ModelProfile:
     """`time_model` outside of a run, on the first GPU of this machine, which is one of `cluster`."""
     device = torch.device("cuda", 0)
-    compute = choose_precision([see_arithmetic(device, check_precision(precision), compile=False)])
+    compute = choose_precision([detect_support(device, check_precision(precision), compile=False)])
     return time_model(profile, build, cluster, device, micro_batch, compute, channels_last=channels_last)
 
 

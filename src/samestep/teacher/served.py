@@ -258,7 +258,7 @@ class Served:
         """What is known of why the server no longer answers."""
         if isinstance(self._server, ServingProcess) and (code := self._server.exit_code) is not None:
             return f"its process {self._server.pid} ended with exit code {code}"
-        return self._ground.link.tell_peers() or "nothing more is known here"
+        return self._ground.link.peers_note() or "nothing more is known here"
 
 
 class Asked:

@@ -1,4 +1,4 @@
-"""State as JSON and tensors: all that schedulers, data and users keep comes back as it was, or is refused by name."""
+"""State as JSON and tensors: every supported value is restored with its type, others are rejected with their path."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from samestep.checkpoint.state_encoding import decode, encode, tensor_names
 from samestep.errors import CheckpointError
 
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads dynamo, which sets a variable for good
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports dynamo, which sets an environment variable
 
 
-def there_and_back(value):
+def round_trip(value):
     tensors = {}
     text = json.dumps(encode(value, "part", tensors), allow_nan=False)
     return decode(json.loads(text), tensors.__getitem__)
@@ -49,7 +49,7 @@ values = st.recursive(
 
 
 def same(one, other):
-    """Equal, and of equal types all the way down: 1, 1.0 and True are three things."""
+    """Whether values and types are equal at every level: 1, 1.0 and True differ."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -60,18 +60,18 @@ def same(one, other):
 
 
 @given(values)
-def test_whatever_is_nested_in_whatever_comes_back_with_its_types(value):
-    assert same(there_and_back(value), value)
+def test_nested_values_are_restored_with_their_types(value):
+    assert same(round_trip(value), value)
 
 
-def test_numbers_that_json_does_not_know_come_back():
-    back = there_and_back({"a": math.inf, "b": -math.inf, "c": math.nan})
+def test_nan_and_infinity_are_restored():
+    back = round_trip({"a": math.inf, "b": -math.inf, "c": math.nan})
     assert back["a"] == math.inf
     assert back["b"] == -math.inf
     assert math.isnan(back["c"])
 
 
-def test_what_torch_and_numpy_keep_in_states_comes_back():
+def test_types_of_torch_and_numpy_are_restored():
     state = {
         "milestones": Counter({10: 2, 30: 1}),
         "dtype": torch.bfloat16,
@@ -81,7 +81,7 @@ def test_what_torch_and_numpy_keep_in_states_comes_back():
         "array": np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2],
         "tensors": [torch.arange(3), (torch.ones((), dtype=torch.bfloat16),)],
     }
-    back = there_and_back(state)
+    back = round_trip(state)
     assert back["milestones"] == state["milestones"]
     assert back["milestones"].total() == 3
     assert (back["dtype"], back["device"], back["size"]) == (torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]))
@@ -112,15 +112,15 @@ def test_the_schedulers_of_torch_can_be_saved(make):
     scheduler = make(optimizer)
     optimizer.step()
     state = scheduler.state_dict()
-    scheduler.load_state_dict(there_and_back(state))
+    scheduler.load_state_dict(round_trip(state))
     assert scheduler.state_dict() == state
 
 
-def test_tensors_have_the_path_at_which_they_stand():
+def test_tensors_are_named_by_their_path():
     tensors = {}
-    told = encode({"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), "c": [torch.zeros(1)]}, "ema", tensors)
+    encoded = encode({"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), "c": [torch.zeros(1)]}, "ema", tensors)
     assert list(tensors) == ["ema/a/b", "ema/a/b'", "ema/c/0"]
-    assert tensor_names(told) == list(tensors)
+    assert tensor_names(encoded) == list(tensors)
 
 
 class Level(IntEnum):
@@ -130,24 +130,26 @@ class Level(IntEnum):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (lambda: 1, "ema/inner/1 is a value of function, which a checkpoint cannot hold without running code"),
+        (lambda: 1, "ema/inner/1 is a value of function, which a checkpoint cannot store without executing code"),
         (deque([1]), "ema/inner/1 is a value of collections.deque"),
-        (Level.HIGH, r"ema/inner/1 is a value of tests.unit.test_checkpoint_encode.Level"),
+        (Level.HIGH, r"ema/inner/1 is a value of tests.unit.test_state_encoding.Level"),
         (torch.zeros(2, dtype=torch.complex128), "ema/inner/1 is a tensor of torch.complex128"),
-        (torch.zeros(2).to_sparse(), "torch.sparse_coo, on cpu, which a checkpoint cannot hold: make it dense"),
-        (torch.zeros(2, device="meta"), "on meta, which a checkpoint cannot hold"),
-        (np.array(["a"]), "ema/inner/1 is an array of <U1, which a checkpoint cannot hold"),
+        (torch.zeros(2).to_sparse(), "torch.sparse_coo, on cpu, which a checkpoint cannot store: make it dense"),
+        (torch.zeros(2, device="meta"), "on meta, which a checkpoint cannot store"),
+        (np.array(["a"]), "ema/inner/1 is an array of <U1, which a checkpoint cannot store"),
     ],
 )
-def test_what_cannot_be_held_is_refused_by_its_path(value, text):
+def test_an_unsupported_value_is_rejected_with_its_path(value, text):
     with pytest.raises(CheckpointError, match=text):
         encode({"inner": [0, value]}, "ema", {})
 
 
-def test_what_a_newer_version_has_written_is_refused():
-    with pytest.raises(CheckpointError, match="the state holds a 'deque', which this samestep does not know"):
+def test_values_of_a_newer_version_are_rejected():
+    with pytest.raises(
+        CheckpointError, match="the state has a value of type 'deque', which this version of samestep does not know"
+    ):
         decode({"~": "deque", "v": []}, {}.__getitem__)
-    with pytest.raises(CheckpointError, match=r"the dtype torch.float3, which this torch does not know"):
+    with pytest.raises(CheckpointError, match=r"the dtype torch.float3, which this version of torch does not know"):
         decode({"~": "dtype", "v": "torch.float3"}, {}.__getitem__)
     with pytest.raises(CheckpointError, match=r"the dtype torch.load, which"):
         decode({"~": "dtype", "v": "torch.load"}, {}.__getitem__)
