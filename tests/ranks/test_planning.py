@@ -130,7 +130,7 @@ def test_where_nothing_fits_it_is_said_and_tried_all_the_same(ranks):
 def test_a_named_strategy_is_kept_and_the_rest_is_planned(ranks):
     (_, _, (made,), log), *_ = ranks(2, train, EXAMPLE, None, "fsdp")
     assert made["chosen"]["strategy"] == "fsdp"
-    assert "strategy: fsdp (as asked)" in log
+    assert "strategy: fsdp (as requested)" in log
 
 
 def test_without_an_example_nothing_is_traced_on_the_cpu(ranks):
