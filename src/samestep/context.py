@@ -18,7 +18,7 @@ from samestep.distributed.metric_sync import MetricSync, StepCallback
 from samestep.distributed.once import Per, once
 from samestep.environment.world import World
 from samestep.errors import CommunicationError
-from samestep.loggers.log_writer import LogWriter
+from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
 from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.batchnorm import min_rows
@@ -84,8 +84,8 @@ class RunContext:
     device: torch.device
     folder: Path
     """The folder of the run's files, the same on every rank."""
-    writer: LogWriter | None
-    """The log writer; None on all ranks but rank 0."""
+    loggers: Loggers | None
+    """Console and log files; None on all ranks but rank 0."""
     acceleration: Acceleration
     """Precision, loss scale, compilation and fused optimizers."""
     padding: PaddingFilter
@@ -109,7 +109,7 @@ class RunContext:
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 
     def __post_init__(self) -> None:
-        self.metrics = MetricSync(self.comm, self.device, self.writer)
+        self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
         self._printed: set[str] = set()
@@ -132,8 +132,8 @@ class RunContext:
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""
-        if self.writer is not None:
-            self.writer.print(text)
+        if self.loggers is not None:
+            self.loggers.print(text)
 
     def print_once(self, text: str) -> None:
         """Print, unless the same text was printed before."""
@@ -160,7 +160,7 @@ class RunContext:
 
     def log_count(self, name: str) -> int:
         """How often a metric was logged, as rank 0 knows it."""
-        return self.writer.counts[name] if self.writer is not None else 0
+        return self.loggers.counts[name] if self.loggers is not None else 0
 
 
 def seed_all_ranks(seed: int) -> None:

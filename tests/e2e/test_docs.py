@@ -1,6 +1,5 @@
 """The documentation is correct: its code runs on one rank and on two and prints what the pages show; links work."""
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -8,15 +7,12 @@ from pathlib import Path
 import click
 import pytest
 
-from samestep import errors
 from samestep.cli.main import COMMANDS, samestep
 from samestep.cli.recipe_command import recipes
 from tests.e2e.pages import PAGES, REPOSITORY, Fence, anchors, fences, links, run_page, sides
 
 pytestmark = pytest.mark.slow
 
-ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
-MIN_CLAUSE = 12  # a shorter part of a message could be on the page by chance
 # Lines that a run prints about itself; pages leave them out unless they are the subject.
 RUN_LINES = re.compile(r"(?:step [\d,]+(?:/[\d,]+)? \||data workers: |precision: |strategy: ).*\n")
 
@@ -108,50 +104,6 @@ def arguments(words: list[str]) -> list[str]:
     """Return the words that belong to the command itself: those before the script or recipe."""
     script = next((at for at, word in enumerate(words) if word.endswith(".py") or word in recipes()), len(words))
     return words[:script]
-
-
-def test_the_errors_page_has_a_heading_for_every_error():
-    page = (REPOSITORY / "docs" / "errors.md").read_text()
-    missing = sorted(name for name in ERRORS if not re.search(rf"^#+ {name}$", page, re.MULTILINE))
-    assert not missing, f"docs/errors.md has no heading for {missing}"
-
-
-def test_the_errors_page_shows_the_tree_of_exceptions():
-    page = (REPOSITORY / "docs" / "errors.md").read_text()
-    drawn = next(block.text for block in fences(page) if "SamestepError" in block.text and not block.runs)
-    depths = re.findall(r"^([ │├└─]*)(\w+)", drawn, re.MULTILINE)
-    tree = {name: len(branch) // 3 for branch, name in depths}
-    assert tree == {name: len(getattr(errors, name).__mro__) - len(errors.SamestepError.__mro__) for name in ERRORS}
-
-
-def messages() -> list[tuple[str, list[str]]]:
-    """Find every message that the sources raise: its location, and its clauses without inserted values."""
-    found: list[tuple[str, list[str]]] = []
-    package = REPOSITORY / "src" / "samestep"
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-            if name in ERRORS and isinstance(node, ast.Call) and node.args:
-                pieces = [piece for piece in clauses(node.args[0]) if len(piece) >= MIN_CLAUSE]
-                if pieces:
-                    found.append((f"{path.relative_to(REPOSITORY)}:{node.lineno}", pieces))
-    return found
-
-
-def clauses(message: ast.expr) -> list[str]:
-    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
-    text = "".join(p.value if isinstance(p, ast.Constant) and isinstance(p.value, str) else "\0" for p in parts)
-    return [" ".join(clause.split()) for clause in re.split(r"\0|[:;,.] | \(", text)]
-
-
-def test_the_errors_page_has_every_message():
-    page = " ".join((REPOSITORY / "docs" / "errors.md").read_text().replace("\\", "").split())
-    known = messages()
-    assert len(known) > 100, "no messages were found, so this test would check nothing"
-    missing = [
-        f"{place}: {max(pieces, key=len)}" for place, pieces in known if not any(piece in page for piece in pieces)
-    ]
-    assert not missing, "\n".join(["docs/errors.md does not have these messages:", *missing])
 
 
 def test_a_text_block_is_the_output_of_the_code_before_it():

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
 from samestep.torch_private import ignore_in_ddp, no_buffer_broadcast, set_group_timeout
-from tests.launch.started import wait_for
+from tests.launch.launched import wait_for
 
 
 def wait_for_nobody(given_up):

@@ -66,15 +66,14 @@ def train(name: str, folder: Path, options: dict[str, object]) -> tuple[dict[str
     return torch.load(folder / "weights.pt", weights_only=True), last
 
 
-def train_on_one_and_two(
-    ranks, recipe: str, options: dict[str, object], folder: Path, second_options: dict[str, object] | None = None
-):
+def train_on_one_and_two(ranks, run: tuple[str, dict[str, object]], folder: Path, **second_options: object):
     """Train on one rank, then on two; return the largest difference between the weights and the metrics of both runs.
 
     `second_options` are added for the second run, which may use what the first has written.
     """
+    recipe, options = run
     ((one, metrics_one),) = ranks(1, train, recipe, folder / "one", options, timeout=TIMEOUT)
-    (two, metrics_two), *_ = ranks(2, train, recipe, folder / "two", options | (second_options or {}), timeout=TIMEOUT)
+    (two, metrics_two), *_ = ranks(2, train, recipe, folder / "two", options | second_options, timeout=TIMEOUT)
     assert one.keys() == two.keys()
     return max(float((one[key] - two[key]).abs().max()) for key in one), metrics_one, metrics_two
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_that_its_run_removes_during_verify_is_not_reported_as_corr
 
 def test_an_unknown_option_lists_the_options_of_the_command(capsys):
     assert main(["checkpoint", "verify", "--jsn", "out"]) == 2
-    error = "samestep: there is no option --jsn: there are --help, --json; did you mean --json?\n"
+    error = "samestep: unknown option --jsn: use one of --help, --json; did you mean --json?\n"
     assert capsys.readouterr().err == error
 
 

@@ -156,11 +156,11 @@ def test_a_failure_to_write_latest_is_reported_and_the_checkpoint_is_kept(tmp_pa
 
 
 def test_a_job_with_the_default_folder_lets_run_checkpoint_choose():
-    from samestep.launch.sbatch import sbatch_text
+    from samestep.launch.sbatch import format_sbatch
     from tests.unit.test_sbatch import PLAIN
 
-    assert "--folder-is-default" not in sbatch_text(PLAIN)
-    text = sbatch_text(replace(PLAIN, folder_is_explicit=False, module=True))
+    assert "--folder-is-default" not in format_sbatch(PLAIN)
+    text = format_sbatch(replace(PLAIN, folder_is_explicit=False, module=True))
     assert "_options=(--nproc-per-node auto --folder /home/ada/runs/train --folder-is-default --module)" in text
 
 

@@ -15,7 +15,7 @@ import torch
 from samestep.errors import LogError
 from samestep.loggers.console import open_console
 from samestep.loggers.jsonl import JsonlLogger, read_metrics
-from samestep.loggers.loggers import check_log_step, check_metrics, open_loggers, write_summary
+from samestep.loggers.loggers import Loggers, check_log_step, check_metrics, write_summary
 from samestep.loggers.tensorboard import open_tensorboard
 from samestep.loggers.text_log import TextLog, format_number, format_record
 from samestep.messages import format_bytes, format_duration
@@ -382,9 +382,9 @@ def test_an_invalid_summary_value_is_rejected_with_its_path(tmp_path):
 
 
 def test_every_logger_receives_every_record(tmp_path, capsys):
-    loggers = open_loggers(tmp_path, open_console(sys.stdout), warnings.warn)
+    loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warnings.warn)
     loggers.print("hello")
-    loggers.write(1, {"train/loss": 0.5})
+    loggers.write({(1, "train/loss"): 0.5})
     loggers.close({"steps": 1})
     assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
     assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
@@ -395,24 +395,25 @@ def test_every_logger_receives_every_record(tmp_path, capsys):
 
 def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    loggers = open_loggers(None, open_console(sys.stdout), warnings.warn)
+    loggers = Loggers(open_console(sys.stdout), lambda: None, warnings.warn)
     loggers.print("hello")
-    loggers.write(1, {"train/loss": 0.5})
+    loggers.write({(1, "train/loss"): 0.5})
     loggers.close({"steps": 1})
     assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
     assert list(Path().iterdir()) == []
 
 
 def test_an_empty_summary_is_not_written(tmp_path):
-    loggers = open_loggers(tmp_path, open_console(sys.stdout), warnings.warn)
+    loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warnings.warn)
+    loggers.write({(1, "train/loss"): 0.5})
     loggers.close({})
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_failed_summary_write_warns_and_the_other_loggers_are_closed(tmp_path):
     warned = []
-    loggers = open_loggers(tmp_path, open_console(sys.stdout), warned.append)
-    loggers.write(1, {"train/loss": 0.5})
+    loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warned.append)
+    loggers.write({(1, "train/loss"): 0.5})
     (tmp_path / "summary.json").mkdir()
     loggers.close({"steps": 1})
     assert warned == [

@@ -33,7 +33,7 @@ def command() -> None:
 @_FOLDER
 @_JSON
 def inspect(folder: Path, as_json: bool) -> None:
-    """Show step, parts, history and tensors of the newest valid checkpoint."""
+    """Show step, parts, history and tensors of the newest checkpoint."""
     path, manifest = checkpoint_folder.find_newest_valid(folder)
     tensors = json.loads((path / INDEX_FILE).read_bytes())
     if as_json:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.rank_status import RankStatus
-from samestep.loggers.log_writer import LogWriter, MetricKey
-from samestep.loggers.loggers import check_log_step, check_metric_name, check_metric_value
+from samestep.loggers.loggers import Loggers, MetricKey, check_log_step, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
 _MAX_STEPS: Final = 1000  # the longest interval between two syncs
@@ -63,8 +62,8 @@ class MetricSync:
     steps become slow, a rank with an urgent control value requests an earlier sync.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, writer: LogWriter | None) -> None:
-        self._comm, self._device, self._writer = comm, device, writer
+    def __init__(self, comm: Communicator, device: torch.device, loggers: Loggers | None) -> None:
+        self._comm, self._device, self._loggers = comm, device, loggers
         self.pending = PendingMetrics()
         self.callbacks: list[StepCallback] = []
         self._interval, self._steps, self._last_sync = 1, 0, time.monotonic()
@@ -101,7 +100,7 @@ class MetricSync:
 
     def write(self, averages: Mapping[MetricKey, float], throughput_step: int | None) -> None:
         """Write averages on rank 0, with the throughput since it was last written."""
-        if self._writer is None:
+        if self._loggers is None:
             return
         records = {**self._rank0_values, **averages}
         self._rank0_values = {}
@@ -113,7 +112,7 @@ class MetricSync:
                 memory = float(torch.cuda.max_memory_allocated(self._device))
                 records[throughput_step, "train/memory_bytes"] = memory
         if records:
-            self._writer.write(records)
+            self._loggers.write(records)
 
     def add_samples(self, count: int) -> None:
         """Count trained samples, for the throughput."""
@@ -121,7 +120,7 @@ class MetricSync:
 
     def add_rank0_values(self, values: Mapping[MetricKey, float]) -> None:
         """Add values that are the same on all ranks, such as learning rates; rank 0 writes its own."""
-        if self._writer is not None:
+        if self._loggers is not None:
             self._rank0_values.update(values)
 
     def close(self) -> None:

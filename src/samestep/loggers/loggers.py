@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from math import prod
 from numbers import Real
@@ -24,12 +25,15 @@ METRICS_FILE = "metrics.jsonl"
 TEXT_FILE = "log.txt"
 SUMMARY_FILE = "summary.json"
 TENSORBOARD_FOLDER = "tensorboard"
+MetricKey = tuple[int, str]
+"""The step and the name of a logged value."""
+_SHOWN_PER_SYNC = 10  # metrics arrive about once per second, and a screen or a curve needs no more points
 
 
 class Logger(Protocol):
     """Receives records on rank 0: names and plain numbers, already averaged over the ranks.
 
-    To support another logger (CSV, an experiment tracker), implement these two methods and open it in `open_loggers`.
+    To support another logger (CSV, an experiment tracker), implement these two methods and open it in `Loggers`.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -42,68 +46,85 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run; `folder` receives summary.json, and without it there is none."""
+    """All loggers of a run, on rank 0.
 
-    def __init__(
-        self,
-        console: Console,
-        text: TextLog | None,
-        others: Sequence[Logger],
-        folder: Path | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._console, self._text, self._folder, self._warn = console, text, folder, warn
-        self._all: tuple[Logger, ...] = (console, *([text] if text else []), *others)
-        self._complete = tuple(logger for logger in others if isinstance(logger, JsonlLogger))
+    The files are opened with the first record, in `folder()`; without a folder only the console is used. A disk error
+    never raises: `warn` receives the file and the reason, and training continues.
+    """
 
-    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
-        """Pass one record to every logger, or with `shown=False` (too many to read) to metrics.jsonl only."""
-        for logger in self._all if shown else self._complete:
-            logger.write(step, values)
+    def __init__(self, console: Console, folder: Callable[[], Path | None], warn: Callable[[str], None]) -> None:
+        self._console, self._get_folder, self._warn = console, folder, warn
+        self._folder: Path | None = None
+        self._text: TextLog | None = None
+        self._jsonl: JsonlLogger | None = None
+        self._all: list[Logger] = [console]
+        self._printed: list[str] = []  # before log.txt was open
+        self.is_open = False
+        """Whether anything was logged, so that there are files."""
+        self.last: dict[str, float] = {}
+        """The last value of each metric."""
+        self.counts: Counter[str] = Counter()
+        """How often each metric was logged."""
+
+    def expect(self, total: int, start: int) -> None:
+        """Set the first and the last step, for the progress bar."""
+        self._console.expect(total, start)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._console.advance(step)
 
     def print(self, text: str) -> None:
-        """Print text to the console and to log.txt."""
+        """Print text now; log.txt receives it too, as soon as it is open."""
         self._console.print(text)
-        self.print_to_file(text)
-
-    def print_to_file(self, text: str) -> None:
-        """Write text to log.txt that was printed to the console before the file was open."""
         if self._text is not None:
             self._text.print(text)
+        elif not self.is_open:
+            self._printed.append(text)
+
+    def write(self, values: Mapping[MetricKey, float]) -> None:
+        """Write one record per step, in order; metrics.jsonl receives all of them, the other loggers a selection."""
+        by_step: dict[int, dict[str, float]] = {}
+        for (step, name), value in values.items():
+            by_step.setdefault(step, {})[name] = value
+        if not self.is_open:
+            self._open()
+        stride = -(-len(by_step) // _SHOWN_PER_SYNC)
+        for left, step in zip(range(len(by_step) - 1, -1, -1), sorted(by_step), strict=True):
+            record = by_step[step]
+            shown = left % stride == 0 or not all(name.startswith("train/") for name in record)
+            for logger in self._all:
+                if shown or logger is self._jsonl:
+                    logger.write(step, record)
+            self.last.update(record)
+            self.counts.update(record.keys())
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Close every logger, even if one of them raises, and write the summary unless it is empty."""
+        """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
         with ExitStack() as closing:
             for logger in self._all:
                 closing.callback(logger.close, summary)
             if summary and self._folder is not None:
                 closing.callback(self._write_summary, self._folder / SUMMARY_FILE, summary)
 
+    def _open(self) -> None:
+        self.is_open, self._folder = True, self._get_folder()
+        if self._folder is None:
+            return
+        self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self._console.print)
+        for text in self._printed:
+            self._text.print(text)
+        self._jsonl = JsonlLogger(self._folder / METRICS_FILE, warn=self._warn, report=self.print)
+        self._all += [self._text, self._jsonl]
+        tensorboard = open_tensorboard(self._folder / TENSORBOARD_FOLDER, self._warn, self.print)
+        if tensorboard is not None:
+            self._all.append(tensorboard)
+
     def _write_summary(self, path: Path, summary: Mapping[str, object]) -> None:
         try:
             write_summary(path, summary)
         except OSError as error:
             self._warn(f"{path} cannot be written: {describe_os_error(error)}; the run has no summary")
-
-
-def open_loggers(folder: Path | None, console: Console, warn: Callable[[str], None]) -> Loggers:
-    """Open every logger for a run's folder, or only the console without a folder.
-
-    A disk error never raises: `warn` receives the file and the reason, and training continues.
-    """
-    if folder is None:
-        return Loggers(console, None, (), None, warn)
-    text = TextLog(folder / TEXT_FILE, warn=warn, report=console.print)
-
-    def report(message: str) -> None:
-        """Print a message of a file logger; Loggers.print does not exist yet."""
-        console.print(message)
-        text.print(message)
-
-    others: list[Logger] = [JsonlLogger(folder / METRICS_FILE, warn=warn, report=report)]
-    if (tensorboard := open_tensorboard(folder / TENSORBOARD_FOLDER, warn, report)) is not None:
-        others.append(tensorboard)
-    return Loggers(console, text, others, folder, warn)
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:

@@ -29,8 +29,7 @@ from samestep.launch.failure_report import OUT_OF_MEMORY
 from samestep.launch.processes import LAUNCHER, LauncherWatch
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
-from samestep.loggers.log_writer import LogWriter
-from samestep.loggers.loggers import open_loggers
+from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce, info_to
 from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.precision import check_precision, detect_support
@@ -70,7 +69,7 @@ class Lifecycle:
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
         self._folder_is_final = config.folder is not None or explicit
-        self._writer: LogWriter | None = None
+        self._loggers: Loggers | None = None
         self._preemption: Preemption | None = None
         self._log_capture = ExitStack()
         self._warnings = WarnOnce()
@@ -123,12 +122,10 @@ class Lifecycle:
         config, device = self.config, self.choice.device
         if self.world.is_main:
             console = open_console(sys.stdout)
-            self._writer = LogWriter(
-                lambda: open_loggers(self.context.folder, console, self._warnings.warn_once), console
-            )
+            self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
         acceleration = Acceleration(self.comm, detect_support(device, config.precision, config.compile), self.print)
-        return RunContext(config, self.comm, device, folder, self._writer, acceleration, self._padding, self.summary)
+        return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self._padding, self.summary)
 
     def leave(self, error: BaseException | None) -> None:
         """End as `with` does: after success, early, or after an exception."""
@@ -183,7 +180,7 @@ class Lifecycle:
     def move_folder(self, folder: Path) -> None:
         """Write logs and ledgers to `folder`, unless the user chose a folder or something is already written."""
         context = self.context
-        final = self._folder_is_final or (self._writer is not None and self._writer.is_open)
+        final = self._folder_is_final or (self._loggers is not None and self._loggers.is_open)
         if context.once(lambda: final):
             return
         context.folder, self._folder_is_final = folder, True
@@ -208,7 +205,7 @@ class Lifecycle:
             "steps": progress.steps if progress else 0,
             "samples": progress.samples if progress else 0,
             "seconds": round(time.monotonic() - self._started_at, 3),
-            "metrics": self._writer.last if self._writer else {},
+            "metrics": self._loggers.last if self._loggers else {},
             "choices": self._loop.context.acceleration.choices() if self._loop else {},
             "plan": [plan.summary(device, starts) for plan in self.plans] if self._loop else [],
             "teacher": [teacher.summary() for teacher in self.teachers] if self._loop else [],
@@ -240,8 +237,8 @@ class Lifecycle:
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""
-        if self._writer is not None:
-            self._writer.print(text)
+        if self._loggers is not None:
+            self._loggers.print(text)
 
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
@@ -249,8 +246,8 @@ class Lifecycle:
 
     def _close_files(self, status: str) -> None:
         self._log_capture.close()
-        if self._writer is not None:
-            self._writer.close(self.summary(status) if self._writer.is_open else {})
+        if self._loggers is not None:
+            self._loggers.close(self.summary(status) if self._loggers.is_open else {})
 
 
 def is_out_of_memory(error: BaseException) -> bool:

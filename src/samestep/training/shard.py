@@ -76,8 +76,8 @@ class Shard:
         """The epochs from the current position up to `count` in all; a resumed epoch continues with its next step."""
         report_if_trained(self._epoch, count)
         steps = self._partition.steps
-        if self._context.writer is not None:
-            self._context.writer.expect(count * steps, self._epoch * steps + self._step)
+        if self._context.loggers is not None:
+            self._context.loggers.expect(count * steps, self._epoch * steps + self._step)
         while self._epoch < count:
             number = self._context.progress.epoch = self._epoch
             yield Epoch(number, self.steps, self.steps_left)

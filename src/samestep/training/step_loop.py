@@ -92,8 +92,8 @@ class StepLoop:
     def _end(self, step: Step) -> None:
         context = self.context
         context.comm.start_steps()
-        if context.writer is not None:
-            context.writer.advance(context.progress.steps)
+        if context.loggers is not None:
+            context.loggers.advance(context.progress.steps)
         every = context.config.replica_check_every
         if every and (step.number + 1) % every == 0 and not context.comm.alone:
             tensors = replicated_tensors(context.models, self._optimizers)

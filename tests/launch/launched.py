@@ -1,4 +1,4 @@
-"""A real `samestep run` in a folder of its own, whose every process can be found again by a variable it carries."""
+"""Start a real `samestep run` in a temporary folder; a variable marks all its processes so that tests find them."""
 
 import os
 import runpy
@@ -36,21 +36,21 @@ class Started:
     mark: str
 
     def finish(self, seconds: float = 90.0) -> "Ended":
-        """Wait for its end; whatever happens, nothing of it outlives this call."""
+        """Wait for its end, and kill all its processes in any case."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         finally:
             left = self.processes()
-            for each in left:
-                each.kill()
-        return Ended(self.process.returncode, out, err, self.folder, [each.pid for each in left])
+            for process in left:
+                process.kill()
+        return Ended(self.process.returncode, out, err, self.folder, [process.pid for process in left])
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that carries this run's mark, its launcher included; zombies have none."""
-        return [each for each in psutil.process_iter() if variable(each, MARK) == self.mark]
+        """All running processes of this run, the launcher included."""
+        return [process for process in psutil.process_iter() if variable(process, MARK) == self.mark]
 
-    def ranks_are_up(self, count: int, seconds: float = 60.0) -> None:
-        """Wait until so many ranks have written a file `up-RANK`."""
+    def wait_for_ranks(self, count: int, seconds: float = 60.0) -> None:
+        """Wait until this many ranks have written a file `up-RANK`."""
         wait_for(lambda: len(list(self.folder.glob("up-*"))) >= count, seconds)
 
 
@@ -63,18 +63,18 @@ class Ended:
     left: list[int]
 
     def logs(self, attempt: int = 0) -> dict[str, str]:
-        """Name and text of each log of an attempt."""
+        """Text of each log of an attempt by file name."""
         folder = self.folder / "kept" / "logs" / f"attempt-{attempt}"
         return {path.name: path.read_bytes().decode() for path in folder.iterdir()}
 
 
 def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | None = None, **popen: object) -> Started:
-    """Start `samestep run OPTIONS`, where the options end with train.py or a module."""
+    """Write the script to train.py and start `samestep run OPTIONS`; the options end with train.py or a module."""
     (folder / "train.py").write_text(dedent(script))
     mark = uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
-    # A test runner in the background of a shell ignores Ctrl-C, and so would its children.
+    # Children of a test runner in the background of a shell would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "samestep", "run", *options],
@@ -88,7 +88,7 @@ def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | Non
 
 
 def run_script(path: Path, *arguments: str) -> None:
-    """Run a script as `python PATH ARGUMENTS` would. For a warm rank, where nobody is to disturb it."""
+    """Run a script in this process as `python PATH ARGUMENTS` would."""
     before, sys.argv = sys.argv, [str(path), *arguments]
     try:
         runpy.run_path(str(path), run_name="__main__")
@@ -106,5 +106,5 @@ def variable(process: psutil.Process, name: str) -> str | None:
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        assert time.monotonic() < end, f"timed out after {seconds} s"
         time.sleep(0.05)

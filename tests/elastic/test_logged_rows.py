@@ -1,4 +1,4 @@
-"""What was logged before a checkpoint is in the file when the checkpoint is: nobody trains those steps again."""
+"""All steps before a checkpoint are in the metrics file when the checkpoint is published."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def rows_at_the_moment_of_saving(folder: str) -> list[int]:
                 optimizer.zero_grad()
         checkpoint.save()
         checkpoint.wait()
-        # As a kill at this moment would leave it.
+        # What a kill at this moment would leave.
         records = run.once(read_metrics, Path(folder) / "metrics.jsonl")
     return [int(record["step"]) for record in records if "train/loss" in record]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_step_before_a_checkpoint_is_logged_when_it_is_published(ranks, tmp_path, size):
+def test_every_step_before_a_checkpoint_is_logged_when_the_checkpoint_is_published(ranks, tmp_path, size):
     for steps in ranks(size, rows_at_the_moment_of_saving, str(tmp_path / "out")):
         assert steps == list(range(100))

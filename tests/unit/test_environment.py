@@ -1,4 +1,4 @@
-"""What is read of a machine: cores, memory, GPUs, interfaces, SLURM, from real and from written-down ones."""
+"""Cores, memory, GPUs, interfaces and SLURM, read from this machine and from prepared files."""
 
 import json
 import subprocess
@@ -15,8 +15,8 @@ from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 GIB = 2**30
 
 
-def lay(root, files):
-    """Write files under a root as a machine would have them."""
+def write_files(root, files):
+    """Write files under a root folder that stands in for `/`."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,15 +24,15 @@ def lay(root, files):
     return root
 
 
-# Control groups
+# cgroups
 
 
-def test_a_system_without_control_groups_has_no_limits(tmp_path):
+def test_a_system_without_cgroups_has_no_limits(tmp_path):
     assert read_limits(tmp_path) == Limits(None, None, None)
 
 
-def test_version_2_limits_hold_from_the_group_above_as_well(tmp_path):
-    root = lay(
+def test_limits_of_a_parent_cgroup_apply_in_version_2(tmp_path):
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/job/step\n",
@@ -48,8 +48,8 @@ def test_version_2_limits_hold_from_the_group_above_as_well(tmp_path):
     assert read_limits(root) == Limits(cores=4.5, memory=8 * GIB, memory_left=3 * GIB)
 
 
-def test_a_container_that_is_told_the_hosts_path_reads_its_own_group(tmp_path):
-    root = lay(
+def test_a_container_that_sees_the_path_of_the_host_reads_its_own_cgroup(tmp_path):
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/system.slice/docker-5ba3.scope\n",
@@ -61,14 +61,14 @@ def test_a_container_that_is_told_the_hosts_path_reads_its_own_group(tmp_path):
     assert read_limits(root) == Limits(cores=1.5, memory=2 * GIB, memory_left=0)
 
 
-def test_a_path_that_leads_out_of_the_mount_is_not_followed(tmp_path):
-    root = lay(tmp_path, {"proc/self/cgroup": "0::/../../other\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"})
-    lay(tmp_path, {"other/cpu.max": "100000 100000\n"})
+def test_a_path_outside_of_the_mount_is_not_followed(tmp_path):
+    root = write_files(tmp_path, {"proc/self/cgroup": "0::/../../other\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"})
+    write_files(tmp_path, {"other/cpu.max": "100000 100000\n"})
     assert read_limits(root).cores == 2
 
 
-def test_version_1_limits_are_read_by_controller(tmp_path):
-    root = lay(
+def test_version_1_limits_are_read_per_controller(tmp_path):
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n0::/\n",
@@ -90,18 +90,18 @@ def test_version_1_limits_are_read_by_controller(tmp_path):
     ("installed", "affinity", "quota", "usable", "reason"),
     [
         (64, 64, None, 64, "no limit"),
-        (64, 8, None, 8, "this process is bound to them"),
+        (64, 8, None, 8, "CPU affinity of this process"),
         (64, 64, 4.5, 4, "the control group allows 4.5"),
         (64, 8, 0.5, 1, "the control group allows 0.5"),
-        (64, 8, 16.0, 8, "this process is bound to them"),
+        (64, 8, 16.0, 8, "CPU affinity of this process"),
     ],
 )
-def test_cores_are_those_that_affinity_and_quota_leave(installed, affinity, quota, usable, reason):
+def test_usable_cores_follow_from_affinity_and_quota(installed, affinity, quota, usable, reason):
     cores = usable_cores(installed, affinity, quota)
     assert (cores.usable, cores.installed, cores.reason) == (usable, installed, reason)
 
 
-def test_memory_is_what_the_control_group_leaves():
+def test_usable_memory_follows_from_the_cgroup():
     assert usable_memory(64 * GIB, 40 * GIB, Limits()) == (64 * GIB, 40 * GIB)
     assert usable_memory(64 * GIB, 40 * GIB, Limits(None, 8 * GIB, 3 * GIB)) == (8 * GIB, 3 * GIB)
     assert usable_memory(64 * GIB, 2 * GIB, Limits(None, 80 * GIB, 70 * GIB)) == (64 * GIB, 2 * GIB)
@@ -110,14 +110,14 @@ def test_memory_is_what_the_control_group_leaves():
 # This machine
 
 
-def test_this_machine_has_what_the_system_says():
+def test_the_hardware_of_this_machine_matches_psutil():
     hardware = read_hardware()
     assert 1 <= hardware.cores.usable <= hardware.cores.installed == psutil.cpu_count()
     assert 0 < hardware.memory_available <= hardware.memory_total <= psutil.virtual_memory().total
     assert (hardware.gpus, hardware.links) == ((), ())
 
 
-def test_a_process_bound_to_one_core_has_one():
+def test_a_process_bound_to_one_core_can_use_one():
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from samestep.environment.hardware import read_hardware; print(read_hardware().cores.usable)"
@@ -125,14 +125,16 @@ def test_a_process_bound_to_one_core_has_one():
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
-def test_devices_of_the_driver_are_counted_and_shm_may_be_missing(tmp_path):
-    root = lay(tmp_path, {f"dev/{name}": "" for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null")})
+def test_device_files_of_the_driver_are_counted_and_shm_may_be_missing(tmp_path):
+    root = write_files(
+        tmp_path, {f"dev/{name}": "" for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null")}
+    )
     hardware = read_hardware(root=root)
     assert hardware.nvidia_devices == 2
     assert (hardware.shm_total, hardware.shm_free) == (None, None)
 
 
-def test_facts_of_hardware_need_no_torch():
+def test_reading_the_hardware_does_not_import_torch():
     script = (
         "import sys, samestep.environment.hardware, samestep.environment.network\n"
         "import samestep.environment.slurm_variables, samestep.environment.diagnosis\n"
@@ -142,7 +144,7 @@ def test_facts_of_hardware_need_no_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_torch_tells_its_versions():
+def test_the_versions_come_from_torch():
     import torch
 
     software = detect_software()
@@ -166,7 +168,7 @@ TOPOLOGY = (
 )
 
 
-def test_links_are_read_from_the_matrix_and_network_cards_left_out():
+def test_links_are_read_from_the_matrix_without_network_cards():
     assert parse_links(TOPOLOGY) == {
         (0, 1): "NV18",
         (0, 2): "SYS",
@@ -178,12 +180,12 @@ def test_links_are_read_from_the_matrix_and_network_cards_left_out():
 
 
 @pytest.mark.parametrize("text", ["", "Failed to initialize NVML: Driver/library version mismatch\n", "\n\n"])
-def test_no_matrix_means_no_links(text):
+def test_output_without_a_matrix_gives_no_links(text):
     assert parse_links(text) == {}
     assert parse_memory(text) == {}
 
 
-def test_free_memory_is_read_by_uuid_and_left_out_where_it_is_not_told():
+def test_free_memory_is_read_by_uuid_and_omitted_if_not_available():
     text = "0, GPU-5ba3-01, 1000\n1, GPU-5ba3-02, [N/A]\n7, GPU-5ba3-03, 0\n"
     assert parse_memory(text) == {"5ba3-01": SmiGpu(0, 1000 * 2**20), "5ba3-03": SmiGpu(7, 0)}
 
@@ -200,11 +202,11 @@ ALL = (LO, DOCKER, ETH, DOWN, BARE, IB)
 
 
 @pytest.mark.parametrize(
-    ("addresses", "wish", "interface", "address", "reason"),
+    ("addresses", "value", "interface", "address", "reason"),
     [
-        (["192.0.2.2"], None, "eth0", "192.0.2.2", "the host's name node1 resolves to 192.0.2.2"),
-        (["127.0.1.1"], None, "lo", "127.0.1.1", "the host's name node1 resolves to 127.0.1.1"),
-        ([], None, "lo", "127.0.0.1", "the host's name node1 resolves to no address of this machine"),
+        (["192.0.2.2"], None, "eth0", "192.0.2.2", "the host name node1 resolves to 192.0.2.2"),
+        (["127.0.1.1"], None, "lo", "127.0.1.1", "the host name node1 resolves to 127.0.1.1"),
+        ([], None, "lo", "127.0.0.1", "the host name node1 resolves to no address of this machine"),
         (["127.0.0.1"], "ib0", "ib0", "198.51.100.2", "GLOO_SOCKET_IFNAME=ib0"),
         (["127.0.0.1"], "ib0,eth0", "ib0", "198.51.100.2", "GLOO_SOCKET_IFNAME=ib0"),
         (["192.0.2.2"], "ib", None, None, "GLOO_SOCKET_IFNAME=ib matches no interface"),
@@ -212,19 +214,19 @@ ALL = (LO, DOCKER, ETH, DOWN, BARE, IB)
         (["192.0.2.2"], "eth2", None, None, "GLOO_SOCKET_IFNAME=eth2 matches eth2, which has no address"),
     ],
 )
-def test_gloo_takes_the_variable_then_the_hosts_name_then_loopback(addresses, wish, interface, address, reason):
-    choice = choose_gloo(ALL, "node1", addresses, {"GLOO_SOCKET_IFNAME": wish} if wish else {})
+def test_gloo_uses_the_variable_then_the_host_name_then_loopback(addresses, value, interface, address, reason):
+    choice = choose_gloo(ALL, "node1", addresses, {"GLOO_SOCKET_IFNAME": value} if value else {})
     assert (choice.interface, choice.address, choice.reason) == (interface, address, reason)
-    assert choice.variable == ("GLOO_SOCKET_IFNAME" if wish else None)
+    assert choice.variable == ("GLOO_SOCKET_IFNAME" if value else None)
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "wish", "interface", "reason"),
+    ("interfaces", "value", "interface", "reason"),
     [
         (ALL, None, "ib0", "InfiniBand comes first"),
-        ((LO, DOCKER, DOWN, BARE, ETH), None, "eth0", "the first that is neither docker, lo nor virbr"),
-        ((LO, DOCKER, DOWN), None, "docker0", "nothing but docker and lo is up"),
-        ((LO, DOWN), None, "lo", "nothing but lo is up"),
+        ((LO, DOCKER, DOWN, BARE, ETH), None, "eth0", "the first that is not docker, lo or virbr"),
+        ((LO, DOCKER, DOWN), None, "docker0", "only docker and lo are up"),
+        ((LO, DOWN), None, "lo", "only lo is up"),
         ((DOWN, BARE), None, None, "no interface is up and has an address"),
         (ALL, "eth", "eth0", "NCCL_SOCKET_IFNAME=eth"),
         (ALL, "=eth0", "eth0", "NCCL_SOCKET_IFNAME==eth0"),
@@ -233,30 +235,30 @@ def test_gloo_takes_the_variable_then_the_hosts_name_then_loopback(addresses, wi
         (ALL, "eth1", None, "NCCL_SOCKET_IFNAME=eth1 matches eth1, which is down"),
     ],
 )
-def test_nccl_follows_its_own_order(interfaces, wish, interface, reason):
-    choice = choose_nccl(interfaces, {"NCCL_SOCKET_IFNAME": wish} if wish else {})
+def test_nccl_uses_its_own_order(interfaces, value, interface, reason):
+    choice = choose_nccl(interfaces, {"NCCL_SOCKET_IFNAME": value} if value else {})
     assert (choice.interface, choice.reason) == (interface, reason)
 
 
-def test_gloo_really_listens_where_we_say(tmp_path):
+def test_gloo_listens_on_the_predicted_address(tmp_path):
     script = (
         "import json, sys, psutil, torch.distributed as dist\n"
         "from samestep.environment.network import read_network\n"
         "from samestep.environment.world import read_environ\n"
         "dist.init_process_group('gloo', store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)\n"
         "dist.barrier()\n"
-        "heard = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}\n"
-        "print(json.dumps([sorted(heard), read_network(read_environ()).gloo.address]))\n"
+        "listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}\n"
+        "print(json.dumps([sorted(listening), read_network(read_environ()).gloo.address]))\n"
         "dist.destroy_process_group()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "store")], capture_output=True, text=True, check=True
     )
-    heard, told = json.loads(done.stdout)
-    assert heard == [told]
+    listening, predicted = json.loads(done.stdout)
+    assert listening == [predicted]
 
 
-def test_the_interfaces_of_this_machine_are_seen():
+def test_the_interfaces_of_this_machine_are_listed():
     network = read_network({})
     (loopback,) = [i for i in network.interfaces if i.loopback and i.up]
     assert "127.0.0.1" in loopback.addresses
@@ -266,7 +268,7 @@ def test_the_interfaces_of_this_machine_are_seen():
 # SLURM
 
 
-def test_slurm_is_told_by_srun_and_the_environment(tmp_path, monkeypatch):
+def test_slurm_is_read_from_srun_and_the_variables(tmp_path, monkeypatch):
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
     srun.chmod(0o755)
@@ -277,20 +279,20 @@ def test_slurm_is_told_by_srun_and_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("exit 3", "exit code 3"),
         ("echo 'srun: error: first' >&2; echo 'srun: fatal: no slurm.conf' >&2; exit 1", "srun: fatal: no slurm.conf"),
     ],
 )
-def test_an_srun_that_fails_is_said_to(tmp_path, monkeypatch, script, told):
+def test_a_failing_srun_is_reported(tmp_path, monkeypatch, script, message):
     srun = tmp_path / "srun"
     srun.write_text(f"#!/bin/sh\n{script}\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert read_slurm({}).version == f"unknown (srun --version: {told})"
+    assert read_slurm({}).version == f"unknown (srun --version: {message})"
 
 
-def test_without_srun_there_is_no_slurm(tmp_path, monkeypatch):
+def test_without_srun_slurm_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_slurm({}) == SlurmInfo(None, None, None, None)
