@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
-from tests.lightning.trained import closing, furthest
+from tests.lightning.trained import closing, max_difference
 
 
 def train_alone(folder: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_trainer_learns_the_same_on_one_rank_and_on_two_of_the_launcher(ranks,
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
-    assert furthest(one, two) < 1e-6
+    assert max_difference(one, two) < 1e-6
     records = [read_metrics(tmp_path / name / "metrics.jsonl", by_step=True) for name in ("one", "two")]
     for a, b in zip(*records, strict=True):
         for name in a.keys() - {"time"}:
