@@ -51,7 +51,7 @@ class Job:
     folder_is_explicit: bool = True
     """Whether the user chose the folder; if not, run.checkpoint may choose another one for the run's files."""
     show: ShowRanks = "first"
-    """Whose output the console shows: this node's first rank, or all ranks."""
+    """Whose output the console shows: local rank 0, or all ranks."""
     verbose: bool = False
     """Whether the log of torch's agent goes to the console."""
     time_limit: str = ""
@@ -185,7 +185,7 @@ def check_target(target: str, module: bool) -> None:
         )
     if not script.is_file():
         nearby = sorted(entry.name for entry in Path.cwd().glob("*.py"))[:5]
-        hint = f"scripts here: {', '.join(nearby)}" if nearby else "there are no scripts here"
+        hint = f"scripts there: {', '.join(nearby)}" if nearby else "no scripts found there"
         raise LaunchError(f"script {target} not found in {Path.cwd()}; {hint}")
 
 

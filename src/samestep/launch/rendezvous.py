@@ -137,7 +137,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
 
 
 def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], bool]) -> Rendezvous:
-    """Let this node serve the rendezvous if the endpoint is one of its own addresses.
+    """Let this node serve the rendezvous if the endpoint is an address of this node.
 
     torch recognizes its own address by the host name only. If the endpoint belongs to a second network card, or if
     several nodes have the same name, all nodes would wait for a host.
