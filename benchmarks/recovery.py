@@ -3,8 +3,8 @@
     python benchmarks/recovery.py [--kills 10] [--ranks 2] [--timeout 60]
 
 Each variant is started again for every kill, with three restarts allowed. After all ranks have trained some steps, one
-of them gets SIGKILL after a random delay that is the same for all variants. "recovered" counts the launches in which all
-ranks train again within the timeout; "at the first restart" counts those that needed one restart only. The time runs
+of them gets SIGKILL after a random delay that is the same for all variants. "recovered" counts the launches whose ranks
+all train again within the timeout; "at the first restart" counts those that needed one restart only. The time runs
 from the kill to the first step of the new processes.
 
 Variants: a hand-written DDP script under torchrun, samestep's Run under torchrun, and samestep's Run under `samestep

@@ -37,13 +37,15 @@ def test_device_and_backend_follow_from_ranks_and_gpus(world, accelerators, requ
 def test_ranks_that_share_a_gpu_give_a_warning():
     assert choose_device(make_world(2), Accelerators(2, False), None).warning is None
     warning = choose_device(make_world(3), Accelerators(2, False), None).warning
-    assert warning == "3 ranks share 2 GPU(s): gloo connects them, slower than NCCL on a GPU each"
+    assert warning == "3 ranks share 2 GPU(s): samestep uses gloo, which is slower than NCCL with one GPU per rank"
 
 
 def test_unusable_backends_are_rejected():
-    with pytest.raises(WorldError, match="backend='mpi' is not one that samestep uses: use 'gloo' or 'nccl'"):
+    with pytest.raises(WorldError, match="backend='mpi' is not supported: use 'gloo' or 'nccl'"):
         choose_device(make_world(2), NONE, "mpi")
-    with pytest.raises(WorldError, match="backend='nccl' needs a CUDA device and torch sees none: leave backend out"):
+    with pytest.raises(
+        WorldError, match="backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo"
+    ):
         choose_device(make_world(2), NONE, "nccl")
-    with pytest.raises(WorldError, match=r"cannot serve 3 ranks on 2 GPU\(s\).*--nproc-per-node 2"):
+    with pytest.raises(WorldError, match=r"needs one GPU per rank, got 3 ranks on 2 GPU\(s\): use --nproc-per-node 2"):
         choose_device(make_world(3), Accelerators(2, False), "nccl")
