@@ -172,11 +172,8 @@ class LauncherVariables:
     """
 
     environ: Mapping[str, str]
-    """The environment."""
-    names: tuple[str, ...]
-    """The variables that an error shows."""
-    remedy: str
-    """What to do, unless an error has a better remedy."""
+    names: tuple[str, ...]  # the variables that an error shows
+    remedy: str  # what to do, unless an error has a better remedy
 
     def number(self, name: str) -> int | None:
         """A non-negative integer, or None if the variable is not set."""
