@@ -70,10 +70,10 @@ def wait_in_vain(folder):
                 time.sleep(0.05)
             raise TimeoutError("enough")
         run._comm.timeout = 1.5
-        calling._has_news = lambda: True
+        calling._is_urgent = lambda: True
         try:
-            calling._join()
-            calling.reached()
+            calling._promise()
+            calling.at_boundary()
         finally:
             (folder / "told").touch()
 
@@ -81,29 +81,29 @@ def wait_in_vain(folder):
 @pytest.mark.slow
 def test_a_rank_that_waits_for_the_called_pulse_names_it_and_not_what_came_before(ranks, tmp_path):
     _, told = ranks.errors(2, wait_in_vain, tmp_path)
-    assert "rank 1 waits in the call for the pulse at test_call.py:" in told
+    assert "rank 1 waits in the request for an early metric sync at test_call.py:" in told
     assert "rank 0 was last in run.mean at test_call.py:" in told
 
 
 def meet(steps, told_at):
     """Count boundaries at a pace of each rank's own; at which of them the call has all ranks meet."""
     late, call._LATE_SECONDS = call._LATE_SECONDS, 0.0
-    look, call._LOOK_SECONDS = call._LOOK_SECONDS, 0.01
+    look, call._POLL_SECONDS = call._POLL_SECONDS, 0.01
     met, news = [], []
     try:
         with Run(global_batch=2, seed=0) as run:
             calling = run._lifecycle.context.metrics._early
-            calling._has_news = lambda: bool(news)
+            calling._is_urgent = lambda: bool(news)
             for at in range(1, steps + 1):
                 if at in told_at.get(run.rank, ()):
                     news.append(at)
                 time.sleep(0.001 * (run.rank + 1))
-                if calling.reached():
+                if calling.at_boundary():
                     met.append((at, run.sum(len(news))))
                     news.clear()
-                    calling.beaten()
+                    calling.synced()
     finally:
-        call._LATE_SECONDS, call._LOOK_SECONDS = late, look
+        call._LATE_SECONDS, call._POLL_SECONDS = late, look
     return met
 
 

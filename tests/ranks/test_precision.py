@@ -97,7 +97,10 @@ def wish_unlike():
 
 def test_ranks_that_ask_for_unlike_precisions_are_told_so(ranks):
     for text in ranks.errors(2, wish_unlike):
-        assert "GroupError: rank 0 has Run(precision='fp32', compile=False) and rank 1 has Run(precision='fp16'" in text
+        assert (
+            "CommunicationError: rank 0 has Run(precision='fp32', compile=False) and rank 1 has Run(precision='fp16'"
+            in text
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -137,7 +140,7 @@ def test_gradient_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy)
 
 
 def learn_again(strategy):
-    return learn(strategy=strategy, checkpoint=(Block, ConditioningDropout))
+    return learn(strategy=strategy, activation_checkpointing=(Block, ConditioningDropout))
 
 
 def learn_compiled():

@@ -244,7 +244,7 @@ GROUP = """
         torch.multiprocessing.set_start_method(sys.argv[1])
         with Run(global_batch=4, seed=0, folder="out") as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(Slow(), workers=2)
+            data = run.shard(Slow(), num_workers=2)
             run.checkpoint("out", model=model, train=data)
             for epoch in data.epochs(1):
                 for step in epoch:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from samestep.teacher.student import Student, Timed, pooled
 
 __all__ = ["Student", "Timed", "pooled"]
-_HOMES = {"Student": "student", "Timed": "timed", "pooled": "student"}
+_HOMES = {"Student": "student", "Timed": "student", "pooled": "student"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Conditioning dropout and guidance, without ranks: which rows are dropped, what has a gradient, what is refused."""
+"""Conditioning dropout and guidance without ranks: which rows are dropped, what has a gradient, what raises."""
 
 import pytest
 import torch
@@ -12,23 +12,23 @@ from samestep.nn import ConditioningDropout, guided
 
 @pytest.fixture
 def samples():
-    """Say which samples the modules see, as a step would; nobody sees any afterwards."""
+    """Set the samples of the current micro-batch, as a step does, and remove them after the test."""
 
-    def see(indices, epoch=0):
+    def set_samples(indices, epoch=0):
         keys = sample_key_tensor(0, epoch, torch.as_tensor(indices))
         set_micro_batch(keys)
         return keys
 
-    yield see
+    yield set_samples
     set_micro_batch(None)
 
 
 def dropped(module, rows):
-    """Which of so many rows the module replaces."""
+    """The mask of the rows that the module replaces."""
     return (module(torch.ones(rows, 3)) == 0).all(dim=1)
 
 
-def test_a_sample_is_dropped_or_kept_whatever_shares_its_batch(samples):
+def test_whether_a_sample_is_dropped_does_not_depend_on_its_batch(samples):
     module = ConditioningDropout(0.3, null="zeros")
     samples(range(64))
     together = dropped(module, 64)
@@ -40,7 +40,7 @@ def test_a_sample_is_dropped_or_kept_whatever_shares_its_batch(samples):
         assert bool(dropped(module, 1)) == bool(together[index])
 
 
-def test_another_epoch_drops_other_samples_and_the_share_is_p(samples):
+def test_another_epoch_drops_other_samples_and_the_fraction_is_p(samples):
     module = ConditioningDropout(0.1, null="zeros")
     masks = []
     for epoch in range(2):
@@ -50,7 +50,7 @@ def test_another_epoch_drops_other_samples_and_the_share_is_p(samples):
     assert not torch.equal(*masks)
 
 
-def test_streams_drop_independently_and_one_stream_drops_alike(samples):
+def test_streams_drop_independently_and_the_same_stream_drops_the_same_samples(samples):
     samples(range(10_000))
     first, again, other = (dropped(ConditioningDropout(0.5, null="zeros", stream=s), 10_000) for s in (0, 0, 1))
     assert torch.equal(first, again)
@@ -58,20 +58,20 @@ def test_streams_drop_independently_and_one_stream_drops_alike(samples):
 
 
 @pytest.mark.parametrize(("p", "all_or_none"), [(0.0, False), (1.0, True)])
-def test_the_ends_of_p_drop_none_and_all(samples, p, all_or_none):
+def test_p_of_zero_drops_none_and_p_of_one_drops_all(samples, p, all_or_none):
     samples(range(1000))
     assert dropped(ConditioningDropout(p, null="zeros"), 1000).eq(all_or_none).all()
 
 
-def test_a_learned_null_takes_the_place_of_what_is_dropped(samples):
+def test_a_learned_null_replaces_dropped_rows(samples):
     module = ConditioningDropout(0.5, null="learned", shape=(8,))
     tokens = torch.randn(40, 5, 8)
     samples(range(40))
     out = module(tokens)
-    gone = (out != tokens).any(dim=2).all(dim=1)
-    assert 0 < gone.sum() < 40
-    assert torch.equal(out[gone], module.null.detach().expand(int(gone.sum()), 5, 8))
-    assert torch.equal(out[~gone], tokens[~gone])
+    replaced = (out != tokens).any(dim=2).all(dim=1)
+    assert 0 < replaced.sum() < 40
+    assert torch.equal(out[replaced], module.null.detach().expand(int(replaced.sum()), 5, 8))
+    assert torch.equal(out[~replaced], tokens[~replaced])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
@@ -85,8 +85,8 @@ def test_every_parameter_has_a_gradient_however_many_rows_are_dropped(samples, p
     assert bool(module.null.grad.any()) == (p > 0)
 
 
-def test_checkpointing_drops_the_same_rows_when_it_computes_again(samples, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or torch sets it, for good
+def test_activation_checkpointing_drops_the_same_rows_when_it_recomputes(samples, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise torch sets it permanently
     encoder, module = torch.nn.Linear(4, 8), ConditioningDropout(0.5, null="learned", shape=(8,))
     x = torch.randn(32, 4)
     samples(range(32))
@@ -98,7 +98,7 @@ def test_checkpointing_drops_the_same_rows_when_it_computes_again(samples, monke
     assert torch.equal(*gradients)
 
 
-def test_in_evaluation_all_passes_unchanged_and_drop_names_rows(samples):
+def test_evaluation_mode_changes_nothing_and_drop_selects_rows(samples):
     module = ConditioningDropout(1.0, null="learned", shape=(2, 3)).eval()
     x = torch.randn(3, 2, 3)
     assert module(x) is x
@@ -117,40 +117,38 @@ def test_the_dtype_of_the_conditioning_is_kept(samples, dtype):
         assert module(torch.ones(4, 3, dtype=dtype)).dtype == dtype
 
 
-def test_in_a_step_the_keys_are_those_of_its_samples(tmp_path):
+def test_a_step_sets_the_keys_of_its_samples(tmp_path):
     module = ConditioningDropout(0.5, null="zeros")
     with Run(global_batch=4, seed=3, folder=tmp_path) as run:
         for epoch in run.shard([torch.tensor([float(i + 1)]) for i in range(8)], shuffle=True).epochs(1):
             masks = {
                 int(row): bool(out == 0) for step in epoch for b in step for row, out in zip(b, module(b), strict=True)
             }
-    whole = sample_key_tensor(3, 0, torch.arange(8))
-    set_micro_batch(whole)
+    keys = sample_key_tensor(3, 0, torch.arange(8))
+    set_micro_batch(keys)
     expected = (module(torch.ones(8, 1)) == 0).flatten().tolist()
     set_micro_batch(None)
     assert [masks[i + 1] for i in range(8)] == expected
 
 
-def test_training_outside_a_step_is_explained():
+def test_training_mode_outside_of_a_step_raises():
     with pytest.raises(
-        StepError, match=r"called in training mode outside a step, where there is no sample to draw for"
+        StepError, match=r"called in training mode outside of a step, so there are no samples to draw for"
     ):
         ConditioningDropout(0.1, null="zeros")(torch.ones(2, 3))
 
 
-def test_rows_that_do_not_match_the_samples_are_explained(samples):
+def test_rows_that_do_not_match_the_samples_raise(samples):
     samples(range(4))
     with pytest.raises(
-        StepError, match=r"got 8 rows of conditioning in a micro-batch of 4 samples: give one row a sample"
+        StepError, match=r"got 8 rows of conditioning in a micro-batch of 4 samples: pass one row per sample"
     ):
         ConditioningDropout(0.1, null="zeros")(torch.ones(8, 3))
 
 
-def test_what_cannot_be_blended_is_explained(samples):
+def test_invalid_conditioning_raises(samples):
     samples(range(4))
-    with pytest.raises(
-        StepError, match=r"got torch.int64 of shape \(4,\): it blends floating point .* embed class labels"
-    ):
+    with pytest.raises(StepError, match=r"got torch.int64 of shape \(4,\): pass floating point .* embed class labels"):
         ConditioningDropout(0.1, null="zeros")(torch.arange(4))
     with pytest.raises(StepError, match=r"got torch.float32 of shape \(\)"):
         ConditioningDropout(0.1, null="zeros")(torch.tensor(1.0))
@@ -163,7 +161,7 @@ def test_what_cannot_be_blended_is_explained(samples):
 
 
 @pytest.mark.parametrize("drop", [torch.ones(3), torch.ones(2, dtype=torch.bool), torch.ones(3, 1, dtype=torch.bool)])
-def test_a_drop_that_is_not_one_flag_a_row_is_explained(drop):
+def test_a_drop_mask_of_another_shape_or_dtype_raises(drop):
     with pytest.raises(StepError, match=r"drop is torch\.\w+ of shape \(.*\) and must be torch.bool of shape \(3,\)"):
         ConditioningDropout(0.1, null="zeros")(torch.ones(3, 2), drop=drop)
 
@@ -171,18 +169,18 @@ def test_a_drop_that_is_not_one_flag_a_row_is_explained(drop):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"p": 1.5, "null": "zeros"}, r"p=1.5\) is no share of the samples: give p from 0 to 1"),
+        ({"p": 1.5, "null": "zeros"}, r"got p=1.5: pass a probability from 0 to 1"),
         ({"p": 0.1, "null": "mean"}, r"does not know null='mean': use one of 'learned', 'zeros'"),
         ({"p": 0.1, "null": "learned"}, r"null='learned' needs the shape of one sample's conditioning"),
-        ({"p": 0.1, "null": "zeros", "shape": (3,)}, r"takes no shape=\(3,\): leave it out"),
+        ({"p": 0.1, "null": "zeros", "shape": (3,)}, r"takes no shape, got shape=\(3,\): omit it"),
     ],
 )
-def test_a_wrong_wish_is_explained(arguments, message):
+def test_invalid_options_raise(arguments, message):
     with pytest.raises(SamestepError, match=message):
         ConditioningDropout(**arguments)
 
 
-def test_print_shows_what_is_dropped_and_by_what():
+def test_repr_shows_the_options():
     assert "p=0.1, null=learned (8,), stream=0" in repr(ConditioningDropout(0.1, null="learned", shape=(8,)))
     assert "p=0.1, null=zeros, stream=2" in repr(ConditioningDropout(0.1, null="zeros", stream=2))
 
@@ -194,8 +192,8 @@ def test_guided_follows_its_formula():
     assert torch.equal(guided(conditional, unconditional, 3.0), torch.tensor([4.0, 10.0]))
 
 
-def test_guided_refuses_predictions_of_different_shapes():
+def test_guided_raises_for_different_shapes():
     with pytest.raises(
-        SamestepError, match=r"shape \(2, 3\) and an unconditional one of shape \(3,\): give two predictions"
+        SamestepError, match=r"shape \(2, 3\) and an unconditional one of shape \(3,\): pass two predictions"
     ):
         guided(torch.ones(2, 3), torch.ones(3), 2.0)
