@@ -54,7 +54,8 @@ def test_parameters_include_stars_and_exclude_self():
 
 
 def test_public_names_without_a_docstring_are_found():
-    text = "class A:\n def f(self): ...\n def _g(self): ...\n @overload\n def h(self): ...\ndef k():\n 'Doc.'\n def local(): ...\n"
+    text = "class A:\n def f(self): ...\n def _g(self): ...\n @overload\n def h(self): ...\n"
+    text += "def k():\n 'Doc.'\n def local(): ...\n"
     assert sorted(node.name for node in measure.undocumented(module(text))) == ["A", "f"]
 
 
