@@ -247,15 +247,12 @@ class Checkpoint:
     def _manifest(self, number: int, automatic: bool, preempted: bool) -> Manifest:
         context = self._context
         summary = context.summary("saved")
-        versions = {"samestep": str(summary.get("version")), "torch": str(summary.get("torch"))}
+        versions, metrics = summary["versions"], summary["metrics"]
+        assert isinstance(versions, dict)
+        assert isinstance(metrics, dict)
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
-        metric = None
-        if context.world.is_main:
-            metrics = summary["metrics"]
-            assert isinstance(metrics, dict)
-            metric = self._best_metric.value(metrics, context.log_count, automatic)
         run = encode(
             json.loads(json.dumps(summary, default=str)), "run", {}
         )  # the manifest is strict JSON, without NaN
@@ -267,7 +264,7 @@ class Checkpoint:
             history=[*self._history, current],
             parts=self.parts.kinds,
             run=run,
-            metric=metric,
+            metric=self._best_metric.value(metrics, context.log_count, automatic) if context.world.is_main else None,
         )
 
 
