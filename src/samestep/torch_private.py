@@ -123,7 +123,9 @@ def cannot_be_traced(error: BaseException) -> bool:
     )
     # torch has no exception class for these: the tensor was passed to numpy, or to a library by its address
     messages = (".numpy() is not supported for tensor subclasses", "Cannot access data pointer of Tensor")
-    return isinstance(error, known) or (isinstance(error, RuntimeError) and any(text in str(error) for text in messages))
+    return isinstance(error, known) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
+    )
 
 
 class OtherKernels:
