@@ -16,9 +16,9 @@ from samestep.messages import format_bytes, format_seconds
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.model_parts import profile_weights, recomputable
+from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import Candidate, Plan, plan
+from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
 from samestep.planner.teacher_costs import TeacherSetup
 from samestep.planner.trace import trace_model
@@ -51,13 +51,13 @@ class RunPlan:
         """The options with the plan's decisions for those that were not set."""
         layout = self.chosen.layout
         blocks = options.activation_checkpointing
-        if layout.recompute and not blocks:
-            blocks = recomputable(model, options.blocks)
+        if layout.activation_checkpointing and not blocks:
+            blocks = checkpointable_classes(model, options.blocks)
         strategy = layout.strategy if options.strategy is None and layout.ranks > 1 else options.strategy
         return replace(
             options,
             strategy=strategy,
-            cpu_offload=layout.offload or options.cpu_offload,
+            cpu_offload=layout.cpu_offload or options.cpu_offload,
             activation_checkpointing=blocks,
             reason="as planned" if options.strategy is None else options.reason,
         )
@@ -101,7 +101,7 @@ def teacher_setup(world: World, global_batch: int, sharing: int) -> TeacherSetup
     """
     cluster = cluster_of_ranks(world, sharing)
     # a rank may see only its own GPU, so a node has at least as many as it has ranks
-    cluster = replace(cluster, per_node=max(cluster.per_node, world.local_size))
+    cluster = replace(cluster, devices_per_node=max(cluster.devices_per_node, world.local_size))
     return TeacherSetup(cluster, world.size, global_batch, -(-global_batch // world.size))
 
 
@@ -133,10 +133,11 @@ def _plan_on_rank0(
     world, precision, batch = context.world, context.acceleration.precision.name, context.config.global_batch
     cluster, traced = _cluster(world, share), example is not None
     if example is None:
-        made = plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
+        made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
     else:
         made = _traced_plan(context, cluster, model, options, example, optimizer)
-    ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
+    in_model = (each for each in made.candidates if each.layout.teacher_placement is None)
+    ours = [each for each in in_model if each.layout.ranks == world.size]
     allowed = [each for each in ours if _is_allowed(each, world.size, options)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _simplest_of_fastest(fitting, traced) or min(allowed, key=lambda each: each.memory.total)
@@ -158,7 +159,7 @@ def _traced_plan(
         target="cuda" if on_gpu else "cpu",
         channels_last=options.channels_last,
     )
-    made = plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+    made = make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
     if not on_gpu or made.chosen is None:
         return made
     profile = time_model(
@@ -170,7 +171,7 @@ def _traced_plan(
         precision,
         channels_last=options.channels_last,
     )
-    return plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+    return make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
 
 
 def _cluster(world: World, share: MemoryShare) -> ClusterSpec:
@@ -181,8 +182,8 @@ def _cluster(world: World, share: MemoryShare) -> ClusterSpec:
     cluster = cluster_of_ranks(world, share.ranks)
     cluster = replace(cluster, device=replace(cluster.device, memory_free=share.free))
     if world.size == world.nodes * world.local_size:
-        return replace(cluster, per_node=world.local_size)
-    return replace(cluster.of_size(1, world.size), host_memory=cluster.host_memory // world.local_size)
+        return replace(cluster, devices_per_node=world.local_size)
+    return replace(cluster.resized(1, world.size), host_memory=cluster.host_memory // world.local_size)
 
 
 def _free_memory(device: torch.device) -> float:
@@ -207,11 +208,11 @@ def _is_allowed(candidate: Candidate, size: int, options: WrapOptions) -> bool:
     memory_format = layout.strategy in _UNSHARDED or not options.channels_last
     strategy = options.strategy in (None, layout.strategy) or size == 1
     offload = (
-        layout.offload == options.cpu_offload
+        layout.cpu_offload == options.cpu_offload
         if options.strategy is not None
-        else layout.offload or not options.cpu_offload
+        else layout.cpu_offload or not options.cpu_offload
     )
-    recompute = layout.recompute or not options.activation_checkpointing
+    recompute = layout.activation_checkpointing or not options.activation_checkpointing
     return memory_format and strategy and recompute and (offload or size == 1)
 
 
@@ -226,11 +227,11 @@ def _simplest_of_fastest(fitting: list[Candidate], traced: bool) -> Candidate | 
 def _complexity(candidate: Candidate) -> tuple[int, bool, bool]:
     """Unsharded before sharded, device memory before host memory, kept activations before recomputed ones."""
     layout = candidate.layout
-    return _SIMPLEST_FIRST.index(layout.strategy), layout.offload, layout.recompute
+    return _SIMPLEST_FIRST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
 def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -> str:
-    used, free = format_bytes(chosen.memory.total), format_bytes(made.task.machines.device.memory_free)
+    used, free = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
     if not traced:
         return (
             f"plan: {chosen.layout.name} (weights, gradients and Adam's two moments need {used} of {free} free per "
@@ -238,7 +239,7 @@ def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -
         )
     split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     return (
-        f"plan: {chosen.layout.name}, global batch {made.task.global_batch} as {split} ({used} of {free} free per "
+        f"plan: {chosen.layout.name}, global batch {made.request.global_batch} as {split} ({used} of {free} free per "
         f"device, {format_seconds(chosen.time.total)} per step estimated; the simplest of the fastest among {fitting} "
         "that fit)"
     )
@@ -253,4 +254,4 @@ def _details(made: Plan, chosen: Candidate) -> dict[str, object]:
     """The choice with its numbers, and why each other layout was not chosen."""
     data = replace(made, chosen=chosen, candidates=()).to_json()
     others = {each.layout.name: each.reason for each in made.candidates if each.layout != chosen.layout}
-    return {"chosen": data["chosen"], "others": others, "margin": made.task.margin, "model": data["model"]}
+    return {"chosen": data["chosen"], "others": others, "margin": made.request.margin, "model": data["model"]}
