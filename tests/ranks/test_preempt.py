@@ -86,9 +86,7 @@ def test_a_run_with_nothing_to_save_goes_on_after_a_warning_and_ends_at_sigterm(
     for ended in ranks(2, train, tmp_path / "ended", "ddp", 2, False):
         assert ended == (143, "stopped", "ended at step 3 with nothing saved", [])
     told = (tmp_path / "ended" / "log.txt").read_text()
-    assert (
-        "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3 and its" in told
-    )
+    assert "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3 and its" in told
     assert json.loads((tmp_path / "ended" / "summary.json").read_text())["status"] == "stopped"
 
 
