@@ -6,7 +6,7 @@ from samestep.context import RunContext
 from samestep.data import loader
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
 from samestep.environment.hardware import read_hardware
-from samestep.environment.world import micro_batch_halvings
+from samestep.environment.world import oom_retries
 from samestep.errors import DataError
 
 
@@ -18,9 +18,9 @@ def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | No
             "of a step through the model at once"
         )
     rank_batch = -(-context.config.global_batch // context.world.size)
-    rows, halvings = micro_batch or context.planned_micro_batch, micro_batch_halvings()
-    if halvings:
-        before, rows = rows or rank_batch, max(1, -(-(rows or rank_batch) // 2**halvings))
+    rows, retries = micro_batch or context.planned_micro_batch, oom_retries()
+    if retries:
+        before, rows = rows or rank_batch, max(1, -(-(rows or rank_batch) // 2**retries))
         context.print_once(
             f"micro-batch: {rows} row(s) instead of {before}, which ran out of memory; the global batch of "
             f"{context.config.global_batch} and the training result stay the same"
