@@ -30,5 +30,6 @@ def test_a_trainer_learns_the_same_on_one_rank_and_on_two_of_the_launcher(ranks,
     for a, b in zip(*records, strict=True):
         for name in a.keys() - {"time"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
-    assert records[1][-1]["val/accuracy"] > 0.9  # one that learnt nothing has 0.1
+    # seeds 0 to 4 of `python -m tests.recipes.seed_spread lightning_images`: 0.939 0.929 0.933 0.919 0.929
+    assert records[1][-1]["val/accuracy"] > 0.85
     assert (tmp_path / "launched" / "logs").is_dir()
