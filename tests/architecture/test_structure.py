@@ -28,7 +28,7 @@ MEANINGLESS_NAMES = {"util", "utils", "utility", "utilities", "helper", "helpers
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     found = measure.read_package(REPOSITORY / "src" / "samestep")
-    assert found, "there is no module in src/samestep, so these tests would check nothing"
+    assert found, "found no module in src/samestep, so these tests would check nothing"
     return found
 
 
@@ -46,7 +46,7 @@ def test_module_names_are_unique(modules):
     names = Counter(Path(module.path).stem for module in modules)
     repeated = {name for name, count in names.items() if count > 1 and name not in ("__init__", "__main__")}
     found = (module.path for module in modules if Path(module.path).stem in repeated)
-    assert_none(found, "give each module a name of its own, so that nobody has to ask which one is meant")
+    assert_none(found, "give each module a unique name")
 
 
 def test_no_class_is_too_long(modules):
