@@ -18,7 +18,7 @@ from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.options import Ground, TeacherOptions
 from samestep.teacher.placement_choice import choose_placement, needs_of
 from samestep.teacher.weight_files import open_weights
-from samestep.training.evaluation import setting_here
+from samestep.training.auto_plan import teacher_setup as setting_here
 from tests.teachers import LENGTH, WIDTH, WORDS, Speaker, save, speaker, words
 
 CPU = torch.device("cpu")
