@@ -16,7 +16,7 @@ from samestep.assets import model_folder, read_texts, tokenized
 from samestep.assets import pretrained as minilm
 from samestep.assets import pretrained as smollm2
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
-from samestep.teacher import Student, Timed, pooled
+from samestep.teacher import Student, Timed, mean_pool
 
 Mode = Literal["features", "logits"]
 # By mode: the default teacher, layers of the student, sentences to learn from and to be judged by. Two minutes each.
@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 def taught(mode: Mode, given: Any, mask: Tensor) -> Any:
     """Of what the teacher gives, what is learnt: logits, or one vector for each sentence."""
-    return given["logits"] if mode == "logits" else pooled(given["last_hidden_state"], mask)
+    return given["logits"] if mode == "logits" else mean_pool(given["last_hidden_state"], mask)
 
 
 def distances(mode: Mode, mine: Tensor, theirs: Any, temperature: float = 2.0) -> Tensor:
