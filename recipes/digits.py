@@ -1,4 +1,4 @@
-"""Handwritten digits: the smallest real training, with the loop of the README."""
+"""Handwritten digits: the smallest complete training, with the loop of the README."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Net(nn.Sequential):
-    """A small convolutional net. GroupNorm: BatchNorm would see other rows on other numbers of ranks."""
+    """A small convolutional network. It uses GroupNorm: BatchNorm statistics depend on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -35,23 +35,23 @@ class Net(nn.Sequential):
 
 
 def build() -> tuple[Net, torch.Tensor]:
-    """The net and an example batch, for `samestep plan`."""
+    """The model and an example batch, for `samestep plan`."""
     return Net(), torch.zeros(2, 1, 8, 8)
 
 
 @app.command()
 def main(
-    out: Annotated[Path | None, typer.Option(help="where logs and weights go")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for logs and weights")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
-    global_batch: Annotated[int, typer.Option(min=1, help="samples in a step, over all ranks")] = 128,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples per step, over all ranks")] = 128,
     seed: int = 0,
 ) -> None:
-    """Train, evaluate after every epoch, keep the weights."""
+    """Train, evaluate after every epoch, save the weights."""
     train_set, test_set = digits()
     with Run(global_batch=global_batch, seed=seed, folder=out) as run:
         model = run.wrap(Net())
-        # With Adam's default eps of 1e-8 a gradient that is zero but for rounding becomes a full step in a random
-        # direction, on every number of ranks another one.
+        # With Adam's default eps of 1e-8, a gradient of rounding errors only becomes a full step in a random direction,
+        # which differs with the number of ranks.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         train, test = run.shard(train_set, shuffle=True), run.shard(test_set)
 
@@ -68,7 +68,8 @@ def main(
                 loss = run.mean(cross_entropy(net(inputs), labels, reduction="none") for inputs, labels in train)
             run.log({"epoch/loss": loss, "epoch/accuracy": accuracy}, step=epoch.number)
 
-        run.once(torch.save, {name: value.cpu() for name, value in net.state_dict().items()}, run.folder / "weights.pt")
+        weights = {name: value.cpu() for name, value in net.state_dict().items()}
+        run.once(torch.save, weights, run.folder / "weights.pt")
         run.print(f"weights and logs: {run.folder}")
 
 

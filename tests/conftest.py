@@ -1,4 +1,4 @@
-"""Fixtures of all tests: warm ranks, and a watch over what a test leaves behind."""
+"""Fixtures for all tests: warm ranks, and checks for what a test leaves behind."""
 
 import os
 from collections.abc import Iterator
@@ -7,17 +7,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import police, warm
+from tests import leak_checks, warm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Two busy cores make any time limit for one example a matter of luck; CI draws the same examples every time.
+# No deadline: the time of one example depends on the load of the machine. CI draws the same examples every time.
 hypothesis.settings.register_profile(
     "samestep", deadline=None, database=None, derandomize="CI" in os.environ, print_blob=True
 )
 hypothesis.settings.load_profile("samestep")
 
-warm.replace_environment(warm.forget_launchers(os.environ))
+warm.replace_environment(warm.without_launcher_variables(os.environ))
 
 
 @pytest.fixture(scope="session")
@@ -30,16 +30,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[warm.Ranks]:
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this session keeps models that were unpacked, as XDG_CACHE_HOME: once for all tests."""
+    """The folder, as XDG_CACHE_HOME, in which this session unpacks models once for all tests."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(ranks: warm.Ranks) -> Iterator[None]:
     """Fail a test that leaves a variable, a thread, a process, a file or a process group."""
-    before = police.look(REPOSITORY)
+    before = leak_checks.take_snapshot(REPOSITORY)
     yield
-    left = police.leftovers(before, REPOSITORY, ranks.pids)
-    police.clean_up(before)
+    left = leak_checks.leftovers(before, REPOSITORY, ranks.pids)
+    leak_checks.clean_up(before)
     if left:
         pytest.fail("\n".join(["this test leaves something behind:", *left]), pytrace=False)

@@ -1,4 +1,4 @@
-"""A real disk of a few pages, which a test can fill, mend and make read-only."""
+"""A real disk of a few pages, which a test can fill, empty and make read-only."""
 
 import errno
 import subprocess
@@ -12,24 +12,24 @@ import pytest
 
 @dataclass(frozen=True)
 class SmallDisk:
-    """A tmpfs of its own."""
+    """A separate tmpfs."""
 
     path: Path
 
     def fill(self) -> None:
         """Leave no byte free."""
         with (self.path / "filler").open("ab", buffering=0) as file:
-            room = True
-            while room:
+            has_space = True
+            while has_space:
                 try:
                     file.write(bytes(4096))
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    room = False
+                    has_space = False
 
-    def mend(self) -> None:
-        """Make room."""
+    def make_space(self) -> None:
+        """Free the space again."""
         (self.path / "filler").unlink()
 
     def freeze(self, frozen: bool) -> None:
@@ -39,12 +39,12 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, kibibytes: int) -> Generator[SmallDisk]:
-    """Mount it at `folder`, and take it away again; skips, and says so, where that is not permitted."""
+    """Mount it at `folder` and unmount it at the end; skip the test if mounting is not permitted."""
     folder.mkdir()
     try:
         _mount("-t", "tmpfs", "-o", f"size={kibibytes}k", "none", str(folder))
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no disk can be filled here, since nothing may be mounted: {error}")
+        pytest.skip(f"a small disk cannot be mounted here: {error}")
     try:
         yield SmallDisk(folder)
     finally:

@@ -1,69 +1,69 @@
-"""Every error a user can meet, as one tree under SamestepError."""
+"""The exception tree: every error a user can meet derives from SamestepError."""
 
 
 class SamestepError(Exception):
-    """Something that samestep noticed: the message says what is, what should be and what to type."""
+    """The base class. The message says what is wrong, with the values, and what to do."""
 
 
 class WorldError(SamestepError):
-    """The environment does not describe a world: variables are missing or contradict each other."""
+    """The environment variables do not describe a valid world: some are missing or contradict each other."""
 
 
 class LaunchError(SamestepError):
-    """Ranks could not be started as asked."""
+    """The ranks cannot be started with these options."""
 
 
 class DataError(SamestepError):
-    """A dataset, a stream or a file that cannot be split exactly."""
+    """A dataset, stream or file cannot be partitioned exactly."""
 
 
 class SampleError(DataError):
-    """One sample could not be read; the message names its index, the rank and the worker."""
+    """A sample cannot be read; the message names its index, the rank and the worker."""
 
 
 class StateError(DataError):
-    """A saved position does not belong to this data or this global batch."""
+    """A saved data position does not belong to this dataset or this global batch size."""
 
 
 class LedgerError(DataError):
-    """A ledger cannot be read, or is not one."""
+    """A ledger cannot be read."""
 
 
 class StepError(SamestepError):
-    """A step was used in a way that would not give the mean over the global batch."""
+    """A step was used in a way that does not give the mean over the global batch."""
 
 
 class PlanError(SamestepError):
-    """No plan can be made: machines that nobody knows, a model that cannot be looked at, or nothing that fits."""
+    """No plan can be made: an unknown cluster, a model that cannot be traced, or nothing fits."""
 
 
 class WrapError(SamestepError):
-    """A model cannot be wrapped as it is, or was changed after it was wrapped."""
+    """A model cannot be wrapped, or was changed after it was wrapped."""
 
 
 class CommunicationError(SamestepError):
-    """Ranks that should act together did not."""
+    """Ranks made different calls, or passed different arguments to the same call."""
 
 
 class RankMissing(CommunicationError):
-    """A rank did not come to a place that all ranks must reach."""
+    """A rank did not reach a collective that all ranks must call."""
 
 
 class OnceFailed(CommunicationError):
-    """What one rank did for all failed with an error that cannot travel; its text is here."""
+    """A function run by `run.once` raised an exception that cannot be pickled; the message holds its traceback."""
 
 
 class ReplicasDiffer(CommunicationError):
-    """Ranks hold different weights where they must hold the same."""
+    """Ranks hold different weights although they must be equal."""
 
 
 class CheckpointError(SamestepError):
-    """A checkpoint cannot be written, read, or does not belong to this run."""
+    """A checkpoint cannot be written or read, or does not belong to this run."""
 
 
 class TeacherError(SamestepError):
-    """A frozen teacher cannot be built, read or placed as asked, or did not answer."""
+    """A teacher cannot be built, loaded or placed, or did not answer."""
 
 
 class LogError(SamestepError):
-    """Something was logged that cannot be written down."""
+    """A value cannot be logged, or a log file cannot be written."""

@@ -42,12 +42,12 @@ def wait_until_released(tensor: torch.Tensor, seconds: float = 5.0) -> None:
         time.sleep(0.0005)
 
 
-def leave_to_their_own(model: nn.Module, names: Iterable[str]) -> None:
+def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
     """Keep DistributedDataParallel from sending these parameters and buffers around: they do not train."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))  # pyright: ignore[reportPrivateUsage]
 
 
-def without_buffer_broadcast() -> dict[str, bool]:
+def no_buffer_broadcast() -> dict[str, bool]:
     """The option by which this torch keeps the forward pass of DistributedDataParallel free of collectives."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
@@ -73,7 +73,7 @@ def drop_gathered_gradients(model: nn.Module) -> None:
             whole.grad = None
 
 
-def send_unused_as_zeros(model: FSDPModule) -> None:
+def reduce_unused_as_zeros(model: FSDPModule) -> None:
     """Let ranks that did not use a parameter send zeros for it; before torch 2.13 the others wait for them in vain."""
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)

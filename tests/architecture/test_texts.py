@@ -1,4 +1,4 @@
-"""What no file of the project may hold: paths of one machine, addresses of package indexes, stale generated parts."""
+"""What no file of the repository may contain: paths of one machine, package indexes, outdated generated parts."""
 
 import fnmatch
 import re
@@ -11,18 +11,18 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Written in pieces, so that this file does not find itself.
-MACHINE = {
+# Split strings, so that this file does not match itself.
+MACHINE_SPECIFIC = {
     r"(?<![\w.~$}-])/" + r"(?:work|root)/": "a path of one machine: make it relative, or take it as an argument",
     r"(?i)py" + r"pi\.org|python" + r"hosted\.org|download\.py" + r"torch\.org|npm" + r"js\.org": "the host of a "
-    "package index: what is installed from where is set on the machine, not in the project",
-    r"(?i)--(?:extra-)?index" + r"-url|--find" + r"-links": "an option for one package index: leave it to pip's own "
-    "settings",
+    "package index: configure it on the machine, not in the project",
+    r"(?i)--(?:extra-)?index" + r"-url|--find" + r"-links": "an option for one package index: leave it to the "
+    "configuration of pip",
 }
 
 
 def ignored() -> list[str]:
-    """Read .gitignore, so that the test needs no git."""
+    """Read .gitignore; the test does not need git."""
     lines = (REPOSITORY / ".gitignore").read_text().splitlines()
     return [".git", *(line.strip().rstrip("/") for line in lines if line.strip() and not line.startswith("#"))]
 
@@ -37,12 +37,12 @@ def texts(folder: Path, patterns: list[str]) -> Iterator[tuple[Path, str]]:
             try:
                 yield path, path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # not a text
+                continue  # a binary file
 
 
 def found_in(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), start=1):
-        for pattern, reason in MACHINE.items():
+        for pattern, reason in MACHINE_SPECIFIC.items():
             if match := re.search(pattern, line):
                 yield number, f"{match.group()!r} is {reason}"
 
@@ -56,16 +56,16 @@ def found_in(text: str) -> Iterator[tuple[int, str]]:
         "pip install --index" + "-url https://x",
     ],
 )
-def test_what_belongs_to_one_machine_is_found(line):
+def test_machine_specific_text_is_found(line):
     assert len(list(found_in(line))) >= 1
 
 
 @pytest.mark.parametrize("line", ["src/work/flow.py", "$HOME/work/", "the root of the tree", "a package from PyPI"])
-def test_what_belongs_to_none_is_left_alone(line):
+def test_other_text_is_ignored(line):
     assert list(found_in(line)) == []
 
 
-def test_no_text_holds_what_belongs_to_one_machine():
+def test_no_file_contains_machine_specific_text():
     found = [
         f"{path.relative_to(REPOSITORY)}:{number}: {reason}"
         for path, text in texts(REPOSITORY, ignored())
@@ -84,34 +84,34 @@ def test_every_version_is_pinned():
 
 @pytest.fixture
 def tree(tmp_path):
-    """Call tools/tree.py on a page with given text; give its exit code, its message and the page."""
+    """Call tools/tree.py on a page with the given text; return the exit code, the message and the page."""
 
     def call(option: str, text: str) -> tuple[int, str, str]:
         page = tmp_path / "PAGE.md"
         page.write_text(text)
         command = [sys.executable, "tools/tree.py", option, str(page)]
-        told = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-        return told.returncode, told.stderr, page.read_text()
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        return ended.returncode, ended.stderr, page.read_text()
 
     return call
 
 
-def test_the_tree_is_written_between_its_markers_and_then_stands_the_check(tree):
+def test_the_tree_is_written_between_its_markers_and_then_passes_the_check(tree):
     code, _, page = tree("--write", "above\n<!-- tree -->\nold\n<!-- /tree -->\nbelow\n")
     assert code == 0
     assert page.startswith("above\n<!-- tree -->\n```\nsrc/\n")
     assert page.endswith("```\n<!-- /tree -->\nbelow\n")
-    assert re.search(r"\n    errors\.py +Every error a user can meet, as one tree under SamestepError\.\n", page)
+    assert re.search(r"\n    errors\.py +[A-Z].+\n", page)
     assert tree("--check", page)[0] == 0
 
 
-def test_another_tree_fails_the_check_and_says_what_to_type(tree):
-    code, told, _ = tree("--check", "<!-- tree -->\nold\n<!-- /tree -->\n")
+def test_an_outdated_tree_fails_the_check_and_names_the_command(tree):
+    code, message, _ = tree("--check", "<!-- tree -->\nold\n<!-- /tree -->\n")
     assert code == 1
-    assert told.endswith("PAGE.md is not that of the modules: run `make tree`\n")
+    assert message.endswith("PAGE.md is outdated: run `make tree`\n")
 
 
-def test_a_page_without_markers_is_told_which(tree):
-    code, told, _ = tree("--check", "no tree here\n")
+def test_a_page_without_markers_is_an_error(tree):
+    code, message, _ = tree("--check", "no tree here\n")
     assert code == 1
-    assert told == "the page has no place for the tree: put <!-- tree --> and <!-- /tree --> where it should stand\n"
+    assert message.endswith("PAGE.md has no markers for the tree: add <!-- tree --> and <!-- /tree -->\n")

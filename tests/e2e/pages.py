@@ -1,4 +1,4 @@
-"""The pages as tests see them: code in fences, the output shown beneath it, links and headings."""
+"""Parse and run the pages of the documentation: code blocks, the output shown below them, links and headings."""
 
 import contextlib
 import gc
@@ -6,31 +6,30 @@ import io
 import multiprocessing
 import os
 import re
-import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
-STAND_IN = Path(__file__).parent / "stand_in"
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_LINK = re.compile(r"(?P<image>!?)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _NO_RUN = re.compile(r"\{\.no-run reason=\"(?P<reason>[^\"]+)\"\}")
 
 
 @dataclass(frozen=True)
 class Fence:
-    """One block between fences."""
+    """One fenced code block."""
 
     info: str
-    """What stands behind the opening fence."""
+    """The text after the opening fence."""
     text: str
-    """What stands between the fences."""
+    """The text between the fences."""
     line: int
-    """The line of its first line of text, from 1."""
+    """The number of its first line on the page, from 1."""
     shown: str | None = None
-    """The output that the page shows for it: a fence named `text` that follows with nothing but blank lines between."""
+    """The output that the page shows for it: a `text` block that follows, with only blank lines in between."""
 
     @property
     def language(self) -> str:
@@ -39,18 +38,18 @@ class Fence:
 
     @property
     def runs(self) -> bool:
-        """Whether it is Python that is to be run."""
+        """Whether the test runs this block."""
         return self.language == "python" and "{" not in self.info
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run; None where no reason is given."""
+        """Why the test does not run this block, or None if the page gives no reason."""
         match = _NO_RUN.search(self.info)
         return match["reason"] if match else None
 
 
 def fences(text: str) -> list[Fence]:
-    """Every block of a page, each with the output that is shown for it."""
+    """Find every code block of a page, each with the output that the page shows for it."""
     found = list(_FENCE.finditer(text))
     blocks: list[Fence] = []
     for at, match in enumerate(found):
@@ -62,18 +61,21 @@ def fences(text: str) -> list[Fence]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of all links outside of code."""
+    """Find the targets of all links and images outside of code blocks."""
     return [match["target"] for match in _LINK.finditer(_FENCE.sub("", text))]
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that a page's headings have on GitHub."""
-    headings = re.findall(r"^#+ +(.+)$", _FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Compute the anchors of a page: those of its headings, and those written as {#name} or id="name"."""
+    body = _FENCE.sub("", text)
+    written = set(re.findall(r"\{ ?#([\w\-]+)[^}]*\}|id=\"([\w\-]+)\"", body))
+    headings = re.findall(r"^#+ +(.+)$", body, re.MULTILINE)
+    plain = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return plain | {name for names in written for name in names if name}
 
 
 def sides(diff: str) -> tuple[str, str]:
-    """The script before and after a diff that shows all of it."""
+    """Split a diff that shows a complete script into the script before and the script after."""
     lines = diff.splitlines(keepends=True)
     before, after = (
         [line[1:] if line[:1] in " +-" else line for line in lines if line[:1] != other] for other in ("+", "-")
@@ -82,20 +84,20 @@ def sides(diff: str) -> tuple[str, str]:
 
 
 def run_page(page: Path) -> list[tuple[int, str]]:
-    """Run the blocks of a page in one namespace; the line and the printed output of each. For a warm rank.
+    """Run the code blocks of a page in one namespace; return the line and the printed output of each. For a warm rank.
 
-    A page may open several runs. On several ranks they share one process group, so that they follow each other on one
-    port.
+    Of a diff, the script before runs on one rank only. On several ranks all runs of a page share one process group, so
+    that they can use one port.
     """
-    sys.path.insert(0, str(STAND_IN))
     names: dict[str, object] = {"__name__": "__main__"}
-    with _one_group(names), _start_method("fork"):
+    with _process_group(names), _start_method("fork"):
         printed: list[tuple[int, str]] = []
         for block in fences(page.read_text()):
             if block.language == "diff":
                 before, after = sides(block.text)
                 if "RANK" not in os.environ:
-                    _run(before, f"{page.name}, before the diff", block.line, {"__name__": "__main__"})
+                    with warnings.catch_warnings(action="ignore"):  # libraries other than samestep may warn
+                        _run(before, f"{page.name}, before the diff", block.line, {"__name__": "__main__"})
                 printed.append((block.line, _run(after, page.name, block.line, names)))
             elif block.runs:
                 printed.append((block.line, _run(block.text, page.name, block.line, names)))
@@ -103,7 +105,7 @@ def run_page(page: Path) -> list[tuple[int, str]]:
 
 
 def _run(code: str, name: str, line: int, names: dict[str, object]) -> str:
-    """Run code whose traceback shall name the line of the page."""
+    """Run code so that a traceback shows the line numbers of the page."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile("\n" * (line - 1) + code, name, "exec"), names)
@@ -112,7 +114,7 @@ def _run(code: str, name: str, line: int, names: dict[str, object]) -> str:
 
 @contextlib.contextmanager
 def _start_method(name: str):
-    """Start data workers as a script does on Linux: what is defined on a page cannot be imported by a worker."""
+    """Start data workers with fork, as scripts do on Linux: a worker cannot import what a page defines."""
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method(name, force=True)
     yield
@@ -120,7 +122,7 @@ def _start_method(name: str):
 
 
 @contextlib.contextmanager
-def _one_group(names: dict[str, object]):
+def _process_group(names: dict[str, object]):
     import torch.distributed as dist
 
     several = "RANK" in os.environ
@@ -128,6 +130,6 @@ def _one_group(names: dict[str, object]):
         dist.init_process_group("gloo")
     yield
     names.clear()
-    gc.collect()  # a wrapper that outlives its group can hang the next one
+    gc.collect()  # a DDP wrapper that outlives its process group can hang the next one
     if several:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Whole trainings under the real launcher: the same numbers, and failures told to the person who waits."""
+"""Complete trainings with the real launcher: the same results, and reports of failures."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from samestep import read_metrics
-from tests.launch.started import start
+from tests.launch.launched import start
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.slow
 
 
-def test_the_first_recipe_learns_the_same_on_one_rank_and_on_two(tmp_path):
+def test_the_digits_recipe_learns_the_same_on_one_rank_and_on_two(tmp_path):
     recipe = [str(ROOT / "recipes" / "digits.py"), "--epochs", "3"]
     subprocess.run([sys.executable, *recipe, "--out", "one"], cwd=tmp_path, check=True, timeout=100)
     launch = [sys.executable, "-m", "samestep", "run", "--nproc-per-node", "2", "--folder", "two"]
@@ -29,12 +29,13 @@ def test_the_first_recipe_learns_the_same_on_one_rank_and_on_two(tmp_path):
         assert a["train/learning_rate"] == b["train/learning_rate"] == 1e-3
     accuracy = [record["epoch/accuracy"] for record in records[1] if "epoch/accuracy" in record]
     assert len(accuracy) == 3
-    assert accuracy[-1] > 0.85  # one that learnt nothing has 0.1
+    # seeds 0 to 4 of `python -m tests.recipes.seed_spread digits`: 0.913 0.906 0.899 0.896 0.896; chance is 0.1
+    assert accuracy[-1] > 0.85
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["steps"], summary["samples"]) == ("finished", 2, 36, 4500)
 
 
-def test_once_that_raises_ends_the_job_with_its_own_traceback_last(tmp_path):
+def test_an_exception_in_once_ends_the_job_with_its_traceback_last(tmp_path):
     ended = start(
         tmp_path,
         """
@@ -46,7 +47,7 @@ def test_once_that_raises_ends_the_job_with_its_own_traceback_last(tmp_path):
         with Run(global_batch=4) as run:
             run.once(fetch)
         """,
-        "--nproc-per-node", "2", "--folder", "kept", "train.py",
+        "--nproc-per-node", "2", "--folder", "launched", "train.py",
     ).finish(90)  # fmt: skip
     assert ended.code == 1
     assert ended.left == []
@@ -55,7 +56,7 @@ def test_once_that_raises_ends_the_job_with_its_own_traceback_last(tmp_path):
     assert "raised on rank 0 in run.once(fetch), for every rank:" in ended.err
 
 
-def test_a_rank_killed_in_training_ends_the_job_and_is_named(tmp_path):
+def test_a_rank_killed_in_training_ends_the_job_and_is_reported(tmp_path):
     ended = start(
         tmp_path,
         """
@@ -72,7 +73,7 @@ def test_a_rank_killed_in_training_ends_the_job_and_is_named(tmp_path):
                     for (x,) in step:
                         step.mean(model(x)[:, 0]).backward()
         """,
-        "--nproc-per-node", "2", "--folder", "kept", "train.py",
+        "--nproc-per-node", "2", "--folder", "launched", "train.py",
     ).finish(90)  # fmt: skip
     assert ended.code == 137
     assert ended.left == []

@@ -1,4 +1,4 @@
-"""What the tests of elasticity compare with, two nodes to break, and a loud word where there can be none."""
+"""Fixtures of the elastic tests: an undisturbed training to compare with, and two nodes in network namespaces."""
 
 import os
 import subprocess
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.killing import EPOCHS, TRAINING
+from tests.elastic.kills import EPOCHS, TRAINING
 from tests.elastic.nodes import Nodes, make_nodes, why_not
 
-NEEDED = "SAMESTEP_TESTS_NEED_NODES"  # set where a skipped test would be a hole that nobody sees
+NEEDED = "SAMESTEP_TESTS_NEED_NODES"  # set in CI, where a skipped test must fail instead
 
 
 @pytest.fixture(autouse=True)
-def answers_are_kept_for_all_tests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """The trial of bfloat16 costs seconds: once for all tests, and not in the home of whoever runs them."""
+def share_the_bf16_probe(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """The bfloat16 probe takes seconds: cache its result for all tests, outside of the home directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The training on one rank, which nobody killed."""
+    """The training on one rank without kills."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     command = [sys.executable, str(TRAINING), str(out), str(EPOCHS)]
     subprocess.run(command, check=True, timeout=100, capture_output=True, cwd=out.parent)
@@ -31,10 +31,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """Two nodes with a cable between them; skips, or fails in CI, where there can be none."""
+    """Two connected nodes; skips the test, or fails it in CI, if they cannot be created."""
     reason = why_not()
     if reason is not None and NEEDED in os.environ:
-        pytest.fail(f"{NEEDED} is set, and there are no nodes: {reason}", pytrace=False)
+        pytest.fail(f"{NEEDED} is set, but nodes cannot be created: {reason}", pytrace=False)
     if reason is not None:
         pytest.skip(reason)
     with make_nodes() as made:
@@ -42,7 +42,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say aloud that several nodes were not tested, and why."""
+    """Report that several nodes were not tested, and why."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "tests/elastic/" in report.nodeid]
     if skipped:
         terminalreporter.section("several nodes were not tested", yellow=True)

@@ -1,4 +1,4 @@
-"""Ranks that save because a node joins: they get the time that a signal gives them, not what torch would leave them."""
+"""Ranks that save because a node joins get the grace period of a signal, not the shorter time that torch gives."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ from textwrap import dedent
 
 import pytest
 
-from samestep.launch.agent import let_save
-from samestep.launch.signal_handler import Stop
-from tests.launch.started import start, wait_for
+from samestep.launch.agent import save_and_stop_ranks
+from samestep.launch.signal_handler import SignalHandler
+from tests.launch.launched import start, wait_for
 
 SAVER = """
     import signal, sys, time
@@ -25,7 +25,7 @@ SAVER = """
 """
 
 
-def saver(seconds: float, written: Path) -> "subprocess.Popen[str]":
+def start_saver(seconds: float, written: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", dedent(SAVER), str(seconds), str(written)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -34,29 +34,29 @@ def saver(seconds: float, written: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def test_ranks_that_live_are_asked_to_save_and_waited_for_no_longer_than_they_need(tmp_path: Path):
-    ranks = [saver(seconds, tmp_path / f"{seconds}") for seconds in (0.5, 2.0)]
-    stop = Stop(patience=1, grace=60)
-    stop.ranks = frozenset(each.pid for each in ranks)
-    began = time.monotonic()
-    let_save(stop)
+def test_running_ranks_save_and_are_not_waited_for_longer_than_needed(tmp_path: Path):
+    ranks = [start_saver(seconds, tmp_path / f"{seconds}") for seconds in (0.5, 2.0)]
+    signals = SignalHandler(shutdown_timeout=1, grace_period=60)
+    signals.rank_pids = frozenset(each.pid for each in ranks)
+    start_time = time.monotonic()
+    save_and_stop_ranks(signals)
     assert [each.wait() for each in ranks] == [75, 75]
     assert len(list(tmp_path.iterdir())) == 2
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - start_time < 40
 
 
-def test_ranks_that_save_for_longer_than_the_grace_are_killed_where_a_node_joins(tmp_path: Path):
-    rank = saver(60.0, tmp_path / "saved")
-    stop = Stop(patience=1, grace=1)
-    stop.ranks = frozenset([rank.pid])
-    let_save(stop)
+def test_ranks_that_save_for_longer_than_the_grace_period_are_killed_when_a_node_joins(tmp_path: Path):
+    rank = start_saver(60.0, tmp_path / "saved")
+    signals = SignalHandler(shutdown_timeout=1, grace_period=1)
+    signals.rank_pids = frozenset([rank.pid])
+    save_and_stop_ranks(signals)
     assert rank.wait(30) == -9
 
 
 LONG = """
     import os, signal, sys, time
     def save(*_):
-        time.sleep(34)  # torch kills after 30
+        time.sleep(34)  # torch would kill after 30 s
         open("saved", "w").close()
         sys.exit(75)
     if os.environ["WORLD_SIZE"] == "1":
@@ -68,15 +68,15 @@ LONG = """
 
 
 @pytest.mark.slow
-def test_a_save_that_takes_longer_than_torch_would_wait_is_whole_when_a_node_joins(tmp_path: Path):
+def test_a_save_that_takes_longer_than_torch_waits_is_complete_when_a_node_joins(tmp_path: Path):
     options = ("--nproc-per-node", "1", "--rdzv-conf", "last_call_timeout=1")
-    with (tmp_path / "said").open("w") as said:
-        first = start(tmp_path, LONG, "--nnodes", "1:2", *options, "--folder", "first", "train.py", stderr=said)
+    with (tmp_path / "stderr").open("w") as stderr:
+        first = start(tmp_path, LONG, "--nnodes", "1:2", *options, "--folder", "first", "train.py", stderr=stderr)
     try:
         wait_for((tmp_path / "alone").exists, 60)
-        told = (tmp_path / "said").read_text().splitlines()[0]
-        joining = told.partition("type on another: samestep run ")[2].removesuffix(" ...").split()
-        second = start(tmp_path, LONG, *joining, *options, "--folder", "second", "train.py").finish(150)
+        line = (tmp_path / "stderr").read_text().splitlines()[0]
+        join = line.partition("run on another node: samestep run ")[2].removesuffix(" ...").split()
+        second = start(tmp_path, LONG, *join, *options, "--folder", "second", "train.py").finish(150)
     finally:
         ended = first.finish(60)
     assert (tmp_path / "saved").exists()

@@ -1,4 +1,4 @@
-"""Two nodes, one of which comes later, is cut off, or loses its launcher."""
+"""Two nodes, one of which joins later, is disconnected, or loses its launcher."""
 
 import os
 import signal
@@ -9,44 +9,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.killing import Launch, audited_world_sizes, furthest_weight, launch
+from tests.elastic.kills import Launch, audited_world_sizes, largest_weight_difference, launch
 from tests.elastic.nodes import Nodes
-from tests.launch.started import start, wait_for
+from tests.launch.launched import start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
 
 @contextmanager
-def both_ended(*launches: Launch) -> Iterator[None]:
-    """Whatever fails, no process of these launches is left."""
+def ended_in_any_case(*launches: Launch) -> Iterator[None]:
+    """Kill all processes of these launches in any case."""
     try:
         yield
     finally:
-        for live in launches:
-            for process in live.started.processes():
+        for launched in launches:
+            for process in launched.started.processes():
                 process.kill()
-            live.started.process.communicate(timeout=20)
+            launched.started.process.communicate(timeout=20)
 
 
-def finish(live: Launch, node: str) -> None:
-    ended = live.started.finish()
+def finish(launched: Launch, node: str) -> None:
+    ended = launched.started.finish()
     assert (ended.code, ended.left) == (0, []), f"node {node}: {ended.err}"
 
 
-def test_a_rank_killed_on_one_of_two_nodes_brings_both_back(tmp_path: Path, undisturbed: Path):
-    """The launcher of the killed rank counts a restart; the other may only see that nodes changed."""
+def test_after_a_rank_is_killed_both_nodes_resume(tmp_path: Path, undisturbed: Path):
+    """The launcher of the killed rank counts a restart; the other one may only see that the nodes changed."""
     out = tmp_path / "out"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=5")
-    options = ("--nproc-per-node", "1", "--max-restarts", "5", *meeting)
+    rendezvous = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=5")
+    options = ("--nproc-per-node", "1", "--max-restarts", "5", *rendezvous)
     for name in "ab":
         (tmp_path / name).mkdir()
     a, b = (launch(tmp_path / name, out, *options, pause=0.1) for name in "ab")
-    with both_ended(a, b):
-        for luck in (0.0, 0.9):
-            victim = a.wait_until("computing", 3, luck=luck, size=2)
+    with ended_in_any_case(a, b):
+        for fraction in (0.0, 0.9):
+            victim = a.wait_until("computing", 3, fraction=fraction, size=2)
             a.ignore_all_so_far()
             os.kill(victim.pid, signal.SIGKILL)
         a.wait_until("computing", 3, size=2)
@@ -54,7 +54,7 @@ def test_a_rank_killed_on_one_of_two_nodes_brings_both_back(tmp_path: Path, undi
         finish(a, "a")
         finish(b, "b")
     assert audited_world_sizes(out)[-1] == 2
-    assert furthest_weight(undisturbed, out) < 1e-6
+    assert largest_weight_difference(undisturbed, out) < 1e-6
 
 
 ALONE_OR_NOT = """
@@ -66,79 +66,80 @@ ALONE_OR_NOT = """
 """
 
 
-def test_a_node_that_named_no_meeting_place_begins_alone_and_says_how_another_joins_it(tmp_path: Path):
+def test_a_node_without_an_endpoint_starts_alone_and_prints_the_join_command(tmp_path: Path):
     options = ("--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1")
-    with (tmp_path / "said").open("w") as said:
-        first = start(tmp_path, ALONE_OR_NOT, "--nnodes", "1:4", *options, "--folder", "first", "train.py", stderr=said)
+    command = ("--nnodes", "1:4", *options, "--folder", "first", "train.py")
+    with (tmp_path / "stderr").open("w") as stderr:
+        first = start(tmp_path, ALONE_OR_NOT, *command, stderr=stderr)
     try:
         wait_for((tmp_path / "alone").exists, 60)
-        told = (tmp_path / "said").read_text()
-        start_of_line = "samestep: the nodes meet on this one; to join, type on another: samestep run "
-        joining = told.splitlines()[0].removeprefix(start_of_line).removesuffix(" ...").split()
-        assert joining[:4] == ["--nnodes", "1:4", "--rdzv-endpoint", joining[3]], told
-        second = start(tmp_path, ALONE_OR_NOT, *joining, *options, "--folder", "second", "train.py").finish(100)
+        text = (tmp_path / "stderr").read_text()
+        prefix = "samestep: this node hosts the rendezvous; to join, run on another node: samestep run "
+        join = text.splitlines()[0].removeprefix(prefix).removesuffix(" ...").split()
+        assert join[:4] == ["--nnodes", "1:4", "--rdzv-endpoint", join[3]], text
+        second = start(tmp_path, ALONE_OR_NOT, *join, *options, "--folder", "second", "train.py").finish(100)
     finally:
         ended = first.finish(60)
     assert (second.code, ended.code, second.left, ended.left) == (0, 0, [], []), second.err
     assert sorted(path.name for path in tmp_path.glob("up-*")) == ["up-0", "up-1"]
 
 
-SAVES_WHEN_TOLD = """
+SAVES_ON_SIGTERM = """
     import os, signal, sys, time
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    signal.signal(signal.SIGTERM, lambda *_: open(f"told-{size}", "w").close())
+    signal.signal(signal.SIGTERM, lambda *_: open(f"sigterm-{size}", "w").close())
     open(f"up-{size}-{rank}", "w").close()
     while size != "3":
-        if os.path.exists(f"told-{size}"):
-            sys.exit(75)  # as all ranks do once one of them was told
+        if os.path.exists(f"sigterm-{size}"):
+            sys.exit(75)  # as all ranks do after one of them received SIGTERM
         time.sleep(0.01)
 """
 
 
-def test_a_third_node_is_taken_in_though_the_first_to_see_it_lets_the_ranks_of_the_second_save_and_end(tmp_path: Path):
-    """The launcher that sees a new node first asks its ranks to end; those of the other node have not been asked."""
+def test_a_third_node_joins_although_only_one_launcher_has_seen_it(tmp_path: Path):
+    """The launcher that sees a new node first asks its ranks to save; the ranks of the other node save with them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = ("--nnodes", "2:3", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1")
-    live = [start(tmp_path, SAVES_WHEN_TOLD, *meeting, "--nproc-per-node", "1", "train.py") for _ in range(2)]
+    rendezvous = ("--nnodes", "2:3", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1")
+    started = [start(tmp_path, SAVES_ON_SIGTERM, *rendezvous, "--nproc-per-node", "1", "train.py") for _ in range(2)]
     try:
         wait_for(lambda: len(list(tmp_path.glob("up-2-*"))) == 2, 60)
-        live.append(start(tmp_path, SAVES_WHEN_TOLD, *meeting, "--nproc-per-node", "1", "train.py"))
+        started.append(start(tmp_path, SAVES_ON_SIGTERM, *rendezvous, "--nproc-per-node", "1", "train.py"))
     finally:
-        ended = [each.finish(60) for each in reversed(live)]
+        ended = [each.finish(60) for each in reversed(started)]
     assert [each.code for each in ended] == [0, 0, 0], "".join(each.err for each in ended)
     assert len(list(tmp_path.glob("up-3-*"))) == 3
 
 
-def test_a_node_that_is_cut_off_comes_back_when_the_link_is_mended(nodes: Nodes, tmp_path: Path, undisturbed: Path):
+def test_a_disconnected_node_joins_again_when_the_link_is_back(nodes: Nodes, tmp_path: Path, undisturbed: Path):
     out = tmp_path / "out"
     a, b = nodes.launch("a", tmp_path, out), nodes.launch("b", tmp_path, out)
-    with both_ended(a, b):
+    with ended_in_any_case(a, b):
         a.wait_until("computing", 3, size=2)
         a.ignore_all_so_far()
-        nodes.cut()
+        nodes.disconnect()
         a.wait_until("computing", 3, size=1)
         a.ignore_all_so_far()
-        nodes.mend()
+        nodes.connect()
         a.wait_until("computing", 3, size=2)
         (out / "hurry").touch()
         finish(a, "a")
         finish(b, "b")
     assert audited_world_sizes(out)[-3:] == [2, 1, 2]
-    assert furthest_weight(undisturbed, out) < 1e-6
+    assert largest_weight_difference(undisturbed, out) < 1e-6
 
 
-def test_a_node_that_joins_later_is_taken_in_and_when_its_launcher_is_killed_leaves_no_orphan_and_the_other_goes_on(
+def test_a_node_joins_later_and_after_its_launcher_is_killed_its_ranks_end_and_the_other_node_continues(
     nodes: Nodes, tmp_path: Path, undisturbed: Path
 ):
     out = tmp_path / "out"
     a = nodes.launch("a", tmp_path, out)
-    with both_ended(a):
+    with ended_in_any_case(a):
         assert a.wait_until("computing", 3).size == 1
         a.ignore_all_so_far()
         b = nodes.launch("b", tmp_path, out)
-        with both_ended(b):
+        with ended_in_any_case(b):
             a.wait_until("computing", 3, size=2)
             a.ignore_all_so_far()
             os.kill(b.started.process.pid, signal.SIGKILL)
@@ -146,7 +147,7 @@ def test_a_node_that_joins_later_is_taken_in_and_when_its_launcher_is_killed_lea
             a.wait_until("computing", 3, size=1)
             (out / "hurry").touch()
             finish(a, "a")
-    said = "".join(path.read_text() for path in (tmp_path / "b" / "logs").glob("attempt-0/rank-*.err"))
-    assert f"ends itself: its launcher, process {b.started.process.pid}, is gone" in said.splitlines()[-1]
+    stderr = "".join(path.read_text() for path in (tmp_path / "b" / "logs").glob("attempt-0/rank-*.err"))
+    assert f"exits because its launcher (process {b.started.process.pid}) is gone" in stderr.splitlines()[-1]
     assert audited_world_sizes(out) == [1, 2, 1]
-    assert furthest_weight(undisturbed, out) < 1e-6
+    assert largest_weight_difference(undisturbed, out) < 1e-6

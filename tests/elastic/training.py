@@ -1,7 +1,7 @@
-"""A training that is cheap to start and tells what it is doing: training.py OUT EPOCHS [SECONDS_A_STEP [WAIT_SECONDS]].
+"""A small training that records what it is doing: training.py OUT EPOCHS [SECONDS_PER_STEP [STEP_TIMEOUT]].
 
 Each process appends a line `PHASE STEP RANK SIZE` to OUT/phases/PID at every step, before it saves and while it
-restores, so that a killer can choose its moment. Once there is a file OUT/hurry no step waits any more.
+restores, so that tests can kill it in a chosen phase. Steps no longer pause once the file OUT/hurry exists.
 """
 
 import json
@@ -15,30 +15,30 @@ from torch.nn.functional import cross_entropy
 
 from samestep import Run
 
-SAMPLES, GLOBAL_BATCH = 397, 8  # the last step of an epoch has 5 samples: no number of ranks divides all steps
-DWELL = 0.05  # seconds that saving and restoring take at least, so that a kill can fall into them
+SAMPLES, GLOBAL_BATCH = 397, 8  # the last step of an epoch has 5 samples, so no number of ranks divides all steps
+MIN_SECONDS = 0.05  # that saving and restoring take, so that a kill can hit them
 
 
-class Teller:
-    """Tells the phase; as a part of the checkpoint it also knows when one is taken and given back."""
+class PhaseRecorder:
+    """Records the phase; as a part of the checkpoint it notices saving and restoring."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / str(os.getpid())).open("a", buffering=1)
         self.rank = self.size = self.step = 0
 
-    def tell(self, phase: str) -> None:
+    def record(self, phase: str) -> None:
         self._file.write(f"{phase} {self.step} {self.rank} {self.size}\n")
 
     def state_dict(self):
-        self.tell("saving")
-        time.sleep(DWELL)
+        self.record("saving")
+        time.sleep(MIN_SECONDS)
         return {"step": self.step}
 
     def load_state_dict(self, state) -> None:
         self.step = state["step"]
-        self.tell("restoring")
-        time.sleep(DWELL)
+        self.record("restoring")
+        time.sleep(MIN_SECONDS)
 
 
 def data():
@@ -47,13 +47,13 @@ def data():
     return torch.utils.data.TensorDataset(inputs, (inputs[:, :4].sum(1) > 0).long())
 
 
-def main(out: Path, epochs: int, pause: float, patience: float) -> None:
+def main(out: Path, epochs: int, pause: float, step_timeout: float) -> None:
     torch.set_num_threads(1)
-    teller = Teller(out / "phases")
-    teller.tell("starting")
-    timeouts = {"start_timeout": 60.0, "step_timeout": patience}
+    phases = PhaseRecorder(out / "phases")
+    phases.record("starting")
+    timeouts = {"start_timeout": 60.0, "step_timeout": step_timeout}
     with Run(global_batch=GLOBAL_BATCH, seed=3, folder=out, ledger=True, precision="fp32", **timeouts) as run:
-        teller.rank, teller.size = run.rank, run.size
+        phases.rank, phases.size = run.rank, run.size
         model = run.wrap(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.995**step)
@@ -61,13 +61,13 @@ def main(out: Path, epochs: int, pause: float, patience: float) -> None:
             run.shard(data(), shuffle=True, num_workers=0, name="train"),
             run.shard(data(), num_workers=0, name="test"),
         )
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train, "teller": teller}
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train, "phases": phases}
         checkpoint = run.checkpoint(out / "checkpoints", keep=2, **parts)
         checkpoint.every(steps=4)
         for epoch in train.epochs(epochs):
             for step in epoch:
-                teller.step = step.number
-                teller.tell("computing")
+                phases.step = step.number
+                phases.record("computing")
                 if pause and not (out / "hurry").exists():
                     time.sleep(pause)
                 for inputs, labels in step:
@@ -81,10 +81,10 @@ def main(out: Path, epochs: int, pause: float, patience: float) -> None:
             checkpoint.save()
         weights = {name.removeprefix("module."): value.tolist() for name, value in model.state_dict().items()}
         run.once((out / "weights.json").write_text, json.dumps(weights))
-    teller.tell("done")
+    phases.record("done")
 
 
 if __name__ == "__main__":
     folder, epochs, *rest = sys.argv[1:]
-    pause, patience = (*map(float, rest), *(0.0, 30.0)[len(rest) :])
-    main(Path(folder), int(epochs), pause, patience)
+    pause, step_timeout = (*map(float, rest), *(0.0, 30.0)[len(rest) :])
+    main(Path(folder), int(epochs), pause, step_timeout)

@@ -82,10 +82,10 @@ def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
             "weights": {name: value.detach().cpu() for name, value in net.named_parameters()},
             "losses": losses,
             "norms": norms,
-            "choices": run._life.engine.speed.choices(),
+            "choices": run._lifecycle.context.acceleration.choices(),
             "fused": [group.get("fused") for group in optimizer.param_groups],
             "counts": {state["step"].device.type for state in optimizer.state.values() if "step" in state},
-            "backend": run._life.choice.backend,
+            "backend": run._lifecycle.choice.backend,
         }
 
 
@@ -114,7 +114,9 @@ def test_several_ranks_on_one_gpu_learn_in_bf16_what_one_learns_but_for_its_roun
 
 
 def in_an_nccl_group():
-    os.environ.update(warm.variables(0, 2, 1, warm.free_port()), RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(
+        warm.torchrun_variables(0, 2, 1, warm.free_port()), RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1"
+    )
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     try:
         learnt = learn("fp32")

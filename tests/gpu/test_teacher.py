@@ -31,7 +31,7 @@ def run(tmp_path):
 
 
 def context_of(run):
-    return Ground(run._link, run.device, run.folder, run.print, run.once)
+    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

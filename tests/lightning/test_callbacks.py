@@ -159,7 +159,7 @@ def attributes(*classes):
     }
 
 
-def fit_policed():
+def attributes_changed_by_a_fit():
     """What changed in Lightning's and torch's own classes through a training with all of ours."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -181,12 +181,12 @@ def fit_policed():
 
 def test_nothing_in_lightning_is_patched(ranks):
     for size in (1, 2):
-        assert ranks(size, fit_policed_warm) == [[]] * size
+        assert ranks(size, attributes_changed_after_a_warm_up) == [[]] * size
 
 
-def fit_policed_warm():
+def attributes_changed_after_a_warm_up():
     fit_logged("warm")  # what Lightning and torch set on themselves when first used
-    return fit_policed()
+    return attributes_changed_by_a_fit()
 
 
 class Own(Exception):

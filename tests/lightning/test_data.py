@@ -211,9 +211,9 @@ class Images:
     def __getitem__(self, index):
         import torch
 
-        from samestep import current_setting
+        from samestep import epoch_setting
 
-        return torch.zeros(1, current_setting(), current_setting())
+        return torch.zeros(1, epoch_setting(), epoch_setting())
 
 
 def resolution(epoch: int) -> int:

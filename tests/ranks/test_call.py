@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.training import metric_sync as call
+from samestep.distributed import metric_sync as call
 from samestep.training.preemption import StoppedEarly
 
 QUICK, SLOW = 400, 0.25  # steps that set a long interval, then seconds that each later step takes
@@ -31,8 +31,8 @@ def slow_down(folder, told_by, evaluating):
                     for (x,) in step:
                         step.mean(model(x).sum(1)).backward()
                     if step.number == QUICK:
-                        interval = run._life.engine.pulse._interval
-                        run._life.engine.pulse._steps = 0  # the last pulse was just now: the worst moment
+                        interval = run._lifecycle.context.metrics._interval
+                        run._lifecycle.context.metrics._steps = 0  # the last pulse was just now: the worst moment
                         if run.rank == told_by:
                             os.kill(os.getpid(), signal.SIGTERM)
                         if evaluating:
@@ -63,17 +63,17 @@ def wait_in_vain(folder):
     """The second rank has news and promises its next boundary; the first one looks no more and works on."""
     with Run(global_batch=2, seed=0) as run:
         run.mean(1.0)  # what came before: no rank waits for it any more
-        calling = run._life.engine.pulse._call
+        calling = run._lifecycle.context.metrics._early
         if run.rank == 0:
             calling.close()
             while not (folder / "told").exists():
                 time.sleep(0.05)
             raise TimeoutError("enough")
-        run._life.link.timeout = 1.5
-        calling._has_news = lambda: True
+        run._comm.timeout = 1.5
+        calling._is_urgent = lambda: True
         try:
-            calling._join()
-            calling.reached()
+            calling._promise()
+            calling.at_boundary()
         finally:
             (folder / "told").touch()
 
@@ -81,29 +81,29 @@ def wait_in_vain(folder):
 @pytest.mark.slow
 def test_a_rank_that_waits_for_the_called_pulse_names_it_and_not_what_came_before(ranks, tmp_path):
     _, told = ranks.errors(2, wait_in_vain, tmp_path)
-    assert "rank 1 waits in the call for the pulse at test_call.py:" in told
+    assert "rank 1 waits in the request for an early metric sync at test_call.py:" in told
     assert "rank 0 was last in run.mean at test_call.py:" in told
 
 
 def meet(steps, told_at):
     """Count boundaries at a pace of each rank's own; at which of them the call has all ranks meet."""
     late, call._LATE_SECONDS = call._LATE_SECONDS, 0.0
-    look, call._LOOK_SECONDS = call._LOOK_SECONDS, 0.01
+    look, call._POLL_SECONDS = call._POLL_SECONDS, 0.01
     met, news = [], []
     try:
         with Run(global_batch=2, seed=0) as run:
-            calling = run._life.engine.pulse._call
-            calling._has_news = lambda: bool(news)
+            calling = run._lifecycle.context.metrics._early
+            calling._is_urgent = lambda: bool(news)
             for at in range(1, steps + 1):
                 if at in told_at.get(run.rank, ()):
                     news.append(at)
                 time.sleep(0.001 * (run.rank + 1))
-                if calling.reached():
+                if calling.at_boundary():
                     met.append((at, run.sum(len(news))))
                     news.clear()
-                    calling.beaten()
+                    calling.synced()
     finally:
-        call._LATE_SECONDS, call._LOOK_SECONDS = late, look
+        call._LATE_SECONDS, call._POLL_SECONDS = late, look
     return met
 
 

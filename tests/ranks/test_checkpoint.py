@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: any world size, either strategy, the same training; what is said when one is no good."""
+"""Checkpoints of real runs: the same training on any world size and strategy; errors on one rank reach all ranks."""
 
 import gc
 import json
@@ -22,22 +22,22 @@ pytestmark = pytest.mark.slow
 EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
 
 
-class Lost(Exception):
+class Interrupted(Exception):
     pass
 
 
-def leave():
+def destroy_process_group():
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(folder, strategy=None, fail_at=None, every=3, kind=torch.optim.AdamW, dtype=torch.float64, in_body=False):
-    """Train from what is in the folder; fail in the midst of step `fail_at`. The weights, or None after a failure."""
+    """Resume from the folder and train; fail in step `fail_at`. Return the weights, or None after a failure."""
     try:
         with Run(global_batch=7, seed=2, folder=folder, ledger=True) as run:
             task = TASKS["mlp"]
@@ -52,7 +52,7 @@ def train(folder, strategy=None, fail_at=None, every=3, kind=torch.optim.AdamW, 
                 for step in epoch:
                     for batch in step:
                         if step.number == fail_at:
-                            raise Lost
+                            raise Interrupted
                         task.loss(model, step, batch).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -60,9 +60,9 @@ def train(folder, strategy=None, fail_at=None, every=3, kind=torch.optim.AdamW, 
                         checkpoint.save()
                     scheduler.step()
             with torch.no_grad():
-                return {name: whole(value).clone() for name, value in model.state_dict().items()}
-    except Lost:
-        leave()
+                return {name: full(value).clone() for name, value in model.state_dict().items()}
+    except Interrupted:
+        destroy_process_group()
         return None
 
 
@@ -70,32 +70,32 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(("step-", ".")))
 
 
-def same(weights, others):
+def max_difference(weights, others):
     return max(float((weights[name] - others[key]).abs().max()) for name, key in zip(weights, others, strict=True))
 
 
 @pytest.mark.parametrize("in_body", [False, True])
-def test_training_that_fails_on_changing_world_sizes_ends_with_the_same_weights(ranks, tmp_path, in_body):
-    (undisturbed,) = ranks(1, train, tmp_path / "calm")
-    folder = tmp_path / "stormy"
-    ways = [(4, "fsdp", 4), (1, None, 5), (3, "ddp", 7), (2, "fsdp", 10), (4, "ddp", 11), (1, None, None)]
-    for size, strategy, fail_at in ways:
+def test_training_interrupted_on_changing_world_sizes_ends_with_the_same_weights(ranks, tmp_path, in_body):
+    (uninterrupted,) = ranks(1, train, tmp_path / "uninterrupted")
+    folder = tmp_path / "interrupted"
+    starts = [(4, "fsdp", 4), (1, None, 5), (3, "ddp", 7), (2, "fsdp", 10), (4, "ddp", 11), (1, None, None)]
+    for size, strategy, fail_at in starts:
         answers = ranks(size, train, folder, strategy, fail_at, 3, torch.optim.AdamW, torch.float64, in_body)
-    assert same(undisturbed, answers[0]) < 1e-6
+    assert max_difference(uninterrupted, answers[0]) < 1e-6
     report = audit(folder)
-    assert report.sound
+    assert report.exactly_once
     trained = next(shard for shard in report.shards if shard.name == "shard-0")
     assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(at, 23) for at in range(EPOCHS)]
     assert not [name for name in names(folder) if name.startswith(".")]
 
 
-def test_single_precision_and_momentum_survive_as_well(ranks, tmp_path):
+def test_float32_and_momentum_are_restored(ranks, tmp_path):
     def once(size, strategy, folder, fail_at=None):
         return ranks(size, train, folder, strategy, fail_at, 3, MomentumSgd, torch.float32)[0]
 
-    undisturbed = once(2, "ddp", tmp_path / "calm")
-    assert once(2, "fsdp", tmp_path / "stormy", 7) is None
-    assert same(undisturbed, once(3, "ddp", tmp_path / "stormy")) < 1e-6
+    uninterrupted = once(2, "ddp", tmp_path / "uninterrupted")
+    assert once(2, "fsdp", tmp_path / "interrupted", 7) is None
+    assert max_difference(uninterrupted, once(3, "ddp", tmp_path / "interrupted")) < 1e-6
 
 
 class MomentumSgd(torch.optim.SGD):
@@ -104,7 +104,7 @@ class MomentumSgd(torch.optim.SGD):
 
 
 def state_of(folder, strategy, save):
-    """Build everything, fill it with this rank's own numbers, save or restore; what every rank then holds, whole."""
+    """Save or restore a model and an optimizer with random state; return the unsharded state of this rank."""
     with Run(global_batch=8, seed=0, folder=folder) as run:
         model = run.wrap(Mlp(), None if run.size == 1 else strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -119,10 +119,10 @@ def state_of(folder, strategy, save):
                     optimizer.zero_grad()
             checkpoint.save()
         with torch.no_grad():
-            state = {name: whole(value).clone() for name, value in model.state_dict().items()}
+            state = {name: full(value).clone() for name, value in model.state_dict().items()}
             for at, (name, _) in enumerate(model.named_parameters()):
                 for key, value in optimizer.state_dict()["state"][at].items():
-                    state[f"{name} {key}"] = whole(value).clone()
+                    state[f"{name} {key}"] = full(value).clone()
         return {name.removeprefix("module."): value for name, value in state.items()}, data.state_dict()
 
 
@@ -130,10 +130,10 @@ def state_of(folder, strategy, save):
     ("saver", "loader"),
     [((1, None), (4, "fsdp")), ((4, "fsdp"), (1, None)), ((2, "ddp"), (3, "fsdp")), ((3, "fsdp"), (2, "ddp"))],
 )
-def test_every_number_comes_back_on_any_world_size_and_strategy(ranks, tmp_path, saver, loader):
-    saved, place = ranks(saver[0], state_of, tmp_path, saver[1], True)[0]
-    for loaded, standing in ranks(loader[0], state_of, tmp_path, loader[1], False):
-        assert standing == place
+def test_every_value_is_restored_on_any_world_size_and_strategy(ranks, tmp_path, saver, loader):
+    saved, position = ranks(saver[0], state_of, tmp_path, saver[1], True)[0]
+    for loaded, restored in ranks(loader[0], state_of, tmp_path, loader[1], False):
+        assert restored == position
         assert loaded.keys() == saved.keys()
         for name, value in saved.items():
             assert torch.equal(value, loaded[name]), name
@@ -141,15 +141,15 @@ def test_every_number_comes_back_on_any_world_size_and_strategy(ranks, tmp_path,
 
 
 def fail_to_write(folder, failing):
-    """Fail where rank `failing` writes its file, and see when all ranks hear of it."""
+    """Let writing fail on rank `failing`, while training continues."""
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
         model = run.wrap(nn.Linear(1, 1))
         data = run.shard(TensorDataset(torch.zeros(400, 1)), num_workers=0)
         checkpoint = run.checkpoint(folder / "out", model=model, train=data)
         if run.rank == failing:
-            from samestep.checkpoint import save as writing
+            from samestep.checkpoint import save as save_module
 
-            writing.tensor_blocks = full_disk
+            save_module.safetensors_blocks = full_disk
         try:
             for epoch in data.epochs(1):
                 for step in epoch:
@@ -160,9 +160,9 @@ def fail_to_write(folder, failing):
                     time.sleep(0.02)
         finally:
             if run.rank == failing:
-                from samestep.checkpoint.tensor_storage import tensor_blocks
+                from samestep.checkpoint.tensor_storage import safetensors_blocks
 
-                writing.tensor_blocks = tensor_blocks
+                save_module.safetensors_blocks = safetensors_blocks
 
 
 def full_disk(entries):
@@ -173,22 +173,22 @@ def full_disk(entries):
 def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_a_step_boundary(ranks, tmp_path, failing):
     for text in ranks.errors(2, fail_to_write, tmp_path, failing):
         assert "CheckpointError: writing the checkpoint" in text
-        assert f"on rank {failing} failed: the disk is full: make room, or keep fewer with keep=" in text
-        assert "the checkpoints already published are untouched" in text
-        assert "in reached" in text
+        assert f"on rank {failing} failed: the disk is full: free some space, or keep fewer with keep=" in text
+        assert "the checkpoints already published are unchanged" in text
+        assert "in on_step_end" in text
     time.sleep(0.1)
     assert names(tmp_path / "out") == []
 
 
-def save_unlike_steps(folder):
+def save_different_steps(folder):
     with Run(global_batch=2, seed=0, folder=folder) as run:
         model = run.wrap(nn.Linear(1, 1))
         run.checkpoint(folder, model=model).save(step=run.rank)
 
 
-def test_ranks_that_save_different_steps_are_told_so(ranks, tmp_path):
-    first, second = ranks.errors(2, save_unlike_steps, tmp_path)
-    assert "rank 0 saves step 0 and rank 1 saves step 1: a checkpoint is of one step on all ranks" in first
+def test_ranks_that_save_different_steps_raise(ranks, tmp_path):
+    first, second = ranks.errors(2, save_different_steps, tmp_path)
+    assert "rank 0 saves step 0 and rank 1 saves step 1: all ranks must save the same step" in first
     assert "rank 1 saves step 1 and rank 0 saves step 0" in second
 
 
@@ -199,33 +199,33 @@ def save_backwards(folder):
             checkpoint.save(step=step)
 
 
-def test_a_number_that_goes_backwards_is_refused_on_all_ranks(ranks, tmp_path):
+def test_a_step_below_the_last_one_is_rejected_on_all_ranks(ranks, tmp_path):
     for text in ranks.errors(2, save_backwards, tmp_path):
-        assert "CheckpointError: rank 0: this checkpoint would be of step 50, and " in text
+        assert "CheckpointError: rank 0: checkpoint step 50 is below the step of " in text
     assert names(tmp_path) == ["step-00000100"]
 
 
 def restore_in_use(folder):
-    from samestep.checkpoint import checkpoint_folder as lock
+    from samestep.checkpoint import folder_lock
 
     with pytest.MonkeyPatch.context() as patch, Run(global_batch=2, seed=0, folder=folder / "logs") as run:
-        patch.setattr(lock, "_PATIENCE_SECONDS", 1.0)  # not 10: the other run does not end
+        patch.setattr(folder_lock, "_TAKEOVER_SECONDS", 1.0)  # not 10: the other run does not end
         if run.is_main:
             from dataclasses import asdict, replace
 
             folder.mkdir(exist_ok=True)
             parent = psutil.Process().parent()
-            theirs = replace(lock._describe(), pid=parent.pid, began=parent.create_time(), launch="")
-            (folder / lock.NAME).write_text(json.dumps(asdict(theirs)))
+            theirs = replace(folder_lock._this_process(), pid=parent.pid, started_at=parent.create_time(), launch="")
+            (folder / folder_lock.LOCK_FILE).write_text(json.dumps(asdict(theirs)))
         run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
 
 
-def test_a_folder_in_use_is_refused_on_all_ranks(ranks, tmp_path):
+def test_a_folder_in_use_is_rejected_on_all_ranks(ranks, tmp_path):
     for text in ranks.errors(2, restore_in_use, tmp_path / "out"):
-        assert f"CheckpointError: {tmp_path / 'out'} is in use by another run, process " in text
+        assert f"CheckpointError: {tmp_path / 'out'} is in use by another run (process " in text
 
 
-class Odd:
+class UnsupportedOnRank1:
     def __init__(self, rank):
         self.rank = rank
 
@@ -236,19 +236,19 @@ class Odd:
         pass
 
 
-def save_the_odd(folder):
+def save_unsupported(folder):
     with Run(global_batch=2, seed=0, folder=folder) as run:
-        run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)), odd=Odd(run.rank)).save()
+        run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)), part=UnsupportedOnRank1(run.rank)).save()
 
 
-def test_state_that_cannot_be_told_on_one_rank_is_refused_on_all(ranks, tmp_path):
-    for text in ranks.errors(2, save_the_odd, tmp_path):
-        assert "CheckpointError: rank 1: odd/inner/hook is a value of builtin_function_or_method" in text
+def test_state_that_cannot_be_saved_on_one_rank_raises_on_all(ranks, tmp_path):
+    for text in ranks.errors(2, save_unsupported, tmp_path):
+        assert "CheckpointError: rank 1: part/inner/hook is a value of builtin_function_or_method" in text
     assert names(tmp_path) == [] or all(name.startswith(".writing") for name in names(tmp_path))
 
 
 def save_by_the_clock(folder, of_rank):
-    """Save whenever the clock of one rank says so; the other's has hours."""
+    """Save by the clock with a tiny interval on one rank and hours on the other."""
     with Run(global_batch=1, seed=0, folder=folder) as run:
         model = run.wrap(nn.Linear(1, 1))
         data = run.shard(TensorDataset(torch.zeros(30, 1)), num_workers=0)
@@ -263,24 +263,24 @@ def save_by_the_clock(folder, of_rank):
         return len(names(folder)) if folder.exists() else 0
 
 
-def test_saving_by_minutes_goes_by_the_first_ranks_clock(ranks, tmp_path):
+def test_saving_by_minutes_uses_the_clock_of_rank_0(ranks, tmp_path):
     first, second = ranks(2, save_by_the_clock, tmp_path / "first", 0)
     assert first == second >= 2
     assert ranks(2, save_by_the_clock, tmp_path / "second", 1) == [0, 0]
 
 
-def damage(path, at, bit):
+def flip_bit(path, at, bit):
     data = bytearray(path.read_bytes())
     data[at % len(data)] ^= 1 << bit
     path.write_bytes(data)
 
 
 def restored_step(folder):
-    with Run(global_batch=2, seed=0, folder=folder / "logs") as run, warnings.catch_warnings(record=True) as given:
+    with Run(global_batch=2, seed=0, folder=folder / "logs") as run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoint = run.checkpoint(folder, model=run.wrap(Mlp(), None if run.size == 1 else "fsdp"))
-        told = [str(warning.message) for warning in given]
-        return (checkpoint.restored and checkpoint.restored.name), told
+        warned = [str(warning.message) for warning in caught]
+        return (checkpoint.restored and checkpoint.restored.name), warned
 
 
 def save_two(folder):
@@ -290,14 +290,14 @@ def save_two(folder):
             checkpoint.save(step=step)
 
 
-def test_a_file_of_another_rank_that_is_damaged_is_seen_by_all(ranks, tmp_path):
+def test_a_corrupt_file_of_another_rank_is_detected_by_all(ranks, tmp_path):
     ranks(2, save_two, tmp_path)
-    damage(tmp_path / "step-00000020" / "rank-00001.safetensors", -1, 0)
-    (first, told), (second, silent) = ranks(2, restored_step, tmp_path)
+    flip_bit(tmp_path / "step-00000020" / "rank-00001.safetensors", -1, 0)
+    (first, warned), (second, warned_rank_1) = ranks(2, restored_step, tmp_path)
     assert first == second == "step-00000010"
-    assert silent == []
-    assert len(told) == 1
-    assert "step-00000020 is passed over: rank-00001.safetensors was changed after it was written" in told[0]
+    assert warned_rank_1 == []
+    assert len(warned) == 1
+    assert "step-00000020 is corrupt: rank-00001.safetensors was changed after it was written" in warned[0]
 
 
 def draw(folder, save):
@@ -309,7 +309,7 @@ def draw(folder, save):
         return torch.rand(2).tolist()
 
 
-def test_each_rank_goes_on_drawing_where_it_was(ranks, tmp_path):
+def test_rng_states_are_restored_and_differ_on_another_world_size(ranks, tmp_path):
     saved = ranks(2, draw, tmp_path, True)
     assert ranks(2, draw, tmp_path, False) == saved
     assert saved[0] != saved[1]
@@ -323,36 +323,34 @@ def other_model(folder):
         run.checkpoint(folder, model=run.wrap(nn.Linear(6, 3), "fsdp"))
 
 
-def test_another_model_is_refused_on_every_rank(ranks, tmp_path):
+def test_a_different_model_is_rejected_on_every_rank(ranks, tmp_path):
     ranks(2, save_two, tmp_path)
     for text in ranks.errors(2, other_model, tmp_path):
-        assert "the checkpoint belongs to another run, for model is another model: bias is here only; " in text
+        assert "the checkpoint was saved with a different model: bias is only in the model; " in text
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def unshared(folder):
-    """Two ranks whose folders of one name are not the same folder, as on nodes without a shared disk."""
+    """Two ranks that write to different folders, as on nodes without a shared disk."""
     with Run(global_batch=2, seed=0, folder=folder / "logs") as run:
         checkpoint = run.checkpoint(folder / "out", model=run.wrap(Mlp(), "fsdp"))
         if run.rank == 1:
-            from dataclasses import replace
-
-            checkpoint._rules = replace(checkpoint._rules, folder=folder / "elsewhere")
+            checkpoint.folder = folder / "elsewhere"
             (folder / "elsewhere").mkdir()
         checkpoint.save()
         checkpoint.wait()
 
 
-def test_a_disk_that_nodes_do_not_share_is_told(ranks, tmp_path):
+def test_a_disk_that_nodes_do_not_share_raises(ranks, tmp_path):
     for text in ranks.errors(2, unshared, tmp_path):
-        assert "rank-00001.safetensors was written by another rank and is not here" in text
-        assert "must lie on a disk that all nodes share" in text
+        assert "rank-00001.safetensors was written by another rank and is not visible here" in text
+        assert "must be on a disk that all nodes share" in text
 
 
-def test_the_manifest_tells_on_which_world_sizes_it_was_trained(ranks, tmp_path):
+def test_the_manifest_contains_the_world_sizes_of_the_training(ranks, tmp_path):
     ranks(2, train, tmp_path, "ddp", 7)
     ranks(3, train, tmp_path, "fsdp", 11)
     newest = max(path for path in tmp_path.iterdir() if path.name.startswith("step-"))
     history = json.loads((newest / "manifest.json").read_bytes())["history"]
-    told = [(stage["world_size"], stage["first_step"], stage["last_step"]) for stage in history]
-    assert told == [(2, 0, 6), (3, 6, 9)]
+    world_sizes = [(entry["world_size"], entry["first_step"], entry["last_step"]) for entry in history]
+    assert world_sizes == [(2, 0, 6), (3, 6, 9)]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and ranks that would restore different ones."""
+"""The manifest of a checkpoint, ranks that would restore different steps, and averaged models."""
 
 import json
 from dataclasses import replace
@@ -10,11 +10,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from samestep import Run, __version__
-from samestep.checkpoint import restore as restoring
+from samestep.checkpoint import restore as restore_module
 
 
 def save(folder):
-    """Two steps of four samples, of a model that was planned for."""
+    """Train two steps of four samples with a planned model, and save."""
     with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
         model = run.wrap(nn.Linear(3, 1), example=torch.zeros(2, 3))
         data = run.shard(TensorDataset(torch.zeros(8, 3)), num_workers=0)
@@ -26,55 +26,55 @@ def save(folder):
         checkpoint.save()
 
 
-def test_a_checkpoint_holds_step_samples_seed_world_sizes_plan_and_versions(ranks, tmp_path):
+def test_the_manifest_contains_step_samples_seed_world_sizes_plan_and_versions(ranks, tmp_path):
     ranks(2, save, tmp_path)
     record = json.loads((tmp_path / "out" / "step-00000002" / "manifest.json").read_bytes())
     assert (record["step"], record["samples"]) == (2, 8)
     assert sorted(record["parts"]) == ["model", "train"]
-    (stage,) = record["history"]
+    (entry,) = record["history"]
     versions = {"samestep": __version__, "torch": torch.__version__}
-    assert stage == {"world_size": 2, "first_step": 0, "last_step": 2, "versions": versions}
+    assert entry == {"world_size": 2, "first_step": 0, "last_step": 2, "versions": versions}
     assert record["run"]["seed"] == 7
     (plan,) = record["run"]["plan"]
     assert plan["chosen"]["strategy"] == "ddp"
 
 
-def restore_other(folder):
-    """Restore where the second rank sees another checkpoint under the same name, as on nodes without a shared disk."""
-    read = restoring.read_manifest
+def restore_different_step(folder):
+    """Restore while rank 1 sees another checkpoint of the same name, as on nodes without a shared disk."""
+    read = restore_module.read_manifest
 
-    def another(path):
-        seen = read(path)
-        return replace(seen, history=[replace(seen.history[-1], last_step=5)])
+    def read_another(path):
+        manifest = read(path)
+        return replace(manifest, history=[replace(manifest.history[-1], last_step=5)])
 
     try:
         with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
             if run.rank == 1:
-                restoring.read_manifest = another
+                restore_module.read_manifest = read_another
             model, data = run.wrap(nn.Linear(3, 1)), run.shard(TensorDataset(torch.zeros(8, 3)), num_workers=0)
             run.checkpoint(folder / "out", model=model, train=data)
     finally:
-        restoring.read_manifest = read
+        restore_module.read_manifest = read
 
 
-def test_ranks_that_would_go_on_from_different_steps_are_told(ranks, tmp_path):
+def test_ranks_that_restore_different_steps_raise(ranks, tmp_path):
     ranks(2, save, tmp_path)
-    for text in ranks.errors(2, restore_other, tmp_path):
-        assert "ranks restored different steps from " in text
-        assert ": [2, 5]; is " in text
-        assert "out the same folder on all?" in text
+    for text in ranks.errors(2, restore_different_step, tmp_path):
+        assert "the ranks restored different steps from " in text
+        assert ": [2, 5]; make sure that " in text
+        assert "out is the same folder on all nodes" in text
 
 
 class Pair(nn.Module):
-    """Two wrapped models in one module of the user's own."""
+    """Two wrapped models in one module of the user."""
 
     def __init__(self, run):
         super().__init__()
         self.first, self.second = (run.wrap(nn.Linear(3, 1), None if run.size == 1 else "ddp") for _ in range(2))
 
 
-def keep_an_average(folder, save):
-    """An average of a wrapped model beside a module of wrapped ones, saved or restored; what all of them hold."""
+def average_and_pair(folder, save):
+    """Save or restore an averaged wrapped model and a module of two wrapped models; return their values."""
     with Run(global_batch=4, seed=7, folder=folder / "logs") as run:
         model = run.wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), None if run.size == 1 else "ddp")
         average, pair = AveragedModel(model), Pair(run)
@@ -89,18 +89,18 @@ def keep_an_average(folder, save):
                     optimizer.state[parameter]["momentum_buffer"] = -parameter.clone()
                 checkpoint.save()
             momentum = [float(optimizer.state[parameter]["momentum_buffer"].mean()) for parameter in pair.parameters()]
-            return [float(whole(each).mean()) for each in (*average.parameters(), *pair.parameters())], momentum
+            return [float(full(each).mean()) for each in (*average.parameters(), *pair.parameters())], momentum
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @pytest.mark.slow
-def test_an_average_of_a_wrapped_model_is_restored_on_any_number_of_ranks(ranks, tmp_path):
-    saved, *_ = ranks(2, keep_an_average, tmp_path, True)
+def test_an_averaged_wrapped_model_is_restored_on_any_world_size(ranks, tmp_path):
+    saved, *_ = ranks(2, average_and_pair, tmp_path, True)
     assert saved == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [-4.0, -5.0, -6.0, -7.0])
     names = json.loads((tmp_path / "out" / "step-00000000" / "index.json").read_bytes())
     assert {"average/module.0.weight", "pair/first.weight"} < names.keys()
     for size in (1, 2, 3):
-        assert ranks(size, keep_an_average, tmp_path, False) == [saved] * size
+        assert ranks(size, average_and_pair, tmp_path, False) == [saved] * size

@@ -51,7 +51,7 @@ def average_while_training(options):
         return gap, gap_between(averaged(x), fresh(x)), gap_between(net(x), fresh(x))
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": (Block,)}, {"unused": "allow"}])
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": (Block,)}, {"unused_parameters": "allow"}])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_moving_average_computes_with_its_own_weights(ranks, size, options):
     for evaluated, trained, moved in ranks(size, average_while_training, options):

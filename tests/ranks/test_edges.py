@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run, read_metrics
+from samestep.context import seed_all_ranks
 from samestep.errors import CommunicationError, DataError, StepError, WrapError
 
 
@@ -70,7 +71,7 @@ def unlike_tensors():
 def test_tensors_of_other_sizes_are_refused_instead_of_hanging(ranks):
     for text in ranks.errors(2, unlike_tensors):
         assert "CommunicationError: run.all_reduce got op='sum' and" in text
-        assert "all ranks must give tensors alike" in text
+        assert "pass tensors of the same shape and dtype on all ranks" in text
 
 
 def test_a_weighted_mean_in_half_precision_does_not_overflow():
@@ -86,7 +87,7 @@ def unlike_lengths():
 
 def test_datasets_of_unlike_lengths_are_refused(ranks):
     for text in ranks.errors(2, unlike_lengths):
-        assert "DataError: the dataset has not the same length on all ranks: 10 on rank 0, 11 on rank 1" in text
+        assert "DataError: the dataset does not have the same length on all ranks: 10 on rank 0, 11 on rank 1" in text
 
 
 def send_expanded():
@@ -107,10 +108,10 @@ def test_a_model_is_wrapped_once():
         model = torch.nn.Linear(1, 1)
         run.wrap(model)
         with pytest.raises(
-            WrapError, match=r"got a function, which is no torch.nn.Module: wrap what trains; a teacher is"
+            WrapError, match=r"run.wrap needs a torch.nn.Module, got function: wrap the model that trains; a teacher is"
         ):
             run.wrap(lambda x: x)
-        with pytest.raises(WrapError, match="Linear has parameters that are wrapped already: a model is wrapped once"):
+        with pytest.raises(WrapError, match="Linear has parameters that are already wrapped: wrap a model once"):
             run.wrap(model)
 
 
@@ -125,7 +126,7 @@ def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
                     break
             break
         assert (train.state_dict()["epoch"], train.state_dict()["step"]) == (0, 2)
-        assert not run._life.engine.in_step
+        assert not run._lifecycle.context.progress.in_step
         for epoch in train.epochs(1):
             for step in epoch:
                 seen += [row for (x,) in step for row in x[:, 0].tolist()]
@@ -139,7 +140,7 @@ def test_an_epoch_and_a_pass_cannot_be_had_twice():
             assert sum(1 for step in epoch for _ in step) == 5
             with pytest.raises(DataError, match="epoch 0 was iterated twice"):
                 list(epoch)
-        with pytest.raises(DataError, match="another pass over this shard was begun before this one ended"):
+        with pytest.raises(DataError, match="a second iteration over this shard began before the first one ended"):
             [list(train) for _ in train]
         assert train.steps_per_epoch == 5
 
@@ -178,7 +179,7 @@ def test_a_masked_mean_over_several_micro_batches_stands_alone():
         model = run.wrap(linear())
         steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
         learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
-        with pytest.raises(StepError, match=r"begins with gradients of an earlier one.*call optimizer.zero_grad\(\)"):
+        with pytest.raises(StepError, match=r"starts with gradients of an earlier step.*call optimizer.zero_grad\(\)"):
             learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
 
 
@@ -188,7 +189,7 @@ def test_a_loss_that_is_learnt_from_after_its_loop_is_refused():
         steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
         learn(next(steps), model, lambda step, losses: held.append(step.mean(losses)) or step.mean(losses))
         for loss in held:  # of two micro-batches
-            with pytest.raises(StepError, match=r"backward\(\) of a loss of step 0 came after the loop"):
+            with pytest.raises(StepError, match=r"backward\(\) of a loss of step 0 ran after the loop"):
                 loss.backward()
 
 
@@ -243,21 +244,19 @@ def test_a_failed_start_tells_the_other_ranks(ranks):
 def fail_in_start():
     import os
 
-    from samestep.training import lifecycle as life
+    from samestep.training import lifecycle
 
     if os.environ["RANK"] == "1":
 
         def broken(*_):
             raise OSError("no console")
 
-        life.seed_alike = broken
+        lifecycle.seed_all_ranks = broken
     try:
         with Run(global_batch=4, start_timeout=30):
             pass
     finally:
-        from samestep.training.lifecycle import seed_all_ranks
-
-        life.seed_alike = seed_all_ranks
+        lifecycle.seed_all_ranks = seed_all_ranks
 
 
 class Nothing(IterableDataset):
@@ -275,8 +274,8 @@ def train_on(dataset, drop_last):
 @pytest.mark.parametrize(
     ("dataset", "drop_last", "message"),
     [
-        (Nothing(), False, "Nothing gave no record at all: there is nothing to train on; check the path it reads from"),
-        (Count(), True, "Count gave fewer records than one global batch, and drop_last=True drops them all"),
+        (Nothing(), False, "Nothing has no records, so there is nothing to train on: check the path it reads from"),
+        (Count(), True, "Count has fewer records than one global batch, and drop_last=True drops them all"),
     ],
 )
 def test_a_stream_without_a_step_is_told_on_every_rank(ranks, dataset, drop_last, message):
@@ -288,13 +287,13 @@ def test_a_step_that_was_passed_over_is_told():
     with Run(global_batch=4) as run:
         for epoch in run.shard(numbers()).epochs(1):
             steps = list(epoch)
-        with pytest.raises(StepError, match=r"step 0 is over, .* before it goes on to the next step \(list\(epoch\)"):
+        with pytest.raises(StepError, match=r"step 0 is over.* before the next step starts \(list\(epoch\)"):
             next(iter(steps[0]))
 
 
 @pytest.mark.parametrize(
     ("losses", "what"),
-    [(3.0, "a float"), (torch.ones(4, 0), "shape (4, 0)"), (torch.ones(4).long(), "whole numbers (torch.int64)")],
+    [(3.0, "a float"), (torch.ones(4, 0), "shape (4, 0)"), (torch.ones(4).long(), "integers (torch.int64)")],
 )
 def test_what_is_no_loss_is_told(losses, what):
     with Run(global_batch=4) as run:
@@ -332,8 +331,8 @@ def not_at_all(step, losses):
 def test_a_mean_that_was_taken_by_hand_is_warned_of_once(ranks):
     for first, *others in (ranks(1, average_by_hand, by_hand), ranks(2, average_by_hand, by_hand)):
         assert len(first) == 1
-        assert first[0].startswith("step 0 went through a backward pass without step.mean or step.sum: a mean that was")
-        assert first[0].endswith("write step.mean(losses).backward(), with one loss a sample (reduction='none')")
+        assert first[0].startswith("a backward pass ran without step.mean or step.sum: a plain mean counts")
+        assert first[0].endswith("write step.mean(losses).backward() with one loss per sample (reduction='none')")
         assert not any(others)
     for learn in (by_sum, not_at_all):
         assert ranks(1, average_by_hand, learn) == [[]]

@@ -125,8 +125,10 @@ def mean_of_batches():
 def test_a_copy_that_would_count_is_explained(ranks):
     texts = ranks.errors(4, collect_first)
     for text in texts[2:]:
-        assert "DataError: this rank had no sample left and was given a copy of one, so that all ranks call" in text
-        assert "would count: give them values as they come, run.mean(net(x).argmax(-1) == y for x, y in test)" in text
+        assert "DataError: this rank had no sample left and got a padding row, so that all ranks call" in text
+        assert (
+            "would count: pass the values as they come, as in run.mean(net(x).argmax(-1) == y for x, y in test)" in text
+        )
     for text in texts[:2]:
         assert "RankMissing" in text
 
@@ -134,10 +136,10 @@ def test_a_copy_that_would_count_is_explained(ranks):
 def test_a_value_of_a_whole_batch_cannot_leave_a_copy_out(ranks):
     for text in ranks.errors(4, mean_of_batches)[2:]:
         assert (
-            "GroupError: this batch has 1 row(s), all padding, and a single value cannot be told apart by row: give "
+            "CommunicationError: this batch has 1 row(s), all padding, and run.mean, run.sum or run.max got a single"
             in text
         )
-        assert "run.max one value a sample (reduction='none'), not one of a whole batch" in text
+        assert "pass one value per sample (reduction='none') instead of one per batch" in text
 
 
 def accuracy():

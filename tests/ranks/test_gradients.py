@@ -144,7 +144,7 @@ def test_a_second_backward_pass_counts_on_every_rank(ranks, how, size, strategy)
 
 
 def test_a_second_backward_pass_of_unknown_gradients_is_refused(ranks):
-    told = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses up and call backward"
+    told = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses and call backward"
     for error in ranks.errors(2, gradients_of_two_passes, "through one graph", None, "ddp", "allow"):
         assert re.search(told, error), error
 
@@ -260,7 +260,7 @@ def test_a_gradient_that_is_not_finite_behind_finite_losses_is_told_so(ranks):
     for answers, given, _ in ranks(1, not_finite, None, 3, True):
         assert answers == [False, True]
         assert given[0].startswith(
-            "step 0 is not finite: every loss is finite, so the backward pass made it; the first"
+            "step 0 is not finite: every loss is finite, so the backward pass produced it; the first"
         )
 
 
@@ -299,7 +299,7 @@ def test_a_scalar_or_another_number_of_losses_is_explained(step_of_four):
             step.mean(model(x).mean())
         with pytest.raises(StepError, match=r"2 rows of this micro-batch, got shape \(3,\)"):
             step.sum(torch.ones(3))
-        with pytest.raises(StepError, match=r"the mask has shape \(2, 1\) and the losses \(2,\): they must be alike"):
+        with pytest.raises(StepError, match=r"the mask has shape \(2, 1\) and the losses \(2,\): they must match"):
             step.mean(torch.ones(2), torch.ones(2, 1, dtype=torch.bool))
 
 
@@ -315,7 +315,7 @@ def test_mean_outside_of_a_micro_batch_is_explained(step_of_four):
 def test_a_step_can_be_iterated_once(step_of_four):
     _, step = step_of_four
     for _ in step:
-        with pytest.raises(StepError, match="step 0 was iterated twice: its micro-batches can be had once"):
+        with pytest.raises(StepError, match="step 0 was iterated twice: its micro-batches can be read once"):
             next(iter(step))
     with pytest.raises(StepError, match="step 0 was iterated twice"):
         next(iter(step))
@@ -331,7 +331,7 @@ def test_masked_and_other_means_cannot_be_mixed_over_several_micro_batches(step_
 @pytest.mark.parametrize("micro_batch", [4, 2])
 def test_a_mean_of_nothing_is_explained(micro_batch):
     run, model, step = one_step(4, micro_batch)
-    with pytest.raises(StepError, match="the masks of step 0 leave nothing that counts on any rank"):
+    with pytest.raises(StepError, match="the masks of step 0 are zero everywhere on all ranks"):
         go_through(step, lambda x: step.mean(model(x), x[:, :1] < 0))
     run.close()
 

@@ -8,7 +8,7 @@ import torch
 
 from samestep import Run
 from samestep.errors import CommunicationError
-from tests.launch.started import wait_for
+from tests.launch.launched import wait_for
 
 
 def reduce_uneven():
@@ -67,11 +67,11 @@ def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
 @pytest.mark.parametrize(
     ("batches", "text"),
     [
-        ([], "run.means got no values on any rank: there is no mean of nothing; is the data empty?"),
+        ([], "run.means got no values on any rank, so there is no mean: is the dataset empty?"),
         ([{"loss": []}], "run.means got no values for 'loss' on any rank"),
         (
             [torch.ones(2)],
-            "run.means wants a dictionary of values for each batch and got Tensor: give `({'loss': losses",
+            "run.means needs a dictionary of values per batch, got Tensor: pass `({'loss': losses",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_empty_and_wrong_values_are_explained():
         with pytest.raises(CommunicationError, match=r"run\.max got no values on any rank"):
             run.max([])
         with pytest.raises(
-            CommunicationError, match="cannot take numbers from NoneType: give a number, a tensor, or an iterable"
+            CommunicationError, match="cannot read numbers from NoneType: pass a number, a tensor, or an iterable"
         ):
             run.mean(None)
         with pytest.raises(CommunicationError, match="an iterable of str: its items must be numbers or tensors"):
@@ -111,10 +111,11 @@ def test_empty_and_wrong_values_are_explained():
         with pytest.raises(CommunicationError, match="complex tensor"):
             run.mean(torch.tensor([1j]))
         with pytest.raises(
-            CommunicationError, match="does not know op='median': use one of 'sum', 'mean', 'max', 'min'"
+            CommunicationError,
+            match=r"run\.all_reduce: op='median' is not valid; use one of 'sum', 'mean', 'max', 'min'",
         ):
             run.all_reduce(torch.ones(1), "median")
-        with pytest.raises(CommunicationError, match="takes weight= with op='mean' only"):
+        with pytest.raises(CommunicationError, match="weight= is valid with op='mean' only"):
             run.all_reduce(torch.ones(1), "sum", weight=2.0)
         with pytest.raises(CommunicationError, match="got weight=0 on every rank"):
             run.all_reduce(torch.ones(1), "mean", weight=0.0)
@@ -204,10 +205,10 @@ def once_under_condition():
 def test_once_under_a_rank_condition_is_explained_on_every_rank_at_once(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, once_under_condition)
-    assert "CommunicationError: rank 0 came to run.once(int) at test_group.py:" in first
-    assert "while rank 1 came to run.barrier at test_group.py:" in first
+    assert "CommunicationError: rank 0 called run.once(int) at test_group.py:" in first
+    assert "while rank 1 called run.barrier at test_group.py:" in first
     assert "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)" in first
-    assert "rank 1 came to run.barrier at test_group.py:" in second
+    assert "rank 1 called run.barrier at test_group.py:" in second
     assert time.monotonic() - began < 15  # far less than the timeout of 30 s
 
 
@@ -220,7 +221,7 @@ def mean_under_condition():
 
 def test_the_same_act_from_another_line_is_not_mixed_up(ranks):
     for text in ranks.errors(2, mean_under_condition):
-        assert "came to run.mean at test_group.py:" in text
+        assert "called run.mean at test_group.py:" in text
 
 
 def skip_last_call():
@@ -231,8 +232,8 @@ def skip_last_call():
 
 def test_a_rank_that_ends_early_is_told_from_one_that_waits(ranks):
     first, second = ranks.errors(2, skip_last_call)
-    assert "rank 0 came to run.agree" in first
-    assert "rank 1 came to" in second
+    assert "rank 0 called run.agree" in first
+    assert "rank 1 called" in second
 
 
 def nested_once():
@@ -244,7 +245,9 @@ def nested_once():
 def test_nested_once_is_refused_with_its_reason(ranks, size):
     for text in ranks.errors(size, nested_once):
         assert "CommunicationError: run.once(int) at test_group.py:" in text
-        assert "was called inside run.once(<lambda>): one rank alone is there and the others would never come" in text
+        assert (
+            "was called inside run.once(<lambda>): only one rank runs that function, so the others never reach" in text
+        )
 
 
 def late_rank(missed):
@@ -261,7 +264,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_place(ranks, tmp_path)
     first = ranks.errors(2, late_rank, tmp_path / "missed")[0]
     assert "RankMissing: rank 0 waits in run.barrier at test_group.py:" in first
     assert "rank 1 was last in" in first
-    assert "give it time with Run(start_timeout=...)" in first
+    assert "raise the timeout with Run(start_timeout=...)" in first
 
 
 def failing_rank():
@@ -282,7 +285,7 @@ def test_the_failure_of_a_peer_is_told_within_seconds(ranks):
 
 def slow_once():
     with Run(global_batch=8, start_timeout=20, step_timeout=1) as run:
-        run._link.stepping()
+        run._comm.start_steps()
         return run.once(lambda: time.sleep(2) or "done")
 
 
@@ -342,7 +345,7 @@ def test_start_and_close_serve_scripts_without_with(ranks):
     with pytest.raises(CommunicationError, match="this run is not started: use `with Run"):
         Run(global_batch=8).wrap(torch.nn.Linear(1, 1))
     run = Run(global_batch=8).start()
-    with pytest.raises(CommunicationError, match="started already"):
+    with pytest.raises(CommunicationError, match="already started"):
         run.start()
     run.close()
 

@@ -1,4 +1,4 @@
-"""The ledger of real runs: what was counted is proved across kills, resumes and changes of world size."""
+"""The ledgers of real runs have no faults after failures, resumes and changes of world size."""
 
 import json
 
@@ -12,7 +12,7 @@ from samestep.cli.audit_command import command
 from samestep.data.audit import audit
 
 
-class Lost(Exception):
+class SimulatedFailure(Exception):
     pass
 
 
@@ -22,7 +22,7 @@ class Count(IterableDataset):
 
 
 def train(folder, epochs, state=None, fail_at=None, save_at=None, stream=False):
-    """Train, keep the position after `save_at`, fail in the midst of step `fail_at`; the position to go on from."""
+    """Train, save the position after `save_at`, fail inside step `fail_at`; return the position to resume from."""
     saved = state
     try:
         with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
@@ -38,11 +38,11 @@ def train(folder, epochs, state=None, fail_at=None, save_at=None, stream=False):
                 for step in epoch:
                     for _ in step:
                         if step.number == fail_at:
-                            raise Lost
+                            raise SimulatedFailure
                     if step.number == save_at:
                         saved = data.state_dict()
                 run.mean(x for (x,) in test)
-    except Lost:
+    except SimulatedFailure:
         import gc
 
         import torch.distributed as dist
@@ -54,26 +54,26 @@ def train(folder, epochs, state=None, fail_at=None, save_at=None, stream=False):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_sample_counted_once_through_failures_and_other_world_sizes(ranks, tmp_path, stream):
-    state = ranks(2, train, tmp_path, 3, None, 5, 3, stream)[0]  # steps 4 and 5 are lost and done again
+def test_every_sample_counts_once_after_failures_and_changes_of_world_size(ranks, tmp_path, stream):
+    state = ranks(2, train, tmp_path, 3, None, 5, 3, stream)[0]  # steps 4 and 5 are lost and repeated
     state = ranks(3, train, tmp_path, 3, state, 9, 7, stream)[0]
     ranks(1, train, tmp_path, 3, state, None, None, stream)
     report = audit(tmp_path)
-    assert report.sound
+    assert report.exactly_once
     trained = next(shard for shard in report.shards if shard.name.startswith("stream" if stream else "shard-0"))
     assert [(epoch.number, epoch.samples) for epoch in trained.epochs] == [(e, 17 if stream else 23) for e in range(3)]
-    assert [start.world_size for start in trained.starts] == [2, 3, 1]
+    assert [each.world_size for each in trained.generations] == [2, 3, 1]
     answer = CliRunner().invoke(command, [str(tmp_path), "--json"])
     assert answer.exit_code == 0
-    assert json.loads(answer.stdout)["sound"] is True
+    assert json.loads(answer.stdout)["exactly_once"] is True
 
 
-def test_a_step_that_was_passed_over_is_found_and_named(ranks, tmp_path):
+def test_a_step_that_the_loop_skipped_is_a_fault(ranks, tmp_path):
     ranks(2, skip_a_step, tmp_path)
     answer = CliRunner().invoke(command, [str(tmp_path)])
     assert answer.exit_code == 1
     assert "step 1" in answer.output
-    assert not audit(tmp_path).sound
+    assert not audit(tmp_path).exactly_once
 
 
 def skip_a_step(folder):
@@ -82,6 +82,6 @@ def skip_a_step(folder):
         for epoch in data.epochs(1):
             for step in epoch:
                 if step.number == 1:
-                    continue  # its samples are never learnt
+                    continue  # no sample of it is trained
                 for _ in step:
                     pass

@@ -1,4 +1,4 @@
-"""What ranks log becomes one record of one writer, brought together in one collective."""
+"""Values logged on all ranks become one record, averaged in one collective and written by rank 0."""
 
 import json
 import math
@@ -12,15 +12,15 @@ from samestep.errors import LogError
 
 
 def count_exchanges(run):
-    """How often ranks exchange something from now on."""
+    """Record the exchanges between ranks from now on."""
     calls = []
-    inner = run._link._gather
+    inner = run._comm._all_gather
 
     def counted(frame):
         calls.append(frame)
         return inner(frame)
 
-    run._link._gather = counted
+    run._comm._all_gather = counted
     return calls
 
 
@@ -29,12 +29,12 @@ def log_several(folder):
         calls = count_exchanges(run)
         for step in range(3):
             run.log({"train/a": run.rank + step, "train/b": torch.tensor(2.0 * run.rank), "val/same": 0.1}, step=step)
-        assert not calls  # nothing travels until asked
+        assert not calls  # nothing is sent before the sync
         run.log({"val/last": float("nan") if run.rank else 1.0}, step=2, now=True)
         return len(calls)
 
 
-def test_values_logged_together_travel_in_one_collective_and_are_averaged(ranks, tmp_path):
+def test_logged_values_are_averaged_in_one_collective(ranks, tmp_path):
     assert ranks(3, log_several, tmp_path) == [1, 1, 1]
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
@@ -45,15 +45,15 @@ def test_values_logged_together_travel_in_one_collective_and_are_averaged(ranks,
     assert math.isnan(records[2]["val/last"])
 
 
-def log_on_first_rank_only(folder):
+def log_on_rank_0_only(folder):
     with Run(global_batch=4, folder=folder) as run:
         if run.is_main:
             run.log({"val/mine": 3.0, "val/also": 4.0}, step=0)
         run.log({"val/all": float(run.rank)}, step=0)
 
 
-def test_what_one_rank_alone_logs_is_written_too(ranks, tmp_path):
-    ranks(2, log_on_first_rank_only, tmp_path)
+def test_values_logged_on_one_rank_only_are_written(ranks, tmp_path):
+    ranks(2, log_on_rank_0_only, tmp_path)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (record["val/mine"], record["val/also"], record["val/all"]) == (3.0, 4.0, 0.5)
 
@@ -63,7 +63,7 @@ def log_many(folder):
         run.log({f"val/m{k}": k + run.rank for k in range(700)}, step=0)
 
 
-def test_more_values_than_fit_a_frame_arrive(ranks, tmp_path):
+def test_more_values_than_fit_one_message_are_written(ranks, tmp_path):
     ranks(2, log_many, tmp_path)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert [record[f"val/m{k}"] for k in range(700)] == [k + 0.5 for k in range(700)]
@@ -91,7 +91,7 @@ def train(folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_training_writes_rates_losses_speed_text_curves_and_a_summary(ranks, tmp_path, size):
+def test_training_writes_learning_rates_losses_speed_text_curves_and_a_summary(ranks, tmp_path, size):
     ranks(size, train, tmp_path)
     records = read_metrics(tmp_path / "metrics.jsonl", by_step=True)
     assert [record["train/learning_rate/0"] for record in records] == [0.1 * 0.5**k for k in range(6)]
@@ -110,14 +110,14 @@ def test_a_training_writes_rates_losses_speed_text_curves_and_a_summary(ranks, t
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1  # one writer
 
 
-def say(folder):
+def print_only(folder):
     with Run(global_batch=4, folder=folder) as run:
         run.print("once and for all")
         return run.folder == Path(folder)
 
 
-def test_saying_alone_leaves_no_folder_behind(ranks, tmp_path):
-    assert ranks(2, say, tmp_path / "never") == [True, True]
+def test_printing_alone_creates_no_folder(ranks, tmp_path):
+    assert ranks(2, print_only, tmp_path / "never") == [True, True]
     assert not (tmp_path / "never").exists()
 
 
@@ -127,16 +127,16 @@ def fail(folder):
         raise ValueError("stop")
 
 
-def test_a_failed_run_says_so_in_its_summary(ranks, tmp_path):
+def test_the_summary_of_a_failed_run_has_the_status_failed(ranks, tmp_path):
     ranks.errors(2, fail, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_what_cannot_be_logged_is_named(tmp_path):
+def test_the_error_for_an_invalid_metric_names_it(tmp_path):
     with Run(global_batch=4, folder=tmp_path) as run:
         with pytest.raises(LogError, match=r'"accuracy" is a tensor of shape \(3,\): log one number, e.g. x.mean\(\)'):
             run.log({"accuracy": torch.zeros(3)}, step=0)
-        with pytest.raises(LogError, match="step=-1 is not a step"):
+        with pytest.raises(LogError, match="step must be an integer of at least 0, got -1"):
             run.log({"accuracy": 1.0}, step=-1)
         with pytest.raises(LogError, match='"val accuracy" cannot name a metric'):
             run.log({"val accuracy": 1.0}, step=0)

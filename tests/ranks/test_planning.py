@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.world import World
-from samestep.parallel.precision import choose_precision, see_arithmetic
+from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_parts import profile_weights
-from samestep.planner.plan import plan
+from samestep.planner.plan import make_plan
 from samestep.training import auto_plan as planning
 from samestep.training.auto_plan import PlanSite, tell
 
@@ -27,7 +27,7 @@ LUCK = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(96, 20, 64, generator=LUCK), torch.randint(0, 10, (96,), generator=LUCK))
 EXAMPLE = (torch.zeros(8, 20, 64), torch.zeros(8, dtype=torch.long))
 EXAMPLE_OF_FOUR = torch.zeros(4, 4)
-FP32 = choose_precision([see_arithmetic(torch.device("cpu"), "fp32", False)])
+FP32 = choose_precision([detect_support(torch.device("cpu"), "fp32", False)])
 OVERHEAD = 300 * 2**20  # that a plan counts for a process on the CPU
 
 
@@ -110,7 +110,7 @@ def test_a_tight_device_gets_a_smaller_micro_batch_and_learns_the_same(ranks):
     plain = ranks(1, train, None, None)[0][0]
     for size in (1, 2):
         needs = ranks(size, train, EXAMPLE, None)[0][2][0]["chosen"]["memory"]
-        by_rank = ranks(size, train, EXAMPLE, needs["total"] - needs["overhead"] - needs["working"] // 2)
+        by_rank = ranks(size, train, EXAMPLE, needs["total"] - needs["overhead"] - needs["activations"] // 2)
         mosts = {most for _, most, *_ in by_rank}
         assert len(mosts) == 1
         assert 1 <= mosts.pop() < 32 // size
@@ -122,7 +122,7 @@ def test_a_tight_device_gets_a_smaller_micro_batch_and_learns_the_same(ranks):
 def test_where_nothing_fits_it_is_said_and_tried_all_the_same(ranks):
     (_, most, (made,), log), *_ = ranks(1, train, EXAMPLE, 1000)
     assert "plan: nothing fits by this estimate, single" in log
-    assert "a micro-batch of 1 needs " in log
+    assert "does not fit: " in log
     assert most == 1
     assert not made["chosen"]["fits"]
 
@@ -130,7 +130,7 @@ def test_where_nothing_fits_it_is_said_and_tried_all_the_same(ranks):
 def test_a_named_strategy_is_kept_and_the_rest_is_planned(ranks):
     (_, _, (made,), log), *_ = ranks(2, train, EXAMPLE, None, "fsdp")
     assert made["chosen"]["strategy"] == "fsdp"
-    assert "strategy: fsdp (as asked)" in log
+    assert "strategy: fsdp (as requested)" in log
 
 
 def test_without_an_example_nothing_is_traced_on_the_cpu(ranks):
@@ -148,20 +148,20 @@ def test_a_wrong_wish_is_told_on_every_rank(ranks):
     for text in ranks.errors(2, wrap_badly, "dpp", "AdamW"):
         assert "WrapError: run.wrap does not know strategy='dpp'" in text
     for text in ranks.errors(2, wrap_badly, None, "Adamw"):
-        assert "PlanError: optimizer='Adamw' is not in torch.optim: use one of" in text
+        assert "PlanError: optimizer='Adamw' is not in torch.optim. Use one of" in text
     for example, kind in (([0.5], "list"), (torch.zeros(0, 8), "Tensor"), (torch.tensor(1.0), "Tensor")):
         for text in ranks.errors(2, wrap_badly, None, "AdamW", example):
             assert f"WrapError: run.wrap got a {kind} without samples as example=: give a batch as the model" in text
     for text in ranks.errors(2, wrap_badly, None, "AdamW", torch.zeros(4, 3)):
         assert "Net cannot be called with the example batch (" in text
-        assert "give the batch as the model takes it; " in text
+        assert "Return the batch in the form that the model takes, " in text
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])
 def test_by_weights_alone_a_model_is_sharded_where_its_state_takes_half_of_a_gpu(width, strategy):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    made = plan(parse_cluster_spec("h100:4", 1), profile_weights(model), 256, "bf16", 0.5)
+    made = make_plan(parse_cluster_spec("h100:4", 1), profile_weights(model), 256, "bf16", 0.5)
     ours = [each for each in made.candidates if each.fits and each.layout.ranks == 4]
     assert min(ours, key=planning._simplicity).layout.strategy == strategy
     assert profile_weights(model).persistent == 16 * sum(p.numel() for p in model.parameters())
@@ -178,7 +178,7 @@ def test_memory_is_compared_where_the_device_tells_it():
 
 def free_of_a_rank(free):
     with room(None), Run(global_batch=8) as run:
-        return smallest_memory_share(run._link, "looking for room", run.device, free)
+        return smallest_memory_share(run._comm, "looking for room", run.device, free)
 
 
 def test_ranks_of_one_device_share_what_is_free_there(ranks):
@@ -190,14 +190,14 @@ def test_ranks_of_one_device_share_what_is_free_there(ranks):
 @pytest.mark.parametrize("sharing", [2, 8])
 def test_ranks_that_share_a_gpu_have_a_part_of_its_memory_and_leave_free_a_part_of_that(monkeypatch, sharing):
     monkeypatch.setattr(
-        "samestep.planner.cluster_discovery.machines_seen", lambda nodes: parse_cluster_spec("h200:1", nodes)
+        "samestep.planner.cluster_discovery.detect_cluster", lambda nodes: parse_cluster_spec("h200:1", nodes)
     )
     world, whole = World(size=sharing, local_size=sharing), parse_cluster_spec("h200:1", 1)
     share = MemoryShare(whole.device.memory // sharing, sharing)
     found = planning._machines(world, share)
     assert found.device.memory == found.device.memory_free == share.free
-    assert found.device.rates["bfloat16"] == whole.device.rates["bfloat16"] / sharing
-    assert found.host_link == whole.host_link / sharing
+    assert found.device.peak_flops["bfloat16"] == whole.device.peak_flops["bfloat16"] / sharing
+    assert found.host_bandwidth == whole.host_bandwidth / sharing
     site = PlanSite(
         SimpleNamespace(world=world), torch.device("cuda"), FP32, 16, lambda function, *given: function(*given)
     )
@@ -209,7 +209,7 @@ def test_nodes_with_unlike_numbers_of_ranks_can_be_planned_for(tmp_path, monkeyp
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
     world = World(rank=0, size=3, local_size=2, nodes=2)
     found = planning._machines(world, MemoryShare(2**33, 2))
-    assert (found.devices, found.per_node, found.nodes) == (3, 1, 3)
+    assert (found.devices, found.devices_per_node, found.nodes) == (3, 1, 3)
     site = PlanSite(
         SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given)
     )

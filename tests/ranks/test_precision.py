@@ -74,9 +74,9 @@ def learn(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3
                 steps.append((step.finite(), moved, kinds))
         with run.evaluate(model) as evaluated:
             evaluated(torch.ones(2, 6))
-        scale = run._life.engine.speed.scale
+        scale = run._lifecycle.context.acceleration.loss_scale
         return {
-            "weights": {name: whole(p) for name, p in run._life.engine.models[0].inner.named_parameters()},
+            "weights": {name: whole(p) for name, p in run._lifecycle.context.models[0].inner.named_parameters()},
             "steps": steps,
             "scale": None if scale is None else scale.factor,
             "computed": {dtype for block in getattr(net, "_orig_mod", net).blocks for dtype in block.dtypes},
@@ -97,7 +97,10 @@ def wish_unlike():
 
 def test_ranks_that_ask_for_unlike_precisions_are_told_so(ranks):
     for text in ranks.errors(2, wish_unlike):
-        assert "GroupError: rank 0 has Run(precision='fp32', compile=False) and rank 1 has Run(precision='fp16'" in text
+        assert (
+            "CommunicationError: rank 0 has Run(precision='fp32', compile=False) and rank 1 has Run(precision='fp16'"
+            in text
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -122,7 +125,7 @@ def test_fp16_computes_in_fp16_and_learns_what_one_rank_learns(ranks, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(ranks, strategy):
-    if probe_bf16().verdict != "works":
+    if probe_bf16().status != "works":
         pytest.skip("bf16 kills processes on this CPU without a setting that must be made before they start")
     for result in ranks(2, learn, "bf16", strategy):
         assert result["computed"] == {torch.bfloat16}
@@ -137,7 +140,7 @@ def test_gradient_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy)
 
 
 def learn_again(strategy):
-    return learn(strategy=strategy, checkpoint=(Block, ConditioningDropout))
+    return learn(strategy=strategy, activation_checkpointing=(Block, ConditioningDropout))
 
 
 def learn_compiled():

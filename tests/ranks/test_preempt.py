@@ -70,7 +70,7 @@ def test_what_one_rank_is_told_ends_all_at_one_step_and_goes_on_to_the_same_weig
     assert evaluated == [(1, 2), (2, 2)]
     assert all(torch.equal(weights[name], calm[name]) for name in calm)
     report = audit(folder)
-    assert report.sound
+    assert report.exactly_once
     assert [(epoch.number, epoch.samples) for epoch in report.shards[0].epochs] == [(at, 23) for at in range(EPOCHS)]
     assert "SIG" in (folder / "log.txt").read_text()
 
@@ -244,7 +244,7 @@ GROUP = """
         torch.multiprocessing.set_start_method(sys.argv[1])
         with Run(global_batch=4, seed=0, folder="out") as run:
             model = run.wrap(nn.Linear(1, 1))
-            data = run.shard(Slow(), workers=2)
+            data = run.shard(Slow(), num_workers=2)
             run.checkpoint("out", model=model, train=data)
             for epoch in data.epochs(1):
                 for step in epoch:

@@ -130,7 +130,7 @@ def train(drawn, layout, folder):
         rest = [p for p in model.parameters() if p.dim() == 1]
         optimizer = OPTIMIZERS[drawn.optimizer]([{"params": weights, "weight_decay": 0.01}, {"params": rest}])
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        how = {"workers": layout.workers, "micro_batch": layout.micro_batch, "drop_last": drawn.drop_last}
+        how = {"num_workers": layout.workers, "micro_batch": layout.micro_batch, "drop_last": drawn.drop_last}
         if drawn.stream:
             data = run.stream(Numbers(drawn.samples), decode=texts.__getitem__, **how)
         else:
@@ -158,7 +158,7 @@ def train(drawn, layout, folder):
 def learn(drawn, model, step, optimizer):
     for words, labels, mask, index in step:
         losses = cross_entropy(model(perturbed(drawn, step, words)).transpose(1, 2), labels, reduction="none")
-        if drawn.bad is not None and step.place.epoch == 0:
+        if drawn.bad is not None and step.position.epoch == 0:
             losses = torch.where((index == drawn.bad)[:, None], losses * torch.inf, losses)
         LOSSES[drawn.loss](step, losses, mask).backward()
     if drawn.clip:
@@ -192,7 +192,7 @@ def logged(folder):
 def counted(folder):
     """How many samples the ledger has of training, once it is found to be sound."""
     report = audit(folder)
-    assert report.sound, [fault.text for shard in report.shards for fault in shard.faults]
+    assert report.exactly_once, [fault.text for shard in report.shards for fault in shard.faults]
     return sum(epoch.samples for shard in report.shards if shard.name != "test" for epoch in shard.epochs)
 
 

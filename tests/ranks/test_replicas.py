@@ -38,7 +38,7 @@ def train(replica_check_every, change, strategy=None):
                 if step.number == 2 and run.rank == 1:
                     with torch.no_grad():
                         change(inner, optimizer)
-        return run._life.engine.steps, inner.norm.running_mean.tolist()
+        return run._lifecycle.context.progress.steps, inner.norm.running_mean.tolist()
 
 
 def nothing(inner, optimizer):
@@ -69,8 +69,11 @@ def test_the_first_difference_is_named_with_ranks_and_step(ranks, change, name):
             f"ReplicasDiffer: after step 2, ranks hold different bits in '{name}': ranks [0, 2] differ from ranks [1]."
             in text
         )
-        assert "Something changed it on some ranks only: a step under a rank condition, an update outside the" in text
-        assert "the run stops, since its ranks no longer train one model" in text
+        assert (
+            "Something changed it on some ranks only: an optimizer step under a rank condition, an update outside the"
+            in text
+        )
+        assert "samestep stops the run, since its ranks no longer train the same model" in text
 
 
 def test_ranks_are_compared_every_so_many_steps(ranks):

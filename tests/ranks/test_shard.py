@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from samestep import Run, current_setting, sample_numpy_rng, sample_rng
+from samestep import Run, epoch_setting, sample_numpy_rng, sample_rng
 from samestep.errors import DataError, StateError
 
 N = 23
@@ -29,7 +29,7 @@ class Numbers(Dataset):
             if self.lucky
             else (0.0, 0.0)
         )
-        setting = current_setting() if self.settled else 0
+        setting = epoch_setting() if self.settled else 0
         return torch.tensor([float(index), *luck, float(setting)], dtype=torch.float64)
 
 
@@ -163,7 +163,9 @@ def lengths():
         train = run.shard(Numbers(), micro_batch=2)
         for epoch in train.epochs(1):
             count = len(epoch)
-            steps = [(len(step), sum(1 for _ in step), step.samples, step.number, step.place.index) for step in epoch]
+            steps = [
+                (len(step), sum(1 for _ in step), step.samples, step.number, step.position.index) for step in epoch
+            ]
             return count, steps, epoch.number
     return None
 
@@ -178,7 +180,7 @@ def test_lengths_are_right(ranks):
 def drop(capture):
     with Run(global_batch=6) as run:
         said = []
-        run.print = said.append
+        run._lifecycle.context.print = said.append
         train = run.shard(Numbers(), drop_last=True)
         seen = [int(i) for epoch in train.epochs(1) for step in epoch for batch in step for i in batch[:, 0]]
         return seen, said
@@ -215,7 +217,7 @@ def test_position_is_saved_within_the_body_of_the_last_step():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n": 24}, "the saved position has n=24 and this shard has n=23.*give the same dataset"),
+        ({"n": 24}, "the saved position has n=24 and this shard has n=23.*pass the same dataset"),
         ({"global_batch": 8}, r"global_batch=8 and this shard has global_batch=6.*pass Run\(global_batch=8\)"),
         ({"seed": 9}, r"seed=9 and this shard has seed=3.*pass Run\(seed=9\)"),
         ({"shuffle": False}, r"shuffle=False and this shard has shuffle=True.*pass run\.shard\(shuffle=False\)"),
@@ -263,14 +265,14 @@ def read_all(dataset, workers, collate=None):
 def test_bad_datasets_are_explained():
     with pytest.raises(DataError, match=r"NoLength has no length.*use run.stream"):
         read_all(NoLength(), 0)
-    with pytest.raises(DataError, match="Numbers is empty: there is nothing to shard; check the path"):
+    with pytest.raises(DataError, match="Numbers is empty, so there is nothing to shard: check the path"):
         read_all(Numbers(0), 0)
     with pytest.raises(
-        DataError, match=r"collate could not make a batch of 6 samples on rank 0.*give run.shard a collate="
+        DataError, match=r"collate_fn could not make a batch of 6 samples on rank 0.*pass run.shard a collate_fn="
     ):
         read_all(Odd(), 0)
     with pytest.raises(
-        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of them"
+        DataError, match=r"batch\[1\] is of class object: a batch is a tensor, or tuples, lists and dicts of tensors"
     ):
         read_all(Numbers(), 0, lambda samples: (torch.stack(samples), object()))
 

@@ -41,7 +41,7 @@ def learn(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_a
         seen = {}
         for epoch in train.epochs(epochs):
             for step in epoch:
-                rows = seen.setdefault((epoch.number, step.place.index, step.number, step.samples), [])
+                rows = seen.setdefault((epoch.number, step.position.index, step.number, step.samples), [])
                 for batch in step:
                     noise = step.random(1)
                     weights = step._current.weights
@@ -148,11 +148,11 @@ def test_what_is_no_stream_is_explained():
             StateError, match=r"global_batch=8 and this stream has global_batch=4.*pass Run\(global_batch=8\)"
         ):
             stream.load_state_dict({**stream.state_dict(), "global_batch": 8})
-        with pytest.raises(DataError, match="a stream does not know how many steps it has"):
+        with pytest.raises(DataError, match="the number of steps of a stream is unknown"):
             len(next(iter(stream.epochs(1))))
     with (
         Run(global_batch=4, ledger=True) as run,
-        pytest.raises(DataError, match="ledger=True cannot keep account of a stream in shards"),
+        pytest.raises(DataError, match="ledger=True does not support a stream in shards"),
     ):
         run.stream(Parts(3))
 
@@ -176,7 +176,9 @@ def test_what_is_trained_already_and_what_must_be_read_again_is_said_once(ranks,
     for size in (1, 2):
         ranks(size, go_on, kind, tmp_path / str(size))
         told = (tmp_path / str(size) / "log.txt").read_text()
-        assert told.count("epochs(2): 3 are trained already, nothing is left to do; epochs(4) trains one more") == 1
+        assert (
+            told.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
+        )
         assert told.count("Count cannot jump: to continue at step 1 it is read from its beginning") == (
             kind == "stream"
         )

@@ -194,7 +194,7 @@ def open_with_memory_for_one(weights, own_device):
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr("samestep.teacher.single_device.free_host_memory", lambda: 50_000)
         if own_device:
-            patch.setattr("samestep.distributed.device._mark", lambda device: float(run.rank))
+            patch.setattr("samestep.distributed.device._device_id", lambda device: float(run.rank))
         return run.teacher(TinyLM, weights=weights, placement="gpu").describe()
 
 
@@ -268,7 +268,7 @@ def choose_with_little_memory_on(rank, weights):
         patch.setattr("samestep.teacher.placement_choice.free_device_memory", lambda device: free)
         cluster = parse_cluster_spec("h100:2")
         cluster = replace(cluster, device=replace(cluster.device, memory=100 * size))
-        patch.setattr("samestep.training.run.setting_here", lambda *_: TeacherSetup(cluster, 2, 4, 2))
+        patch.setattr("samestep.training.run.teacher_setup", lambda *_: TeacherSetup(cluster, 2, 4, 2))
         return run.teacher(TinyLM, weights=weights).placement
 
 
@@ -295,7 +295,7 @@ def test_rank_0_chooses_for_all(ranks, tmp_path):
     assert first == second
     assert first[0] == "cpu"
     log = Path("logs/log.txt").read_text()
-    assert log.count("chosen: the fastest that fits") == 1
+    assert log.count("chosen: fastest placement that fits") == 1
     assert log.count("counted with an example of 1 sample(s)") == 1
     assert log.count("than the estimate of") == 1
 
@@ -312,7 +312,7 @@ def proportional_set_size(pids):
 
 def node_memory(run):
     """The memory of all ranks together, while no rank computes."""
-    pids = [int(part[0]) for part in run._link.exchange("pids", [float(os.getpid())])]
+    pids = [int(part[0]) for part in run._comm.exchange("pids", [float(os.getpid())])]
     run.barrier()
     found = run.once(proportional_set_size, pids)
     run.barrier()

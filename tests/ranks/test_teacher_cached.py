@@ -342,7 +342,7 @@ def full_disk(path, cache):
 
 def test_a_full_disk_is_reported_and_the_rows_so_far_stay_valid(ranks, weights, cache):
     (text,) = ranks.errors(1, full_disk, weights, cache)
-    assert f"TeacherError: cannot write to the cache {cache}: the file may not become so large: raise the" in text
+    assert f"TeacherError: cannot write to the cache {cache}: the file would exceed the size limit: raise the" in text
     assert ", or pass another folder as cache=; the rows written so far stay valid" in text
     assert cached_rows(cache) == 14
     rows = ranks(1, train_cached, weights, cache, 1)[0][1]

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
-from samestep.torch_private import leave_to_their_own, set_group_timeout, without_buffer_broadcast
-from tests.launch.started import wait_for
+from samestep.torch_private import ignore_in_ddp, no_buffer_broadcast, set_group_timeout
+from tests.launch.launched import wait_for
 
 
 def wait_for_nobody(given_up):
@@ -38,8 +38,8 @@ def wrap_with_a_stranger():
         torch.manual_seed(run.rank)
         model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(1, 1), "trained": torch.nn.Linear(1, 1)})
         model["frozen"].requires_grad_(False)
-        leave_to_their_own(model, ["frozen.weight", "frozen.bias"])
-        DistributedDataParallel(model, **without_buffer_broadcast())
+        ignore_in_ddp(model, ["frozen.weight", "frozen.bias"])
+        DistributedDataParallel(model, **no_buffer_broadcast())
         return [p.item() for p in model.parameters()]
 
 
@@ -61,7 +61,7 @@ class Counter(torch.nn.Module):
 
 def forward_with_own_buffers():
     with Run(global_batch=2) as run:
-        model = DistributedDataParallel(Counter(), **without_buffer_broadcast())
+        model = DistributedDataParallel(Counter(), **no_buffer_broadcast())
         model.module.rank.fill_(run.rank)
         model(torch.ones(1)).sum().backward()
         model(torch.ones(1))
@@ -74,13 +74,13 @@ def test_the_forward_pass_of_ddp_can_leave_buffers_alone(ranks):
 
 def timeouts():
     with Run(global_batch=2, start_timeout=60, step_timeout=2) as run:
-        before = run._link.timeout
+        before = run._comm.timeout
         data = torch.utils.data.TensorDataset(torch.ones(4))
         for epoch in run.shard(data).epochs(1):
             for step in epoch:
                 for _ in step:
                     pass
-        return before, run._link.timeout
+        return before, run._comm.timeout
 
 
 def test_the_long_timeout_ends_with_the_first_step(ranks):

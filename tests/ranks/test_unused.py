@@ -98,7 +98,11 @@ def train(kind):
         weights = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
         stepped = int(optimizer.state[inner.encoder.first.weight]["step"])
         first = run.is_main
-    said = [line for line in (folder / "log.txt").read_text().splitlines() if "unused=" in line] if first else []
+    said = (
+        [line for line in (folder / "log.txt").read_text().splitlines() if "unused_parameters=" in line]
+        if first
+        else []
+    )
     return stepped, weights, said
 
 
@@ -124,9 +128,9 @@ def test_the_cost_of_the_search_is_said_once(ranks):
     assert ranks(1, train, Branching)[0][2] == []
     said = ranks(2, train, Branching)[0][2]
     assert len(said) == 1
-    assert "unused='allow': searching for unused parameters takes " in said[0]
-    assert " ms a step (" in said[0]
-    assert "% of the forward pass); whether one is skipped depends on the number of ranks" in said[0]
+    assert "unused_parameters='allow': the search for unused parameters takes " in said[0]
+    assert " ms per step (" in said[0]
+    assert "% of the forward pass); whether a parameter is skipped depends on the number of ranks" in said[0]
 
 
 def branch(strategy, dropping):
@@ -149,9 +153,9 @@ def complains(text, rank, samples):
         "encoder.first.bias, encoder.second.weight, encoder.second.bias. The samples that took the other branch are "
         f"{samples}."
     ) in text
-    assert "connect them at every step (for dropped conditioning: samestep.nn.ConditioningDropout)" in text
+    assert "Use them at every step (for dropped conditioning: samestep.nn.ConditioningDropout)" in text
     assert "freeze what never trains (parameter.requires_grad_(False))" in text
-    assert "accept the search and its cost: run.wrap(model, unused='allow')" in text
+    assert "accept the search and its cost: run.wrap(model, unused_parameters='allow')" in text
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
@@ -167,4 +171,4 @@ def test_one_rank_that_leaves_them_out_says_so_and_the_others_end_too(ranks, str
     with pytest.raises(RankFailed) as failure:
         ranks(2, branch, strategy, {1})
     complains(failure.value.errors[1], 1, 7)
-    assert "gave no answer" not in failure.value.errors[0]
+    assert "sent no answer" not in failure.value.errors[0]

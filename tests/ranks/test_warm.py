@@ -1,4 +1,4 @@
-"""The warm ranks themselves: results, errors, hangs and what is put back after a job."""
+"""The pool of warm ranks: results, errors, hangs, and the state that is restored after a job."""
 
 import os
 import random
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def train_a_little(steps):
-    """Open a group from the environment, train under DDP, close it: what Run does, by hand."""
+    """Open a process group from the environment, train with DDP, close it: what Run does, by hand."""
     import gc
 
     import torch
@@ -38,12 +38,12 @@ def raise_on(rank):
 
     dist.init_process_group("gloo")
     if dist.get_rank() == rank:
-        raise ValueError(f"rank {rank} has had enough")
+        raise ValueError(f"rank {rank} failed on purpose")
     dist.barrier()
 
 
 def raise_everywhere():
-    raise ValueError(f"rank {os.environ.get('RANK', 'alone')} has had enough")
+    raise ValueError(f"rank {os.environ.get('RANK', 'alone')} failed on purpose")
 
 
 def raise_everywhere_in_a_group():
@@ -92,14 +92,14 @@ def state():
     import numpy
     import torch
 
-    luck = random.random(), numpy.random.random(), torch.rand(()).item()
+    draws = random.random(), numpy.random.random(), torch.rand(()).item()
     settings = torch.get_default_dtype(), str(torch.get_default_device()), torch.get_num_threads()
     flags = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
-    return os.getpid(), luck, settings, flags, Path.cwd(), dict(os.environ)
+    return os.getpid(), draws, settings, flags, Path.cwd(), dict(os.environ)
 
 
 def warn():
-    warnings.warn("this should not go unseen", stacklevel=1)
+    warnings.warn("a warning in a rank", stacklevel=1)
 
 
 def die():
@@ -121,64 +121,64 @@ def test_groups_open_and_close_ten_times_in_the_same_processes(ranks, size):
     assert ranks(size, process_id) == before
 
 
-def test_results_come_in_rank_order_with_the_variables_of_torchrun(ranks):
+def test_results_are_in_rank_order_and_ranks_have_the_variables_of_torchrun(ranks):
     assert ranks(3, launcher_variables) == [
         [str(rank), str(rank), "0", "3", "3", "1", "127.0.0.1"] for rank in range(3)
     ]
 
 
-def test_ranks_can_believe_themselves_on_two_nodes(ranks):
-    places = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
-    expected = [[str(rank), str(local), str(node), "4", "2", "2", "127.0.0.1"] for rank, local, node in places]
+def test_ranks_can_be_placed_on_two_simulated_nodes(ranks):
+    positions = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    expected = [[str(rank), str(local), str(node), "4", "2", "2", "127.0.0.1"] for rank, local, node in positions]
     assert ranks(4, launcher_variables, nodes=2) == expected
 
 
-def test_one_rank_finds_no_variables(ranks):
+def test_a_single_rank_has_no_launcher_variables(ranks):
     assert ranks(1, launcher_variables) == [[None] * 7]
 
 
-def test_an_error_brings_the_traceback_of_its_rank_first(ranks):
+def test_the_traceback_of_the_failed_rank_comes_first(ranks):
     with pytest.raises(
-        RankFailed, match=r"^rank 1 of 2: Traceback[\s\S]*in raise_on[\s\S]*rank 1 has had enough"
+        RankFailed, match=r"^rank 1 of 2: Traceback[\s\S]*in raise_on[\s\S]*rank 1 failed on purpose"
     ) as failure:
         ranks(2, raise_on, 1)
     assert next(iter(failure.value.errors)) == 1
-    assert "in raise_on" in failure.value.errors[0]  # it stood at the barrier and was told that its peer had gone
+    assert "in raise_on" in failure.value.errors[0]  # it waited at the barrier and saw that its peer had gone
     assert ranks(2, train_a_little, 1) == [pytest.approx([0.5, 0.5])] * 2
 
 
-def test_errors_of_all_ranks_are_kept(ranks):
+def test_the_errors_of_all_ranks_are_kept(ranks):
     with pytest.raises(RankFailed) as failure:
         ranks(3, raise_everywhere)
     assert sorted(failure.value.errors) == [0, 1, 2]
     for rank, text in failure.value.errors.items():
-        assert text.endswith(f"ValueError: rank {rank} has had enough\n")
+        assert text.endswith(f"ValueError: rank {rank} failed on purpose\n")
 
 
-def test_expected_errors_without_a_group_keep_their_processes(ranks):
+def test_processes_without_a_group_survive_expected_errors(ranks):
     before = ranks(2, process_id)
     assert [text.splitlines()[-1] for text in ranks.errors(2, raise_everywhere)] == [
-        "ValueError: rank 0 has had enough",
-        "ValueError: rank 1 has had enough",
+        "ValueError: rank 0 failed on purpose",
+        "ValueError: rank 1 failed on purpose",
     ]
     assert ranks(2, process_id) == before
 
 
-def test_a_process_left_in_a_group_by_an_error_leaves_it_and_serves_again(ranks):
+def test_a_process_whose_group_an_error_left_open_is_reused(ranks):
     before = ranks(3, process_id)
     assert len(ranks.errors(2, raise_everywhere_in_a_group)) == 2
     assert ranks(3, process_id) == before
 
 
-def test_an_error_that_was_expected_everywhere_but_came_on_one_rank_is_told(ranks):
-    with pytest.raises(AssertionError, match=r"ranks \[0\] of 1 returned where every rank was to raise"):
+def test_expecting_errors_fails_if_a_rank_returns(ranks):
+    with pytest.raises(AssertionError, match=r"ranks \[0\] of 1 returned, but every rank should raise"):
         ranks.errors(1, process_id)
 
 
-def test_a_hang_shows_where_the_rank_stands_and_the_next_job_runs(ranks):
+def test_a_hang_shows_the_stack_of_the_rank_and_the_next_job_runs(ranks):
     before = ranks(2, process_id)
     with pytest.raises(
-        RankFailed, match=r"rank 1 of 2: gave no answer in 1\.\d s and stands at[\s\S]*wait_forever_on"
+        RankFailed, match=r"rank 1 of 2: sent no answer in 1\.\d s; its stack:[\s\S]*wait_forever_on"
     ) as failure:
         ranks(2, wait_forever_on, 1, timeout=1)
     assert list(failure.value.errors) == [1]
@@ -187,7 +187,7 @@ def test_a_hang_shows_where_the_rank_stands_and_the_next_job_runs(ranks):
     assert after[1] != before[1]
 
 
-def test_a_process_that_dies_is_named_with_its_signal(ranks):
+def test_a_dead_process_is_reported_with_its_signal(ranks):
     with pytest.raises(RankFailed, match=r"rank 0 of 1: the process died \(SIGKILL\)"):
         ranks(1, die)
 
@@ -197,13 +197,13 @@ def test_a_group_left_open_is_a_failure(ranks):
         ranks(1, leave_a_group_open)
 
 
-def test_a_job_finds_the_process_as_the_one_before_it_did(ranks):
+def test_the_state_of_a_process_is_restored_after_a_job(ranks):
     before = ranks(1, state)
     ranks(1, change_everything)
     assert ranks(1, state) == before
 
 
-def test_a_job_finds_the_variables_and_the_folder_of_its_test_and_no_later_job_does(ranks, monkeypatch, tmp_path):
+def test_a_job_has_the_variables_and_the_folder_of_its_test_only(ranks, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setenv("FOR_THIS_TEST", "1")
         patch.chdir(tmp_path)
@@ -215,16 +215,16 @@ def test_a_job_finds_the_variables_and_the_folder_of_its_test_and_no_later_job_d
     assert "FOR_THIS_TEST" not in environment
 
 
-def test_a_test_that_is_interrupted_leaves_no_answer_for_the_next(ranks):
+def test_an_interrupted_test_leaves_no_answer_for_the_next_one(ranks):
     def interrupt(*_):
-        raise TimeoutError("enough")
+        raise TimeoutError("interrupted")
 
     ranks(1, process_id)
     before = signal.signal(signal.SIGUSR2, interrupt)
     timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR2])
     timer.start()
     try:
-        with pytest.raises(TimeoutError, match="enough"):
+        with pytest.raises(TimeoutError, match="interrupted"):
             ranks(1, time.sleep, 0.6)
     finally:
         timer.join()
@@ -233,19 +233,19 @@ def test_a_test_that_is_interrupted_leaves_no_answer_for_the_next(ranks):
 
 
 def test_a_warning_in_a_rank_is_an_error(ranks):
-    with pytest.raises(RankFailed, match="UserWarning: this should not go unseen"):
+    with pytest.raises(RankFailed, match="UserWarning: a warning in a rank"):
         ranks(1, warn)
 
 
-def test_a_rank_may_have_workers(ranks):
+def test_a_rank_can_start_data_workers(ranks):
     assert ranks(1, start_a_dataloader_worker) == [[0, 1, 2]]
 
 
-def test_a_function_that_cannot_travel_is_refused_before_any_rank_runs(ranks):
-    with pytest.raises(TypeError, match=r"<lambda> cannot travel to another process: define it at module level"):
+def test_a_function_that_cannot_be_pickled_raises_before_any_rank_runs(ranks):
+    with pytest.raises(TypeError, match=r"<lambda> cannot be sent to another process: define it at module level"):
         ranks(2, lambda: 1)
 
 
-def test_more_ranks_than_there_are_is_an_error(ranks):
-    with pytest.raises(ValueError, match="5 ranks were asked for: there are 1 to 4"):
+def test_more_ranks_than_the_pool_has_is_an_error(ranks):
+    with pytest.raises(ValueError, match="5 ranks requested, but the pool has 1 to 4"):
         ranks(5, process_id)

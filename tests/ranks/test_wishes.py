@@ -20,17 +20,17 @@ def numbers():
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({"global_batch": "256"}, "global_batch='256' is not a number of samples: pass 1 or more, e.g. global_batch="),
-        ({"global_batch": 2.5}, "global_batch=2.5 is not a number of samples: pass 1 or more"),
-        ({"global_batch": 0}, "global_batch=0 is not a number of samples: pass 1 or more"),
-        ({"seed": None}, "seed=None is not a whole number of 64 bits: pass one, e.g. seed=0"),
-        ({"seed": 1 << 64}, "seed=18446744073709551616 is not a whole number of 64 bits"),
+        ({"global_batch": "256"}, "global_batch='256' must be an integer of at least 1, e.g. global_batch="),
+        ({"global_batch": 2.5}, "global_batch=2.5 must be an integer of at least 1"),
+        ({"global_batch": 0}, "global_batch=0 must be an integer of at least 1"),
+        ({"seed": None}, "seed=None must be a 64-bit integer, e.g. seed=0"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616 must be a 64-bit integer"),
         (
             {"replica_check_every": -1},
-            "replica_check_every=-1 is not a number of steps: pass 1 or more, or 0 for no comparison",
+            "replica_check_every=-1 must be an integer number of steps, or 0 to turn it off",
         ),
-        ({"start_timeout": 0}, "start_timeout=0 is not a number of seconds: pass one above 0, e.g. start_timeout=1800"),
-        ({"step_timeout": "5m"}, "step_timeout='5m' is not a number of seconds: pass one above 0, e.g. step_timeout="),
+        ({"start_timeout": 0}, "start_timeout=0 must be a number of seconds above 0, e.g. start_timeout=1800"),
+        ({"step_timeout": "5m"}, "step_timeout='5m' must be a number of seconds above 0, e.g. step_timeout="),
     ],
 )
 def test_numbers_that_a_run_cannot_use_are_refused_before_it_starts(wish, message):
@@ -47,10 +47,10 @@ def test_a_run_that_is_not_started_has_no_folder():
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or leave it out to take each"),
+        ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or omit it to pass each"),
         ({"micro_batch": 2.5}, "micro_batch=2.5 is not a number of rows: pass 1 or more"),
-        ({"workers": -1}, "workers=-1 is not a number of data workers: pass 0 or more"),
-        ({"workers": "2"}, "workers='2' is not a number of data workers: pass 0 or more"),
+        ({"num_workers": -1}, "num_workers=-1 is not a number of data workers: pass 0 or more"),
+        ({"num_workers": "2"}, "num_workers='2' is not a number of data workers: pass 0 or more"),
     ],
 )
 def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):
@@ -63,19 +63,21 @@ def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):
 
 def test_weights_of_samples_are_a_tensor():
     with Run(global_batch=4) as run:
-        with pytest.raises(DataError, match=r"weights are a list and must be a tensor .*weights=torch\.as_tensor\("):
+        with pytest.raises(
+            DataError, match=r"sampling_weights is a list and must be a tensor .*sampling_weights=torch\.as_tensor\("
+        ):
             run.shard(numbers(), sampling_weights=[1.0] * 10)
         assert len(run.shard(numbers(), sampling_weights=torch.ones(10, requires_grad=True))) == 3
 
 
 def test_what_is_no_module_cannot_be_evaluated():
-    message = r"run\.evaluate got a int, which is no torch\.nn\.Module: give it what run\.wrap returned"
+    message = r"run\.evaluate needs a torch\.nn\.Module, got int: pass the model that run\.wrap returned"
     with Run(global_batch=4) as run, pytest.raises(WrapError, match=message), run.evaluate(3):
         pass
 
 
-@pytest.mark.parametrize("name", ["blocks", "checkpoint"])
+@pytest.mark.parametrize("name", ["blocks", "activation_checkpointing"])
 def test_one_class_instead_of_a_tuple_of_them_is_told(name):
-    message = rf"{name}=Linear is no tuple of classes: pass {name}=\(Block,\), with a comma"
+    message = rf"{name}=Linear must be a tuple of classes: pass {name}=\(Block,\), with a comma"
     with Run(global_batch=4) as run, pytest.raises(WrapError, match=message):
         run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1)), "fsdp", **{name: torch.nn.Linear})

@@ -73,7 +73,10 @@ def build_different_models(kind):
 def test_ranks_that_build_different_models_are_told_where(ranks):
     first, second = ranks.errors(2, build_different_models, "shape")
     assert "WrapError: rank 0 and rank 1 built different models: ('0.weight', (3, 4), 'torch.float32') here" in first
-    assert "('0.weight', (4, 4), 'torch.float32') there; build the model from the same settings on every rank" in first
+    assert (
+        "('0.weight', (4, 4), 'torch.float32') there; build the model from the same configuration on every rank"
+        in first
+    )
     assert "rank 1 and rank 0 built different models" in second
     for text in ranks.errors(2, build_different_models, "more"):
         assert "built different models: " in text
@@ -90,24 +93,26 @@ def single_on_two():
 
 
 def test_a_wish_that_cannot_be_is_explained(ranks):
-    with pytest.raises(WrapError, match="does not know strategy='dpp': use one of 'single', 'ddp', 'fsdp', 'hybrid'"):
-        wrap_wrongly(strategy="dpp")
-    with pytest.raises(WrapError, match="does not know unused='ignore': use one of 'error', 'allow'"):
-        wrap_wrongly(unused="ignore")
     with pytest.raises(
-        WrapError, match="offload=True moves sharded weights to host memory: use it with strategy='fsdp'"
+        WrapError, match=r"run\.wrap: strategy='dpp' is not valid; use one of 'single', 'ddp', 'fsdp', 'hybrid'"
     ):
-        wrap_wrongly(offload=True)
+        wrap_wrongly(strategy="dpp")
+    with pytest.raises(
+        WrapError, match=r"run\.wrap: unused_parameters='ignore' is not valid; use one of 'error', 'allow'"
+    ):
+        wrap_wrongly(unused_parameters="ignore")
+    with pytest.raises(
+        WrapError, match="cpu_offload=True moves sharded weights to host memory: use it with strategy='fsdp'"
+    ):
+        wrap_wrongly(cpu_offload=True)
     for text in ranks.errors(2, single_on_two):
-        assert (
-            "strategy='single' is for one rank and there are 2: use 'ddp', 'fsdp' or 'hybrid', or leave it out" in text
-        )
+        assert "strategy='single' needs one rank, got 2: use 'ddp', 'fsdp' or 'hybrid', or omit it" in text
 
 
 def test_a_model_in_which_nothing_trains_is_not_wrapped():
     with (
         Run(global_batch=4) as run,
-        pytest.raises(WrapError, match="Linear has no parameter that trains: call it as it"),
+        pytest.raises(WrapError, match="Linear has no trainable parameter: call it without"),
     ):
         run.wrap(nn.Linear(1, 1).requires_grad_(False))
 
@@ -161,7 +166,7 @@ def stale_optimizer(strategy):
 def test_an_optimizer_built_before_sharding_is_explained_at_the_first_step(ranks):
     for text in ranks.errors(2, stale_optimizer, "fsdp"):
         assert (
-            "WrapError: AdamW holds 2 parameter(s) that no wrapped model has: shape (2, 4) in group 0, (2,) in group 0."
+            "WrapError: AdamW has 2 parameter(s) that no wrapped model owns: shape (2, 4) in group 0, (2,) in group 0."
             in text
         )
         assert "If it was built before run.wrap, build it after: AdamW(model.parameters(), ...)" in text
@@ -177,8 +182,11 @@ def two_modules():
 
 def test_an_optimizer_over_a_module_that_was_not_wrapped_is_explained(ranks):
     for text in ranks.errors(2, two_modules):
-        assert "SGD holds 2 parameter(s) that no wrapped model has: shape (1, 2) in group 0, (1,) in group 0." in text
-        assert "if they belong to another module, wrap that too: its gradients stay on each rank" in text
+        assert "SGD has 2 parameter(s) that no wrapped model owns: shape (1, 2) in group 0, (1,) in group 0." in text
+        assert (
+            "If they belong to another module, wrap that module too: its gradients are not averaged over the ranks"
+            in text
+        )
 
 
 def change_after_wrapping(how):
@@ -197,13 +205,15 @@ def test_a_parameter_changed_after_wrapping_is_explained_at_the_first_step(ranks
     for size in (1, 2):
         for text in ranks.errors(size, change_after_wrapping, "replace"):
             assert (
-                "WrapError: parameter '1.weight' was replaced or added after run.wrap, so its gradient stays on each"
-                in text
+                "WrapError: parameter '1.weight' was replaced or added after run.wrap, so its gradient is not" in text
             )
             assert "change the model first, then wrap it, then build the optimizer" in text
     for text in ranks.errors(2, change_after_wrapping, "unfreeze"):
-        assert "WrapError: parameter '0.weight' was frozen when the model was wrapped and trains now" in text
-        assert "unfreeze it before run.wrap; to train more from some epoch on, end this Run there and go on" in text
+        assert "WrapError: parameter '0.weight' was frozen when the model was wrapped and is trainable now" in text
+        assert (
+            "unfreeze it before run.wrap; to train more parameters from some epoch on, end this Run there and continue"
+            in text
+        )
 
 
 def bypass():
@@ -215,7 +225,8 @@ def bypass():
 def test_a_call_past_the_wrapper_is_explained(ranks):
     for text in ranks.errors(2, bypass):
         assert (
-            "WrapError: Linear was called past its wrapper in a training step (model.module(x)?): its gradients" in text
+            "WrapError: Linear was called without its wrapper in a training step (model.module(x)?), so its gradients"
+            in text
         )
         assert "call the model that run.wrap returned" in text
 
@@ -234,7 +245,7 @@ def skip_backward():
                 if step.number % 2:
                     optimizer.step()
                 optimizer.zero_grad()
-                run._life.engine.models[0].check_unchanged()
+                run._lifecycle.context.models[0].check_unchanged()
         return float(whole(model[0].weight).sum())
 
 
@@ -281,7 +292,7 @@ def test_blocks_by_class_come_inner_before_outer():
     model = nn.Sequential(Part(inner=Part()), nn.Linear(2, 2))
     assert names(model, find_blocks(model, (Part,))) == ["0.inner", "0"]
     with pytest.raises(
-        WrapError, match="Sequential has no submodule of class Conv2d: give blocks= the classes that repeat"
+        WrapError, match="Sequential has no submodule of class Conv2d: pass the classes that repeat in it as blocks="
     ):
         find_blocks(model, (nn.Conv2d,))
 
@@ -299,7 +310,7 @@ def wrap_scaled(strategy):
 
 
 def test_a_parameter_that_cannot_be_cut_is_told_on_one_rank_too(ranks):
-    told = r"WrapError: parameter 'scale' is a number without a dimension.*torch\.ones\(1\).*or use strategy='ddp'"
+    told = r"WrapError: parameter 'scale' is a scalar.*torch\.ones\(1\).*or use strategy='ddp'"
     for error in [*ranks.errors(1, wrap_scaled, "fsdp"), *ranks.errors(2, wrap_scaled, "zero2")]:
         assert re.search(told, error), error
     ranks(2, wrap_scaled, "ddp")
@@ -367,7 +378,7 @@ def hybrid_on_one_node():
 def test_hybrid_on_one_node_is_explained(ranks):
     for text in ranks.errors(2, hybrid_on_one_node):
         assert (
-            "strategy='hybrid' shards inside a node and replicates between nodes: 2 rank(s) on 1 node(s) cannot be"
+            "strategy='hybrid' shards inside a node and replicates between nodes, which 2 rank(s) on 1 node(s) do not"
             in text
         )
         assert "use strategy='fsdp'" in text

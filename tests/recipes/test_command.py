@@ -1,4 +1,4 @@
-"""`samestep recipe`: what is listed, run and copied, in a checkout and from a wheel."""
+"""`samestep recipe`: list, run and copy, in a checkout and from a wheel."""
 
 import ast
 import json
@@ -21,29 +21,29 @@ KNOWN = ", ".join(sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.
 LONG = 60 * "mine-" + ".py"
 
 MISTAKES = [
-    ("run", f"no recipe was named: there are {KNOWN}"),
-    ("run salency", f"there is no recipe salency: there are {KNOWN}; did you mean saliency?"),
-    ("run zzz", f"there is no recipe zzz: there are {KNOWN}"),
-    ("run --nproc-per-node 0 saliency", "--nproc-per-node 0 is impossible: type auto, gpu, cpu or a number from 1 up"),
-    ("copy zzz", f"there is no recipe zzz: there are {KNOWN}"),
-    ("copy digits --to here.py", "here.py exists and is not overwritten: move it away, or name another file with --to"),
+    ("run", f"no recipe given: choose one of {KNOWN}"),
+    ("run salency", f"there is no recipe salency: choose one of {KNOWN}; did you mean saliency?"),
+    ("run zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
+    ("run --nproc-per-node 0 saliency", "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got 0"),
+    ("copy zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
+    ("copy digits --to here.py", "here.py exists and is not overwritten: move it, or pass another file with --to"),
     (
         "copy digits --to no/such/mine.py",
-        "there is no folder no/such: type `mkdir -p no/such` first, or name another file with --to",
+        "the folder no/such does not exist: create it with `mkdir -p no/such`, or pass another file with --to",
     ),
     (
         "copy digits --to nosub/",
-        "there is no folder nosub: type `mkdir -p nosub` first, or name a file that ends in .py",
+        "the folder nosub does not exist: create it with `mkdir -p nosub`, or pass a file name that ends in .py",
     ),
-    (f"copy digits --to {LONG}", f"{LONG} cannot be written (File name too long): name another file with --to"),
+    (f"copy digits --to {LONG}", f"cannot write {LONG} (File name too long): pass another file with --to"),
 ]
 
 
-@pytest.mark.parametrize(("typed", "complaint"), MISTAKES, ids=[typed[:40] for typed, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(typed, complaint, tmp_path, capsys):
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[arguments[:40] for arguments, _ in MISTAKES])
+def test_a_mistake_prints_one_line_and_exits_with_2(arguments, message, tmp_path, capsys):
     (tmp_path / "here.py").touch()
-    assert main(["recipe", *typed.split()]) == 2
-    assert capsys.readouterr() == ("", f"samestep: {complaint}\n")
+    assert main(["recipe", *arguments.split()]) == 2
+    assert capsys.readouterr() == ("", f"samestep: {message}\n")
     assert not (tmp_path / "runs").exists()
 
 
@@ -51,16 +51,16 @@ def test_every_recipe_is_listed_with_what_it_shows(capsys):
     assert main(["recipe", "list"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert err == "`samestep recipe run NAME` runs one, `samestep recipe copy NAME` puts its script here\n"
+    assert err == "`samestep recipe run NAME` runs one, `samestep recipe copy NAME` copies its script\n"
     assert [line.split()[0] for line in lines] == KNOWN.split(", ")
     assert all(len(line.split()) > 4 for line in lines)
     assert main(["recipe", "list", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [f"{each['name']} {each['shows']}".split() for each in told] == [line.split() for line in lines]
-    assert all(Path(each["path"]).name == f"{each['name']}.py" for each in told)
+    entries = json.loads(capsys.readouterr().out)
+    assert [f"{each['name']} {each['shows']}".split() for each in entries] == [line.split() for line in lines]
+    assert all(Path(each["path"]).name == f"{each['name']}.py" for each in entries)
 
 
-def test_on_a_terminal_what_a_recipe_shows_is_folded_under_itself(capsys, monkeypatch):
+def test_on_a_terminal_long_lines_of_the_list_are_wrapped(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["recipe", "list"]) == 0
@@ -71,7 +71,7 @@ def test_on_a_terminal_what_a_recipe_shows_is_folded_under_itself(capsys, monkey
 
 
 @pytest.mark.parametrize("name", KNOWN.split(", "))
-def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(name):
+def test_a_recipe_has_a_page_with_a_plot_figures_and_what_it_replaces(name):
     docs = REPOSITORY / "docs" / "recipes"
     page = (docs / f"{name}.md").read_text()
     plot = re.search(r"!\[.+\]\((\S+)\)", page)
@@ -79,16 +79,18 @@ def test_a_recipe_has_a_page_with_a_plot_its_figures_and_what_seeds_did_by_hand(
     assert (docs / plot[1]).is_file()
     assert f"samestep recipe run {name}" in page
     assert re.search(r"^\|.*\d", page, re.MULTILINE), f"{name}.md has no table of figures"
-    assert re.search(r"^## What the seeds? did by hand$", page, re.MULTILINE)
+    assert re.search(r"^## What samestep replaces$", page, re.MULTILINE)
     assert f"[{name}]({name}.md)" in (docs / "index.md").read_text()
     assert f"recipes/{name}.md" in (REPOSITORY / "mkdocs.yml").read_text()
 
 
 @pytest.mark.parametrize("name", KNOWN.split(", "))
-def test_a_recipe_is_short_and_uses_public_names_alone(name):
+def test_a_recipe_is_short_and_uses_public_names_only(name):
     text = (REPOSITORY / "recipes" / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 190, "no longer read in one sitting: move what is of general use to the library"
-    assert re.search(r'weights.* and logs: \{(run\.folder|out)\}"\)\n\n\nif __name__', text), "its last words say where"
+    assert len(text.splitlines()) <= 190, "too long to read in one sitting: move general code to the library"
+    assert re.search(r'weights.* and logs: \{(run\.folder|out)\}"\)\n\n\nif __name__', text), (
+        "it must end by printing the folder"
+    )
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep"):
             public = import_module(node.module).__all__
@@ -106,54 +108,54 @@ def test_a_copy_is_the_recipe_itself(tmp_path, capsys):
     assert (tmp_path / "folder" / "saliency.py").exists()
     capsys.readouterr()
     assert main(["recipe", "copy", "saliency", "--to", "my own.py"]) == 0
-    assert capsys.readouterr().out.startswith("my own.py: run it with `samestep run 'my own.py'`, see its options")
+    assert capsys.readouterr().out.startswith("my own.py: run it with `samestep run 'my own.py'`, show its options")
 
 
 @pytest.mark.parametrize(
     ("name", "missing", "extra"),
     [("digits", {"typer", "sklearn"}, "recipes"), ("lightning_images", {"lightning"}, "recipes,lightning")],
 )
-def test_without_the_extra_it_says_what_to_install(name, missing, extra, monkeypatch, capsys):
+def test_a_missing_package_raises_with_the_install_command(name, missing, extra, monkeypatch, capsys):
     monkeypatch.setattr("samestep.cli.recipe_command.find_spec", lambda module: None if module in missing else object())
     assert main(["recipe", "run", name]) == 2
     packages = ", ".join(sorted(missing, reverse=True))
-    told = f"samestep: the recipe {name} needs {packages}, which is not installed: pip install 'samestep[{extra}]'\n"
-    assert capsys.readouterr().err == told
+    expected = f"the recipe {name} needs {packages}, which is not installed: pip install 'samestep[{extra}]'"
+    assert capsys.readouterr().err == f"samestep: {expected}\n"
 
 
-def test_a_package_without_recipes_says_so(monkeypatch, capsys, tmp_path):
+def test_a_package_without_recipes_raises(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         "samestep.cli.recipe_command.__file__", str(tmp_path / "src" / "samestep" / "cli" / "recipe.py")
     )
     assert main(["recipe", "list"]) == 2
     inside = tmp_path / "src" / "samestep" / "recipes"
-    assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: install samestep anew\n"
+    assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: reinstall samestep\n"
 
 
-@pytest.mark.parametrize("asked", ["--help", "-h"])
-def test_the_help_of_a_recipe_starts_no_ranks_and_leaves_no_folder(asked, tmp_path, capfd):
-    assert main(["recipe", "run", "--nproc-per-node", "2", "digits", asked]) == 0
-    told = capfd.readouterr()
-    assert told.out.startswith("Usage: samestep recipe run digits [OPTIONS]")
-    assert told.out.count("--global-batch") == 1
-    assert told.err == ""
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_the_help_of_a_recipe_starts_no_ranks_and_creates_no_folder(option, tmp_path, capfd):
+    assert main(["recipe", "run", "--nproc-per-node", "2", "digits", option]) == 0
+    output = capfd.readouterr()
+    assert output.out.startswith("Usage: samestep recipe run digits [OPTIONS]")
+    assert output.out.count("--global-batch") == 1
+    assert output.err == ""
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("typed", "complaint"),
+    ("arguments", "message"),
     [
         ("saliency --epochs 0", "Invalid value for '--epochs': Input should be greater than or equal to 1"),
         ("distill --mode x", "'x' is not one of 'features', 'logits'"),
         ("digits --epoch 3", "No such option: --epoch"),
     ],
 )
-def test_a_mistake_in_the_options_of_a_recipe_is_told_once_and_starts_no_ranks(typed, complaint, tmp_path, capfd):
-    assert main(["recipe", "run", "--nproc-per-node", "2", *typed.split()]) == 2
-    told = capfd.readouterr()
-    assert told.out == ""
-    assert told.err.count(complaint) == 1
-    assert f"Try 'samestep recipe run {typed.split()[0]} --help'" in told.err
+def test_a_mistake_in_the_options_of_a_recipe_is_reported_once_and_starts_no_ranks(arguments, message, tmp_path, capfd):
+    assert main(["recipe", "run", "--nproc-per-node", "2", *arguments.split()]) == 2
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err.count(message) == 1
+    assert f"Try 'samestep recipe run {arguments.split()[0]} --help'" in output.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,41 +168,41 @@ BAD = [
     ("cfg_diffusion", "--width", "8", 16),
     ("distill", "--held-out", "2", 3),
     ("latent_adapter", "--latents", "0", 1),
-    ("lightning_images", "--workers", "-1", 0),
+    ("lightning_images", "--num-workers", "-1", 0),
     ("progressive_images", "--size", "4", 8),
     ("saliency", "--levels", "-1", 0),
 ]
 
 
-def recipe_says(cases: list[tuple[str, ...]]) -> list[tuple[int, str]]:
-    """Exit code and text of recipes called with these words, without the frames around it. For a warm rank."""
+def invoke(cases: list[tuple[str, ...]]) -> list[tuple[int, str]]:
+    """Exit code and output of recipes called with these arguments on a warm rank, without the frames of rich."""
     from typer.testing import CliRunner
 
     with quiet():
-        ended = [CliRunner().invoke(import_module(f"recipes.{name}").app, words) for name, *words in cases]
+        ended = [CliRunner().invoke(import_module(f"recipes.{name}").app, arguments) for name, *arguments in cases]
     return [(each.exit_code, " ".join(re.sub("[│╭╮╰╯─]", " ", each.output).split())) for each in ended]
 
 
 @pytest.mark.slow
-def test_recipes_say_what_their_options_mean_and_which_numbers_they_take(ranks, tmp_path, capfd):
+def test_recipes_document_their_options_and_check_their_range(ranks, tmp_path, capfd):
     names = KNOWN.split(", ")
     wrong = [(name, option, value) for name, option, value, _ in BAD]
-    (told,) = ranks(1, recipe_says, [(name, "--help") for name in names] + wrong)
-    for name, (code, text) in zip(names, told, strict=False):
+    (outputs,) = ranks(1, invoke, [(name, "--help") for name in names] + wrong)
+    for name, (code, text) in zip(names, outputs, strict=False):
         assert code == 0
         for option in ("--out", "--epochs", "--global-batch", "--seed"):
             assert option in text, f"{name} has no {option}"
         assert "over all ranks" in text
-        assert main(["recipe", "run", name, "--help"]) == 0  # told without a run of the script, and so the same
+        assert main(["recipe", "run", name, "--help"]) == 0  # the same, although it does not run the script
         assert " ".join(capfd.readouterr().out.split()).partition(" Options: ")[2] == text.partition(" Options: ")[2]
-    for (name, option, value, low), (code, text) in zip(BAD, told[len(names) :], strict=True):
+    for (name, option, value, low), (code, text) in zip(BAD, outputs[len(names) :], strict=True):
         assert code == 2, name
         assert f"Invalid value for '{option}': Input should be greater than or equal to {low}" in text, (name, value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_the_recipes_and_finds_them(tmp_path):
+def test_a_wheel_contains_the_recipes_and_finds_them(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -213,8 +215,8 @@ def test_a_wheel_holds_the_recipes_and_finds_them(tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    show = "from samestep.cli import recipe; print(*recipe.recipes().values(), sep='\\n')"
-    told = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, check=True)
-    found = [Path(line) for line in told.stdout.splitlines()]
+    show = "from samestep.cli.recipe_command import recipes; print(*recipes().values(), sep='\\n')"
+    ended = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, check=True)
+    found = [Path(line) for line in ended.stdout.splitlines()]
     assert {path.parent for path in found} == {tmp_path / "site" / "samestep" / "recipes"}
     assert [path.stem for path in found] == KNOWN.split(", ")

@@ -1,4 +1,4 @@
-"""The recipe lightning_images: a Trainer learns the same in one process and on two ranks that the command starts."""
+"""The recipe lightning_images: a Trainer learns the same in one process and on two ranks of `samestep recipe run`."""
 
 import subprocess
 import sys
@@ -13,16 +13,16 @@ from tests.lightning.trained import closing, furthest
 
 
 def train_alone(folder: Path) -> None:
-    """Run the recipe's main. For a warm rank."""
+    """Run the recipe's main on a warm rank."""
     closing(import_module("recipes.lightning_images").main, folder)
 
 
 @pytest.mark.slow
-def test_a_trainer_learns_the_same_alone_and_on_two_ranks_started_by_name(ranks, tmp_path):
+def test_a_trainer_learns_the_same_on_one_rank_and_on_two_of_the_launcher(ranks, tmp_path):
     ranks(1, train_alone, tmp_path / "one", timeout=100)
-    command = [sys.executable, "-m", "samestep", "recipe", "run", "--nproc-per-node", "2", "--folder", "kept"]
-    typed = [*command, "lightning_images", "--out", "two"]
-    ended = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    command = [sys.executable, "-m", "samestep", "recipe", "run", "--nproc-per-node", "2", "--folder", "launched"]
+    command += ["lightning_images", "--out", "two"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
     assert furthest(one, two) < 1e-6
@@ -31,4 +31,4 @@ def test_a_trainer_learns_the_same_alone_and_on_two_ranks_started_by_name(ranks,
         for name in a.keys() - {"time"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
     assert records[1][-1]["val/accuracy"] > 0.9  # one that learnt nothing has 0.1
-    assert (tmp_path / "kept" / "logs").is_dir()
+    assert (tmp_path / "launched" / "logs").is_dir()

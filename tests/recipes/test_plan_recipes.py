@@ -1,4 +1,4 @@
-"""`samestep plan RECIPE`: every recipe says what it needs, and none begins to train."""
+"""`samestep plan RECIPE`: every recipe can be planned without training."""
 
 import json
 import sys
@@ -9,31 +9,33 @@ from samestep.cli.main import main
 from tests.conftest import REPOSITORY
 
 KNOWN = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
-# Those that read no model from a file: what is made of SmolLM2 and MiniLM takes some seconds more.
+# Recipes that read no model from a file: SmolLM2 and MiniLM take some seconds more.
 QUICK = [name for name in KNOWN if name not in ("distill", "latent_adapter")]
 
 
 @pytest.fixture(autouse=True)
-def _reads_scripts(tmp_path, monkeypatch):
+def _imports_scripts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces, Lightning the other
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # torch sets it when tracing, Lightning sets the next one
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     yield
     for name in KNOWN:
         sys.modules.pop(name, None)
 
 
-def planned(capsys, name, *own):
+def plan(capsys, name, *own):
     assert main(["plan", name, "--global-batch", "64", "--gpus", "h100:2", "--json", "--", *own]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_recipe_is_planned_by_its_name(name, capsys, tmp_path):
-    told = planned(capsys, name)
-    assert told["model"]["how"] == "traced without memory"
-    assert told["start"].startswith("samestep recipe run ")
-    assert told["start"].endswith(f" {name}")
+def test_a_recipe_can_be_planned_by_name(name, capsys, tmp_path):
+    found = plan(capsys, name)
+    assert found["model"]["how"] == "traced without memory"
+    assert found["start"].startswith("samestep recipe run ")
+    assert found["start"].endswith(f" {name}")
     assert not (tmp_path / "runs").exists()
 
 
@@ -45,35 +47,35 @@ def test_a_recipe_is_planned_by_its_name(name, capsys, tmp_path):
         ("distill", ["--mode", "logits", "--layers", "1", "--teacher"]),
         ("latent_adapter", ["--models"]),
     ],
-    ids=["vectors", "words", "latents"],
+    ids=["features", "logits", "latents"],
 )
-def test_a_recipe_around_a_frozen_model_is_planned_too(name, own, capsys, smollm2_by_layers):
-    told = planned(capsys, name, *own, *([str(smollm2_by_layers[2])] if own else []))
-    assert sum(told["model"]["frozen"].values()) > sum(told["model"]["trainable"].values()) > 10**6
-    placed = {each["frozen"]: each["blocked"] for each in told["candidates"]}
+def test_a_recipe_with_a_frozen_model_can_be_planned(name, own, capsys, models):
+    found = plan(capsys, name, *own, *([str(models[2])] if own else []))
+    assert sum(found["model"]["frozen"].values()) > sum(found["model"]["trainable"].values()) > 10**6
+    placed = {each["frozen"]: each["blocked"] for each in found["candidates"]}
     if own[:1] == ["--mode"]:
-        return  # gradients pass through the student's own frozen words, which work alone does not tell from a teacher
+        return  # gradients flow through the student's frozen embeddings, which the planner cannot tell from a teacher
     passes = "gradients pass through the frozen parts, and run.teacher computes without"
     assert placed["sharded"] == (passes if name == "latent_adapter" else None)
 
 
 @pytest.mark.slow
-def test_settings_of_a_recipe_follow_two_dashes(capsys):
+def test_options_of_a_recipe_follow_two_dashes(capsys):
     small, large = (
-        planned(capsys, "progressive_images", *own)["model"]["weights"]
+        plan(capsys, "progressive_images", *own)["model"]["weights"]
         for own in ([], ["--net", "resnet50", "--width", "64", "--size", "224"])
     )
     assert large > 20 * small
 
 
-def test_a_setting_that_a_recipe_lacks_lists_those_it_has(capsys):
+def test_an_unknown_option_lists_the_known_ones(capsys):
     assert main(["plan", "saliency", "--global-batch", "64", "--gpus", "h100:2", "--", "--colour", "red"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("samestep: saliency cannot be called so (No such option '--colour'")
-    assert told.endswith("here --channels, --levels, --width, --height\n")
+    message = capsys.readouterr().err
+    assert message.startswith("samestep: saliency cannot be called so (No such option '--colour'")
+    assert message.endswith("here --channels, --levels, --width, --height\n")
 
 
-def test_what_is_no_recipe_lists_those_that_are(capsys):
+def test_an_unknown_recipe_lists_the_known_ones(capsys):
     assert main(["plan", "salency", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (
         "samestep: salency names no function and no recipe: type the module or file, a colon and the function, as in "
@@ -83,15 +85,15 @@ def test_what_is_no_recipe_lists_those_that_are(capsys):
 
 @pytest.fixture
 def other_recipes(tmp_path, monkeypatch):
-    def put(text):
+    def write(text):
         (tmp_path / "bare.py").write_text(text)
         monkeypatch.setattr("samestep.cli.recipe_command.recipes", lambda: {"bare": tmp_path / "bare.py"})
 
-    yield put
+    yield write
     sys.modules.pop("bare", None)
 
 
-def test_a_recipe_without_a_build_says_what_to_do(capsys, other_recipes):
+def test_a_recipe_without_a_build_function_raises(capsys, other_recipes):
     other_recipes('"""Nothing to build."""')
     assert main(["plan", "bare", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (
@@ -101,7 +103,7 @@ def test_a_recipe_without_a_build_says_what_to_do(capsys, other_recipes):
 
 
 @pytest.mark.parametrize(("module", "extra"), [("nowhere", "recipes"), ("lightning_nowhere", "recipes,lightning")])
-def test_a_recipe_whose_packages_are_missing_says_what_to_install(capsys, other_recipes, module, extra):
+def test_a_recipe_whose_packages_are_missing_names_the_extra(capsys, other_recipes, module, extra):
     other_recipes(f"import {module}")
     assert main(["plan", "bare", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (

@@ -1,7 +1,4 @@
-"""A real SLURM on this one machine: munged, slurmctld and two slurmd as children of the test.
-
-They lie in a folder of their own, and nothing of them outlives it.
-"""
+"""A real SLURM on this machine: munged, slurmctld and two slurmd as children of the test, in a temporary folder."""
 
 import os
 import shutil
@@ -17,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from tests.launch.started import LAUNCHERS, wait_for
+from tests.launch.launched import LAUNCHERS, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-# SLURM's own parameters, as far as one machine without cgroups and systemd needs other than the defaults.
+# Parameters that differ from SLURM's defaults, for one machine without cgroups and systemd.
 SETTINGS = """\
 ClusterName=ci
 SlurmctldHost={host}(127.0.0.1)
@@ -60,22 +57,22 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def why_not() -> str | None:
-    """What keeps a cluster from being started here, and what to type; None where nothing does."""
+    """Why a cluster cannot be started here, and how to fix it; None if it can."""
     path = os.environ.get("PATH", "") + os.pathsep + "/usr/sbin"
     missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if missing:
         return (
-            f"{', '.join(missing)} not found: on Debian and Ubuntu, type "
+            f"{', '.join(missing)} not found: on Debian and Ubuntu, run "
             "`apt-get install --no-install-recommends slurm-wlm munge` as root"
         )
     if os.geteuid() != 0:
-        return "slurmctld, slurmd and munged are started as root, and this user is not"
+        return "slurmctld, slurmd and munged must run as root"
     return None
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes of four CPUs each, and how to speak to them."""
+    """Two nodes with four CPUs each."""
 
     folder: Path
     environment: dict[str, str]
@@ -83,7 +80,7 @@ class Cluster:
 
     @property
     def pids(self) -> set[int]:
-        """The daemons' processes; slurmctld has a second one, which runs scripts for it."""
+        """The daemons' processes; slurmctld has a child that runs scripts."""
         control = psutil.Process(self.daemons["slurmctld"].pid)
         return {daemon.pid for daemon in self.daemons.values()} | {child.pid for child in control.children()}
 
@@ -94,14 +91,14 @@ class Cluster:
         )
 
     def samestep(self, *arguments: str, cwd: Path, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
-        """Run the command `samestep` there."""
+        """Run the command `samestep` in the cluster."""
         return self.run(sys.executable, "-m", "samestep", *arguments, cwd=cwd, seconds=seconds)
 
     def job(self, job: str) -> dict[str, str]:
-        """What the controller says of a job."""
-        told = self.run("scontrol", "--oneliner", "show", "job", job)
-        assert told.returncode == 0, told.stderr
-        return dict(item.partition("=")[::2] for item in told.stdout.split() if "=" in item)
+        """The controller's record of a job."""
+        done = self.run("scontrol", "--oneliner", "show", "job", job)
+        assert done.returncode == 0, done.stderr
+        return dict(item.partition("=")[::2] for item in done.stdout.split() if "=" in item)
 
     def wait_until(self, job: str, states: set[str], seconds: float = 100.0) -> dict[str, str]:
         """Poll until a job is in one of these states."""
@@ -109,15 +106,15 @@ class Cluster:
         return self.job(job)
 
     def end_jobs(self) -> None:
-        """Leave nothing running, whatever a test did."""
+        """Cancel all jobs."""
         self.run("scancel", "--user=root")
         wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 60)
 
 
 @contextmanager
 def start_cluster() -> Iterator[Cluster]:
-    """Start it, wait until both nodes are idle, and end every process of it afterwards."""
-    # Not in pytest's own folder: the path of a socket must stay below 108 characters.
+    """Start the cluster, wait until both nodes are idle, and end all its processes afterwards."""
+    # Not in pytest's folder: the path of a socket must be shorter than 108 characters.
     with TemporaryDirectory(prefix="slurm-") as name, ExitStack() as stack:
         folder = Path(name)
         folder.chmod(0o755)
@@ -160,8 +157,8 @@ def _write_settings(folder: Path) -> None:
 
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in taken]
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in servers]
 
 
 def _start(cluster: Cluster, name: str, *command: str) -> None:

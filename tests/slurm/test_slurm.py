@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM of two nodes: what `samestep submit` writes is what sbatch, srun and scontrol do."""
+"""Jobs of `samestep submit` on a real SLURM cluster of two nodes."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.launch.started import run_script, wait_for
+from tests.launch.launched import run_script, wait_for
 from tests.slurm.cluster import FINAL, Cluster
 
 pytestmark = pytest.mark.slow
@@ -34,11 +34,11 @@ def write(folder: Path, text: str, name: str = "train.py") -> None:
     (folder / name).write_text(dedent(text))
 
 
-def submit(cluster: Cluster, folder: Path, *typed: str) -> str:
-    told = cluster.samestep("submit", "--folder", "kept", *typed, cwd=folder)
-    assert told.returncode == 0, told.stderr
-    job = told.stdout.strip()
-    assert told.stderr == f"samestep: job {job} is submitted; its log will be {folder}/kept/slurm-{job}.log\n"
+def submit(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    done = cluster.samestep("submit", "--folder", "kept", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    assert done.stderr == f"samestep: submitted job {job}; log: {folder}/kept/slurm-{job}.log\n"
     return job
 
 
@@ -47,19 +47,19 @@ def log(folder: Path, job: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def listed(cluster: Cluster, folder: Path, job: str) -> dict[str, object]:
-    told = cluster.samestep("jobs", "--json", cwd=folder)
-    assert told.returncode == 0, told.stderr
-    (entry,) = [each for each in json.loads(told.stdout) if each["job"] == job]
+def job_record(cluster: Cluster, folder: Path, job: str) -> dict[str, object]:
+    done = cluster.samestep("jobs", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (entry,) = [each for each in json.loads(done.stdout) if each["job_id"] == job]
     return {name: entry[name] for name in ("state", "ended", "exit_code", "restarts")}
 
 
-def test_ranks_of_srun_find_each_other_and_two_jobs_at_once_do_not_collide(cluster, tmp_path):
+def test_ranks_of_srun_find_each_other_and_concurrent_jobs_do_not_collide(cluster, tmp_path):
     write(tmp_path, SUM)
     ranks = ["--ntasks=2", sys.executable, str(tmp_path / "train.py")]
     jobs = {
         "one": ["srun", "--nodes=1", "--nodelist=node1", *ranks],
-        # Both nodes are this machine, so their names mean nothing here; on a cluster nothing need be set.
+        # Both nodes are this machine, so their names do not resolve; on a real cluster nothing needs to be set.
         "two": ["env", "MASTER_ADDR=127.0.0.1", "srun", "--nodes=2", *ranks],
     }
     for name in jobs:
@@ -68,7 +68,7 @@ def test_ranks_of_srun_find_each_other_and_two_jobs_at_once_do_not_collide(clust
         ended = [pool.submit(cluster.run, *command, cwd=tmp_path / name) for name, command in jobs.items()]
     one, two = (each.result() for each in ended)
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
-    lines = [line.split() for told in (one, two) for line in told.stdout.splitlines() if line.startswith("SUM")]
+    lines = [line.split() for done in (one, two) for line in done.stdout.splitlines() if line.startswith("SUM")]
     assert [line[1:6] for line in lines] == [
         ["3", "slurm", "2", "1", "127.0.0.1"],
         ["3", "slurm", "2", "2", "127.0.0.1"],
@@ -76,7 +76,7 @@ def test_ranks_of_srun_find_each_other_and_two_jobs_at_once_do_not_collide(clust
     assert lines[0][6] != lines[1][6]  # the ports
 
 
-def test_a_job_on_two_nodes_trains_as_one_world_whatever_its_names(cluster, tmp_path):
+def test_a_job_on_two_nodes_trains_as_one_world_with_unusual_names(cluster, tmp_path):
     script, argument = "a'; echo foo", 'x\n#SBATCH --nodes=7 "$HOME" `id` # not a comment'
     write(tmp_path, SUM, script)
     setup = 'echo "ODD is $ODD, folder is $folder"'
@@ -87,14 +87,14 @@ def test_a_job_on_two_nodes_trains_as_one_world_whatever_its_names(cluster, tmp_
     )  # fmt: skip
     assert cluster.job(job)["TimeLimit"] == "00:05:00"
     cluster.wait_until(job, FINAL)
-    told = log(tmp_path, job)
-    assert f"ODD is {value}, folder is mine" in told
-    (line,) = [line for line in told.splitlines() if line.startswith("SUM")]
+    text = log(tmp_path, job)
+    assert f"ODD is {value}, folder is mine" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("SUM")]
     assert line.startswith("SUM 3 torchrun 2 2 ")
     assert line.endswith(repr([argument, "--lr"]))
     summary = json.loads((tmp_path / "kept" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("finished", 2)
-    assert listed(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 0}
+    assert job_record(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 0}
     assert f"JobName={name}\n" in cluster.run("scontrol", "show", "job", job).stdout
 
 
@@ -109,7 +109,7 @@ TRAINING = """
     with Run(global_batch=4, seed=0) as run:
         model = run.wrap(nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        data = run.shard(TensorDataset(torch.arange(8000.0).view(-1, 4) / 2000), shuffle=True, workers=1)
+        data = run.shard(TensorDataset(torch.arange(8000.0).view(-1, 4) / 2000), shuffle=True, num_workers=1)
         run.checkpoint("out", model=model, optimizer=optimizer, train=data)
         for epoch in data.epochs(2):
             for step in epoch:
@@ -118,7 +118,7 @@ TRAINING = """
                 optimizer.step()
                 optimizer.zero_grad()
                 if step.number == 3:
-                    Path("begun").touch()
+                    Path("started").touch()
                 time.sleep(pause)
         if run.is_main:
             torch.save([each.detach() for each in model.parameters()], "weights.pt")
@@ -127,7 +127,7 @@ TRAINING = """
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks, tmp_path_factory) -> list[torch.Tensor]:
-    """The weights of TRAINING where nobody disturbs it."""
+    """The weights of TRAINING without interruptions."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write(folder, TRAINING)
     with pytest.MonkeyPatch.context() as patch:
@@ -136,54 +136,54 @@ def undisturbed(ranks, tmp_path_factory) -> list[torch.Tensor]:
     return torch.load(folder / "weights.pt")
 
 
-def goes_on_to(cluster: Cluster, folder: Path, job: str, weights: list[torch.Tensor]) -> None:
-    """Wait until a job that has saved is back in the queue; let it go on; compare what it has learnt in the end."""
+def resume_and_compare(cluster: Cluster, folder: Path, job: str, weights: list[torch.Tensor]) -> None:
+    """Wait until a job that has saved is requeued, let it resume, and compare its final weights."""
     cluster.wait_until(job, FINAL | {"PENDING"})
     wait_for(lambda: cluster.job(job)["Reason"] in ("BeginTime", "Resources", "Priority"), 60)
     assert cluster.job(job)["Restarts"] == "1"
-    assert listed(cluster, folder, job)["state"] == "PENDING"
+    assert job_record(cluster, folder, job)["state"] == "PENDING"
     step = (folder / "out" / "latest").read_text().strip()
     assert step < "step-00001000"
-    # SLURM would wait two minutes. Two seconds must be: a node starts no job in the second in which it was to end it.
+    # SLURM would wait two minutes. Two seconds are needed: a node starts no job in the second in which it ended it.
     time.sleep(2)
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
-    told = log(folder, job)
-    assert f"saved {step}; the run ends here, start it again to go on" in told
-    assert f"samestep: preempted: saved step {int(step[5:])}, start again to go on" in told
-    assert f"checkpoint: restored step {int(step[5:])} from " in told
-    assert listed(cluster, folder, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}
+    text = log(folder, job)
+    assert f"saved {step}; the run ends here, start it again to resume" in text
+    assert f"samestep: preempted: saved step {int(step[5:])}; start the job again to resume" in text
+    assert f"checkpoint: restored step {int(step[5:])} from " in text
+    assert job_record(cluster, folder, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 1}
     for mine, theirs in zip(torch.load(folder / "weights.pt"), weights, strict=True):
         assert torch.equal(mine, theirs)
 
 
 @pytest.mark.timeout(240)
-def test_a_warned_job_saves_goes_back_into_the_queue_and_ends_as_an_undisturbed_one(cluster, tmp_path, undisturbed):
+def test_a_warned_job_saves_is_requeued_and_ends_with_the_weights_of_an_undisturbed_one(cluster, tmp_path, undisturbed):
     write(tmp_path, TRAINING)
-    # SLURM looks at time limits twice a minute, and warns half a minute early. This warning is due after 10 s: one that
-    # is due at once may be sent before the job's shell is there to hear it, and is not sent again.
+    # SLURM checks time limits twice a minute, and warns half a minute early. This warning is due after 10 s: one that
+    # is due at once may be sent before the job's shell handles it, and is not sent again.
     job = submit(cluster, tmp_path, "--nproc-per-node", "2", "--time", "3m", "--signal-before", "140", "train.py")
-    wait_for((tmp_path / "begun").exists, 60)
-    assert listed(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
-    goes_on_to(cluster, tmp_path, job, undisturbed)
-    told = log(tmp_path, job)
-    assert told.index("warned by SLURM; the ranks are told") < told.index("SIGUSR1: saved step-")
-    assert f"job {job} goes back into the queue" in told
+    wait_for((tmp_path / "started").exists, 60)
+    assert job_record(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
+    resume_and_compare(cluster, tmp_path, job, undisturbed)
+    text = log(tmp_path, job)
+    assert text.index("SLURM sent a warning; forwarding it to the ranks") < text.index("SIGUSR1: saved step-")
+    assert f"requeueing job {job}" in text
 
 
 @pytest.mark.timeout(240)
-def test_a_job_preempted_by_a_higher_partition_saves_and_ends_as_an_undisturbed_one(cluster, tmp_path, undisturbed):
+def test_a_preempted_job_saves_and_ends_with_the_weights_of_an_undisturbed_one(cluster, tmp_path, undisturbed):
     write(tmp_path, TRAINING)
     job = submit(cluster, tmp_path, "--nodes", "2", "--nproc-per-node", "1", "train.py")
-    wait_for((tmp_path / "begun").exists, 60)
-    # SLURM sends SIGTERM to every process of the job, data workers too, and the launchers pass it on besides.
+    wait_for((tmp_path / "started").exists, 60)
+    # SLURM sends SIGTERM to every process of the job, data workers too, and the launchers also forward it.
     urgent = cluster.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", seconds=100)
     assert urgent.returncode == 0, urgent.stderr
-    goes_on_to(cluster, tmp_path, job, undisturbed)
+    resume_and_compare(cluster, tmp_path, job, undisturbed)
     assert "SIGTERM: saved step-" in log(tmp_path, job)
 
 
-def test_a_cancelled_job_ends_and_does_not_come_back(cluster, tmp_path):
+def test_a_cancelled_job_ends_and_is_not_requeued(cluster, tmp_path):
     write(
         tmp_path,
         """
@@ -191,22 +191,22 @@ def test_a_cancelled_job_ends_and_does_not_come_back(cluster, tmp_path):
         from pathlib import Path
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        Path("begun").touch()
+        Path("started").touch()
         time.sleep(100)
         """,
     )
     job = submit(cluster, tmp_path, "--nproc-per-node", "1", "train.py")
-    wait_for((tmp_path / "begun").exists, 60)
+    wait_for((tmp_path / "started").exists, 60)
     cluster.run("scancel", job)
     state = cluster.wait_until(job, FINAL)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
-    entry = listed(cluster, tmp_path, job)
+    entry = job_record(cluster, tmp_path, job)
     assert (entry["state"], entry["ended"], entry["restarts"]) == ("CANCELLED", True, 0)
     assert entry["exit_code"] != 0
-    wait_for(lambda: not of_script(tmp_path), 60)
+    wait_for(lambda: not processes_in(tmp_path), 60)
 
 
-def of_script(folder: Path) -> list[psutil.Process]:
+def processes_in(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
@@ -216,7 +216,7 @@ def of_script(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_who_follows_a_job_sees_the_traceback_and_gets_the_exit_code(cluster, tmp_path):
+def test_following_a_job_shows_the_traceback_and_returns_the_exit_code(cluster, tmp_path):
     write(
         tmp_path,
         """
@@ -232,18 +232,18 @@ def test_who_follows_a_job_sees_the_traceback_and_gets_the_exit_code(cluster, tm
             sys.exit(3)
         """,
     )
-    told = cluster.samestep("submit", "--nproc-per-node", "1", "--follow", "train.py", cwd=tmp_path)
-    assert told.returncode == 3
-    job = told.stdout.splitlines()[0]
-    assert "ValueError: no such table" in told.stdout
-    assert told.stderr.splitlines()[-1] == f"samestep: job {job} ended: FAILED, exit code 3"
-    assert listed(cluster, tmp_path, job) == {"state": "FAILED", "ended": True, "exit_code": 3, "restarts": 0}
+    done = cluster.samestep("submit", "--nproc-per-node", "1", "--follow", "train.py", cwd=tmp_path)
+    assert done.returncode == 3
+    job = done.stdout.splitlines()[0]
+    assert "ValueError: no such table" in done.stdout
+    assert done.stderr.splitlines()[-1] == f"samestep: job {job} ended: FAILED, exit code 3"
+    assert job_record(cluster, tmp_path, job) == {"state": "FAILED", "ended": True, "exit_code": 3, "restarts": 0}
 
 
-def test_what_sbatch_refuses_is_told_in_its_own_words(cluster, tmp_path):
+def test_an_error_of_sbatch_is_shown(cluster, tmp_path):
     write(tmp_path, "")
-    told = cluster.samestep("submit", "--folder", "kept", "--partition", "nowhere", "train.py", cwd=tmp_path)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr.startswith(f"samestep: sbatch did not take {tmp_path}/kept/slurm.sbatch: ")
-    assert "invalid partition specified: nowhere" in told.stderr
-    assert told.stderr.count("\n") == 1
+    done = cluster.samestep("submit", "--folder", "kept", "--partition", "nowhere", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"samestep: sbatch rejected {tmp_path}/kept/slurm.sbatch: ")
+    assert "invalid partition specified: nowhere" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""SIGKILL in the midst of saving: whatever the moment, the folder can be resumed from what was last published."""
+"""SIGKILL during a save: at any moment, the next run resumes from the last published checkpoint."""
 
 import json
 import os
@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 KILLS = 50
 
 
-def save_for_ever(folder, report):
-    """Restore, then save step after step; tell each that was published."""
+def save_forever(folder, report):
+    """Restore, then save step after step; report each that was published."""
     import torch
 
     from samestep import Run
@@ -37,7 +37,7 @@ def save_for_ever(folder, report):
 
 
 def resume(folder, report):
-    """Restore and tell from where; weights that are not all of one step are told as a fault."""
+    """Restore and report from where; weights that are not all of one step are reported as mixed."""
     import torch
 
     from samestep import Run
@@ -46,12 +46,12 @@ def resume(folder, report):
         model = torch.nn.Linear(64, 64)
         restored = run.checkpoint(folder, model=model, optimizer=torch.optim.SGD(model.parameters())).restored
         name = "nothing" if restored is None else restored.name
-        held = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).unique().tolist()
-        os.write(report, json.dumps([name, held if len(held) == 1 else "mixed"]).encode())
+        values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).unique().tolist()
+        os.write(report, json.dumps([name, values if len(values) == 1 else "mixed"]).encode())
 
 
 def fork(work, folder):
-    """Run `work` in a copy of this process, which has loaded torch but started no thread of it."""
+    """Run `work` in a fork of this process, which has imported torch but started none of its threads."""
     read, write = os.pipe()
     child = os.fork()
     if child:
@@ -63,7 +63,7 @@ def fork(work, folder):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         work(folder, write)
         code = 0
-    except BaseException:  # noqa: BLE001  # a copy must not go on where the original does
+    except BaseException:  # noqa: BLE001  # the fork must not continue as the parent
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -78,22 +78,22 @@ def read_all(pipe):
 
 
 def kill_often(folder):
-    """Kill and resume again and again; for each kill what was published before it, and what was resumed."""
+    """Kill and resume many times; print for each kill what was published before it, and what was resumed."""
     import torch
 
-    import samestep.training.run  # noqa: F401  # what is loaded here need not be loaded a hundred times
+    import samestep.training.run  # noqa: F401  # imported once here, and not in every fork
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])
-    luck, told = random.Random(0), []
+    rng, kills = random.Random(0), []
     for number in range(KILLS):
-        child, pipe = fork(save_for_ever, folder)
+        child, pipe = fork(save_forever, folder)
         if number % 5:
             os.set_blocking(pipe, True)
-            first = os.read(pipe, 1 << 16).decode()  # saving is under way
+            first = os.read(pipe, 1 << 16).decode()  # a save is in progress
         else:
             first = ""
-        time.sleep(luck.uniform(0, 0.12))
+        time.sleep(rng.uniform(0, 0.12))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         published = (first + read_all(pipe)).split()
@@ -101,12 +101,12 @@ def kill_often(folder):
         child, pipe = fork(resume, folder)
         answer = read_all(pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        told.append({"published": published, "left": left, "status": status, "resumed": json.loads(answer or "null")})
-    print(json.dumps(told))
+        kills.append({"published": published, "left": left, "status": status, "resumed": json.loads(answer or "null")})
+    print(json.dumps(kills))
 
 
 @pytest.mark.slow
-def test_fifty_kills_in_the_midst_of_saving_never_spoil_the_folder(tmp_path):
+def test_fifty_kills_during_saves_never_corrupt_the_folder(tmp_path):
     code = "import sys; from pathlib import Path; from tests.unit import test_checkpoint_kill as here; "
     code += "here.kill_often(Path(sys.argv[1]))"
     answer = subprocess.run(
@@ -124,8 +124,8 @@ def test_fifty_kills_in_the_midst_of_saving_never_spoil_the_folder(tmp_path):
         if last == 0 and name == "nothing":
             continue
         step = int(name.split("-")[1])
-        assert step in (last, last + 1), kill  # published and killed before it could be told
+        assert step in (last, last + 1), kill  # published, and killed before it could report
         assert weights == [float(step)], kill
         last = step
-    assert last > KILLS, "too few checkpoints were published for the kills to have met saving"
-    assert sum(bool(kill["left"]) for kill in kills) > 5, "too few kills fell into the midst of a save"
+    assert last > KILLS, "too few checkpoints were published for the kills to have hit a save"
+    assert sum(bool(kill["left"]) for kill in kills) > 5, "too few kills happened during a save"

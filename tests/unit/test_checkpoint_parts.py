@@ -1,4 +1,4 @@
-"""What run.checkpoint is given: told at once where it cannot be saved, refused where it is not what was saved."""
+"""The parts that run.checkpoint receives: errors before training, and rejection of parts that do not fit."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from samestep import Run
 from samestep.errors import CheckpointError
 from samestep.messages import SamestepWarning
 
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads dynamo, which sets a variable for good
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports dynamo, which sets an environment variable
 
-BEGINS_ANEW = "this checkpoint does not hold how far training is in its data"
+NO_POSITION = "this checkpoint does not contain the position in the training data"
 
 
 def train(run, model, data, optimizer=None, saved=()):
@@ -36,7 +36,7 @@ def shard(run):
     return run.shard(TensorDataset(torch.ones(4, 1)), num_workers=0)
 
 
-class Odd:
+class Unsupported:
     def state_dict(self):
         return {"counts": defaultdict(int)}
 
@@ -44,39 +44,41 @@ class Odd:
         pass
 
 
-def test_what_cannot_be_saved_is_told_before_training_and_not_at_the_first_save(tmp_path):
+def test_a_part_that_cannot_be_saved_is_rejected_before_training(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
-        with pytest.raises(CheckpointError, match=r"odd/counts is a value of collections.defaultdict, which a"):
-            run.checkpoint(tmp_path, odd=Odd())
+        with pytest.raises(CheckpointError, match=r"part/counts is a value of collections.defaultdict, which a"):
+            run.checkpoint(tmp_path, part=Unsupported())
         model, other = nn.Linear(1, 1), torch.optim.SGD(nn.Linear(2, 1).parameters())
         with pytest.raises(
-            CheckpointError, match=r"optimizer holds 2 parameter\(s\) of no model that run.checkpoint was given"
+            CheckpointError, match=r"optimizer has 2 parameter\(s\) of no model that run.checkpoint received"
         ):
             run.checkpoint(tmp_path, model=model, optimizer=other)
-        assert run.checkpoint(tmp_path, model=model).restored is None  # one that failed keeps nobody from the folder
+        assert run.checkpoint(tmp_path, model=model).restored is None  # the failed ones do not block the folder
 
 
-def test_a_second_set_of_checkpoints_in_the_folder_of_the_first_is_refused(tmp_path):
+def test_a_second_run_checkpoint_in_the_same_folder_is_rejected(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         run.checkpoint(tmp_path / "out", model=nn.Linear(1, 1))
-        with pytest.raises(CheckpointError, match="out before in this run: two sets of checkpoints in one folder"):
+        with pytest.raises(
+            CheckpointError, match=r"already has checkpoints in .*out: pass all parts to one run\.checkpoint"
+        ):
             run.checkpoint(str(tmp_path / "out"), other=nn.Linear(1, 1))
         run.checkpoint(tmp_path / "other", other=nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("way", ["nothing", "given", "elsewhere", "of the user"])
-def test_a_checkpoint_without_the_position_in_its_data_is_warned_of_once(tmp_path, way):
-    with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as given:
+@pytest.mark.parametrize("position", ["missing", "passed", "in another checkpoint", "in a user object"])
+def test_a_checkpoint_without_the_position_in_its_data_warns_once(tmp_path, position):
+    with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = run.wrap(nn.Linear(1, 1))
         data = shard(run)
-        parts = {"given": {"train": data}, "of the user": {"state": Holder(data)}}.get(way, {})
+        parts = {"passed": {"train": data}, "in a user object": {"state": Holder(data)}}.get(position, {})
         saved = [run.checkpoint(tmp_path / "out", model=model, **parts)]
-        if way == "elsewhere":
+        if position == "in another checkpoint":
             saved.append(run.checkpoint(tmp_path / "second", train=data))
         train(run, model, data, saved=[*saved, *saved])
-    told = [str(each.message) for each in given if issubclass(each.category, SamestepWarning)]
-    assert [BEGINS_ANEW in text for text in told] == ([True] if way == "nothing" else [])
+    warned = [str(each.message) for each in caught if issubclass(each.category, SamestepWarning)]
+    assert [NO_POSITION in text for text in warned] == ([True] if position == "missing" else [])
 
 
 class Holder:
@@ -91,14 +93,14 @@ class Holder:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_value_that_is_no_finite_number_ends_no_training_and_is_never_the_best(tmp_path, value):
+def test_a_metric_that_is_not_finite_warns_and_is_never_the_best(tmp_path, value):
     with Run(global_batch=2, folder=tmp_path / "logs") as run:
         checkpoint = run.checkpoint(tmp_path, keep=1, keep_best="val/loss", model=nn.Linear(1, 1))
         run.log({"val/loss": 0.5})
         checkpoint.save(step=1)
         run.log({"val/loss": value})
         with pytest.warns(
-            SamestepWarning, match=f"keep_best='val/loss' cannot judge this checkpoint: val/loss is {value}, and"
+            SamestepWarning, match=f"keep_best='val/loss' cannot rate this checkpoint: val/loss is {value}, which"
         ):
             checkpoint.save(step=2)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
@@ -106,8 +108,8 @@ def test_a_value_that_is_no_finite_number_ends_no_training_and_is_never_the_best
 
 
 @pytest.mark.parametrize("logged", ["nothing", "val/other"])
-def test_saves_before_the_first_evaluation_are_warned_of_only_where_a_name_may_be_wrong(tmp_path, logged):
-    with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as given:
+def test_automatic_saves_before_the_first_evaluation_warn_only_if_another_metric_was_logged(tmp_path, logged):
+    with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, data = run.wrap(nn.Linear(1, 1)), shard(run)
         checkpoint = run.checkpoint(tmp_path, keep_best="val/loss", model=model, train=data)
@@ -115,9 +117,9 @@ def test_saves_before_the_first_evaluation_are_warned_of_only_where_a_name_may_b
         if logged != "nothing":
             run.log({logged: 1.0})
         train(run, model, data)
-    told = [str(each.message) for each in given if issubclass(each.category, SamestepWarning)]
-    assert len(told) == (0 if logged == "nothing" else 1)
-    assert all("cannot judge this checkpoint: no such number was logged yet (logged were: " in text for text in told)
+    warned = [str(each.message) for each in caught if issubclass(each.category, SamestepWarning)]
+    assert len(warned) == (0 if logged == "nothing" else 1)
+    assert all("cannot rate this checkpoint: no such metric was logged yet (logged: " in text for text in warned)
 
 
 def trained(folder: Path, kind, model=None, optimizer_first=False):
@@ -134,21 +136,22 @@ def trained(folder: Path, kind, model=None, optimizer_first=False):
         return optimizer
 
 
-def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path):
+def test_an_optimizer_of_another_class_is_rejected(tmp_path):
     trained(tmp_path, torch.optim.AdamW)
     with pytest.raises(
-        CheckpointError, match="optimizer is SGD here and was AdamW when it was saved: what one of them keeps means"
+        CheckpointError,
+        match="optimizer is SGD and the checkpoint has the state of AdamW, which SGD cannot use: create",
     ):
         trained(tmp_path, torch.optim.SGD)
 
 
-def test_another_model_is_told_as_such_also_where_the_optimizer_is_given_first(tmp_path):
+def test_a_different_model_is_reported_first_even_if_the_optimizer_is_passed_first(tmp_path):
     trained(tmp_path, torch.optim.AdamW)
-    with pytest.raises(CheckpointError, match=r"belongs to another run, for model is another model: 0.bias is here"):
+    with pytest.raises(CheckpointError, match=r"saved with a different model: 0\.bias is only in the model"):
         trained(tmp_path, torch.optim.AdamW, nn.Sequential(nn.Linear(1, 1)), optimizer_first=True)
 
 
-def test_a_module_has_the_same_names_whether_a_part_of_it_is_compiled_or_not(tmp_path):
+def test_parameter_names_do_not_depend_on_torch_compile(tmp_path):
     compiled = nn.Sequential(torch.compile(nn.Linear(1, 1), backend="eager"), nn.Linear(1, 1))
     plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for model in (compiled, plain, compiled):
@@ -158,8 +161,8 @@ def test_a_module_has_the_same_names_whether_a_part_of_it_is_compiled_or_not(tmp
     assert len(list(tmp_path.glob("step-*"))) == 1  # the last of the same step
 
 
-class Deep(torch.optim.SGD):
-    """Keeps tensors in a list and in a dict, as LBFGS and Shampoo do."""
+class NestedState(torch.optim.SGD):
+    """Has tensors in a list and in a dict, as LBFGS and Shampoo do."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -167,13 +170,13 @@ class Deep(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state.setdefault("past", []).append(parameter.detach().clone())
-                state["of"] = {"rows": torch.arange(3.0), "whole": parameter.detach() + 1}
+                state["nested"] = {"rows": torch.arange(3.0), "full": parameter.detach() + 1}
 
 
-def test_state_of_an_optimizer_is_restored_however_deep_its_tensors_stand(tmp_path):
-    before = trained(tmp_path, Deep)
-    after = trained(tmp_path, Deep)
+def test_nested_optimizer_state_is_restored(tmp_path):
+    before = trained(tmp_path, NestedState)
+    after = trained(tmp_path, NestedState)
     for one, other in zip(before.param_groups[0]["params"], after.param_groups[0]["params"], strict=True):
         assert torch.equal(torch.stack(before.state[one]["past"]), torch.stack(after.state[other]["past"]))
-        assert torch.equal(before.state[one]["of"]["rows"], after.state[other]["of"]["rows"])
-        assert torch.equal(before.state[one]["of"]["whole"], after.state[other]["of"]["whole"])
+        assert torch.equal(before.state[one]["nested"]["rows"], after.state[other]["nested"]["rows"])
+        assert torch.equal(before.state[one]["nested"]["full"], after.state[other]["nested"]["full"])

@@ -1,4 +1,4 @@
-"""The console on a real terminal, in a pipe, and by a clock of our own."""
+"""The console on a real terminal, in a pipe, and with a simulated clock."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from fcntl import ioctl
 
 import pytest
 
-from samestep.loggers.console import Cadence, LineConsole, Pace, fit, open_console
+from samestep.loggers.console import LineConsole, ProgressEstimate, RateLimiter, join_fitting, open_console
 
 PRELUDE = """
 import signal, sys, time
@@ -24,7 +24,7 @@ console = open_console(sys.stdout)
 """
 TRAINING = """
 console.expect(1000)
-console.say("two ranks [bold] on gloo")
+console.print("two ranks [bold] on gloo")
 for step in range(1, 101):
     console.advance(step)
     if step % 10 == 0:
@@ -44,7 +44,7 @@ class Clock:
 
 
 def on_terminal(script, columns=120, end=None, **variables):
-    """What a script writes to a pseudo-terminal, and how it ended; `end` is a signal sent after the word "ready"."""
+    """Run a script on a pseudo-terminal, return its output and exit code; `end` is a signal sent after "ready"."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -60,10 +60,10 @@ def on_terminal(script, columns=120, end=None, **variables):
     written = b""
     try:
         while True:
-            assert select.select([ours], [], [], 20)[0], f"no word from the child in 20 s; so far: {written!r}"
+            assert select.select([ours], [], [], 20)[0], f"no output from the child in 20 s; so far: {written!r}"
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # Linux says so when the last writer has gone
+            except OSError:  # Linux raises when the last writer has closed
                 break
             if not part:
                 break
@@ -79,12 +79,12 @@ def on_terminal(script, columns=120, end=None, **variables):
 
 
 def shown(written):
-    """The text without its colours and movements."""
+    """The text without colors and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
 
 
 def screen(written, columns=120):
-    """The lines a person sees in the end: a terminal as simple as the bar needs."""
+    """The lines on the screen at the end, from a minimal terminal emulator."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", written):
         if token == "\r":
@@ -108,7 +108,7 @@ def screen(written, columns=120):
 # On a terminal
 
 
-def test_a_terminal_shows_one_bar_below_everything_that_was_said():
+def test_a_terminal_shows_one_bar_below_all_printed_text():
     written, code = on_terminal(TRAINING + "console.close({})")
     assert code == 0
     *above, bar = screen(written)
@@ -118,7 +118,7 @@ def test_a_terminal_shows_one_bar_below_everything_that_was_said():
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80])
-def test_a_narrow_terminal_shows_what_matters_most_on_one_line(columns):
+def test_a_narrow_terminal_shows_the_most_important_values_on_one_line(columns):
     written, code = on_terminal(TRAINING + "console.close({})", columns=columns)
     assert code == 0
     bars = [line for line in screen(written, 10**6) if "step 100" in line]
@@ -128,7 +128,7 @@ def test_a_narrow_terminal_shows_what_matters_most_on_one_line(columns):
     assert ("15,321 samples/s" in bars[0]) == (columns >= 60)
 
 
-def test_the_bar_goes_on_from_a_checkpoint_and_never_back():
+def test_the_bar_starts_at_the_resumed_step_and_never_moves_back():
     script = """
 console.expect(1000, start=900)
 console.advance(950)
@@ -142,7 +142,7 @@ console.close({})
     assert "step 2/" not in shown(written)
 
 
-def test_the_last_evaluation_is_shown_however_soon_it_follows():
+def test_the_last_evaluation_is_always_shown():
     script = """
 for epoch in range(3):
     console.write(epoch, {"test/accuracy": epoch / 4})
@@ -152,13 +152,13 @@ console.close({})
     assert screen(written) == ["step 0 | test/accuracy 0", "step 2 | test/accuracy 0.5000"]
 
 
-def test_without_an_end_there_is_no_time_left():
+def test_without_a_known_last_step_no_eta_is_shown():
     written, _ = on_terminal('console.write(10, {"train/loss": 0.5})\nconsole.close({})')
     (bar,) = screen(written)
     assert bar.endswith("step 10  loss 0.5000")
 
 
-def test_a_console_that_shows_nothing_leaves_nothing():
+def test_a_console_without_records_writes_nothing():
     written, code = on_terminal("console.close({})\nconsole.close({})")
     assert (written, code) == ("", 0)
 
@@ -168,24 +168,24 @@ def test_a_console_that_shows_nothing_leaves_nothing():
     ["console.close({})", "raise ValueError('broken')", "sys.exit(3)", "pass"],
     ids=["close", "exception", "exit", "forgotten"],
 )
-def test_the_terminal_is_whole_after_every_ending(ending):
+def test_the_terminal_is_restored_after_every_kind_of_exit(ending):
     written, code = on_terminal(TRAINING + ending)
     assert code == {"raise ValueError('broken')": 1, "sys.exit(3)": 3}.get(ending, 0)
     assert "\x1b[?25l" not in written, "the cursor was hidden"
-    assert written.endswith("\n"), "the prompt would stand behind the bar"
+    assert written.endswith("\n"), "the prompt would be on the line of the bar"
     if "broken" in ending:
         assert "ValueError: broken" in screen(written)
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_cursor_is_there_also_after_a_kill(end):
+def test_the_cursor_is_visible_after_a_kill(end):
     written, code = on_terminal(TRAINING + "print('ready')\ntime.sleep(30)", end=end)
     assert code == -end
     assert "step 100/1,000" in shown(written)
     assert "\x1b[?25l" not in written
 
 
-def test_a_fork_while_the_bar_is_shown_can_print():
+def test_a_process_forked_while_the_bar_is_shown_can_print():
     script = (
         TRAINING
         + """
@@ -203,7 +203,7 @@ console.close({})
     assert "from the child" in shown(written)
 
 
-def test_standard_error_that_goes_to_a_file_arrives_there(tmp_path):
+def test_redirected_standard_error_is_not_captured_by_the_bar(tmp_path):
     path = tmp_path / "errors.txt"
     script = f"sys.stderr = open({str(path)!r}, 'w', buffering=1)\n" + TRAINING + "print('oops', file=sys.stderr)"
     written, _ = on_terminal(script)
@@ -211,7 +211,7 @@ def test_standard_error_that_goes_to_a_file_arrives_there(tmp_path):
     assert "oops" not in written
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
+def test_a_dumb_terminal_gets_plain_lines():
     written, _ = on_terminal(TRAINING + "console.close({})", TERM="dumb")
     assert "\x1b" not in written
     assert "step 100/1,000 | train/loss 0.0100 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB | ETA 0:0" in written
@@ -221,7 +221,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
 
 
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"CI": "true", "TERM": "xterm"}])
-def test_a_pipe_gets_lines_on_standard_output(variables):
+def test_a_pipe_gets_plain_lines_on_standard_output(variables):
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + TRAINING + "console.close({})"],
         capture_output=True,
@@ -238,8 +238,8 @@ def test_a_pipe_gets_lines_on_standard_output(variables):
     assert len(rest) == 3
 
 
-def test_lines_reach_a_reader_at_once():
-    script = PRELUDE + 'console.say("ready"); console.write(1, {"train/loss": 0.5}); sys.stdin.read()'
+def test_lines_are_flushed_immediately():
+    script = PRELUDE + 'console.print("ready"); console.write(1, {"train/loss": 0.5}); sys.stdin.read()'
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     child = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
@@ -250,7 +250,7 @@ def test_lines_reach_a_reader_at_once():
     child.communicate()
 
 
-def test_a_line_a_second_of_each_kind_and_always_the_last():
+def test_one_line_per_second_and_kind_is_printed_and_always_the_last():
     clock, stream = Clock(), io.StringIO()
     console = LineConsole(stream, clock)
     for step in range(25):
@@ -272,7 +272,7 @@ def test_a_line_a_second_of_each_kind_and_always_the_last():
     ]
 
 
-def test_lines_of_training_tell_the_last_known_speed_whether_or_not_it_came_with_them():
+def test_training_lines_show_the_last_known_speed():
     clock, stream = Clock(), io.StringIO()
     console = LineConsole(stream, clock)
     for step in range(3):
@@ -290,59 +290,59 @@ def test_lines_of_training_tell_the_last_known_speed_whether_or_not_it_came_with
     ]
 
 
-def test_what_was_shown_later_is_not_shown_again():
+def test_a_delayed_line_is_dropped_if_a_later_one_was_shown():
     clock = Clock()
-    cadence = Cadence(clock, interval=1.0)
-    assert cadence.offer(["a"], "first") == ["first"]
-    assert cadence.offer(["a"], "second") == []
+    limiter = RateLimiter(clock, interval=1.0)
+    assert limiter.offer(["a"], "first") == ["first"]
+    assert limiter.offer(["a"], "second") == []
     clock.now = 1.0
-    assert cadence.offer(["a"], "third") == ["third"]
-    assert cadence.rest() == []
+    assert limiter.offer(["a"], "third") == ["third"]
+    assert limiter.flush() == []
 
 
-def test_a_stream_that_is_no_terminal_gets_lines():
+def test_a_stream_that_is_not_a_terminal_gets_plain_lines():
     stream = io.StringIO()
     console = open_console(stream)
     console.expect(10)
     console.advance(1)
-    console.say("hello")
+    console.print("hello")
     console.close({})
     assert stream.getvalue() == "hello\n"
 
 
-# The time left
+# The remaining time
 
 
-def test_the_time_left_follows_the_speed_of_the_last_minute():
+def test_the_remaining_time_follows_the_speed_of_the_last_minute():
     clock = Clock()
-    pace = Pace(clock)
-    pace.expect(1000, start=100)
-    assert pace.seconds_left() is None
+    progress = ProgressEstimate(clock)
+    progress.expect(1000, start=100)
+    assert progress.seconds_left() is None
     clock.now = 50.0  # a slow start: one step in 50 s
-    pace.reach(101)
-    assert pace.seconds_left() == pytest.approx(899 * 50)
+    progress.advance(101)
+    assert progress.seconds_left() == pytest.approx(899 * 50)
     for step in range(102, 302):
         clock.now += 1.0
-        pace.reach(step)
-    assert pace.seconds_left() == pytest.approx(699, rel=0.02)
+        progress.advance(step)
+    assert progress.seconds_left() == pytest.approx(699, rel=0.02)
 
 
-def test_the_time_left_is_never_below_zero_and_needs_an_end():
+def test_the_remaining_time_is_never_negative_and_needs_a_known_last_step():
     clock = Clock()
-    pace = Pace(clock)
-    pace.reach(3)
+    progress = ProgressEstimate(clock)
+    progress.advance(3)
     clock.now = 1.0
-    pace.reach(5)
-    assert pace.seconds_left() is None
-    pace.expect(10, start=5)
+    progress.advance(5)
+    assert progress.seconds_left() is None
+    progress.expect(10, start=5)
     clock.now = 2.0
-    pace.reach(12)
-    assert pace.seconds_left() == 0
+    progress.advance(12)
+    assert progress.seconds_left() == 0
 
 
-def test_words_are_left_out_from_the_end():
-    words = ["step 3", "loss 0.5", "lr 3.0e-04"]
-    assert [fit(words, width) for width in (3, 15, 16, 28)] == [
+def test_texts_that_do_not_fit_are_dropped_from_the_end():
+    texts = ["step 3", "loss 0.5", "lr 3.0e-04"]
+    assert [join_fitting(texts, width) for width in (3, 15, 16, 28)] == [
         "step 3",
         "step 3",
         "step 3  loss 0.5",

@@ -1,4 +1,4 @@
-"""HDF5Dataset: right rows in every process, few decompressions, errors that say what to do."""
+"""HDF5Dataset reads the right rows in every process, decompresses each chunk once, and reports what is wrong."""
 
 import copy
 import multiprocessing.forkserver
@@ -23,7 +23,7 @@ OPEN_FILES = Path("/proc/self/fd")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Images whose every pixel is the label, so that a wrong row shows."""
+    """Write images whose every pixel is the label, so that a wrong row is detected."""
     file_path = tmp_path / "data.h5"
     labels = np.random.default_rng(0).permutation(N)
     with h5py.File(file_path, "w") as file:
@@ -47,13 +47,13 @@ def path(tmp_path: Path) -> Path:
     return file_path
 
 
-def labels_of(path: Path) -> list[int]:
+def read_labels(path: Path) -> list[int]:
     with h5py.File(path, "r", locking=False) as file:
         return file["meta/labels"][:].tolist()
 
 
-def matching(batches) -> list[int]:
-    """The labels of these batches, once it is sure that each image carries its own."""
+def check_labels(batches) -> list[int]:
+    """Check that each image matches its label, and return the labels."""
     labels = []
     for images, batch_labels in batches:
         assert (images == batch_labels.float()[:, None, None]).all()
@@ -65,17 +65,17 @@ def test_a_sample_is_a_tuple_in_the_order_of_the_keys(path):
     dataset = HDF5Dataset(path, keys=["meta/labels", "images"])
     label, image = dataset[5]
     assert label.shape == ()
-    assert label == labels_of(path)[5]
+    assert label == read_labels(path)[5]
     assert image.shape == (4, 12)
     assert image.dtype == torch.float32
     assert len(dataset) == N
-    assert [label.item() for label, _ in dataset] == labels_of(path)
+    assert [label.item() for label, _ in dataset] == read_labels(path)
 
 
-def test_every_kind_of_column_comes_as_torch_or_python_knows_it(path):
+def test_every_kind_of_column_is_converted(path):
     keys = ["names", "codes", "big_endian", "flags", "pairs", "ragged"]
     name, code, big_endian, flag, pair, ragged = HDF5Dataset(path, keys)[7]
-    label = labels_of(path)[7]
+    label = read_labels(path)[7]
     assert (name, code) == (f"face {label}", f"c{label}")
     assert big_endian.dtype == torch.int32
     assert big_endian == label
@@ -85,8 +85,8 @@ def test_every_kind_of_column_comes_as_torch_or_python_knows_it(path):
     assert ragged.tolist() == list(range(label % 3))
 
 
-def test_a_batch_keeps_its_order_and_its_repetitions(path):
-    dataset, labels = HDF5Dataset(path, ["meta/labels"]), labels_of(path)
+def test_a_batch_keeps_the_order_and_repetitions_of_its_indices(path):
+    dataset, labels = HDF5Dataset(path, ["meta/labels"]), read_labels(path)
     indices = [50, 3, 4, 96, 3, 0, 51]
     assert [label.item() for (label,) in dataset.__getitems__(indices)] == [labels[index] for index in indices]
     assert dataset.__getitems__([]) == []
@@ -94,44 +94,44 @@ def test_a_batch_keeps_its_order_and_its_repetitions(path):
 
 def test_samples_share_no_memory(path):
     dataset = HDF5Dataset(path, ["images"])
-    (first,), (again,), (neighbour,) = dataset.__getitems__([3, 3, 4])
-    expected = neighbour.clone()
+    (first,), (again,), (neighbor,) = dataset.__getitems__([3, 3, 4])
+    expected = neighbor.clone()
     first.fill_(-1)
     assert (again != -1).all()
-    assert torch.equal(neighbour, expected)
+    assert torch.equal(neighbor, expected)
     assert torch.equal(dataset[4][0], expected)
-    assert neighbour.untyped_storage().nbytes() == 4 * 12 * 4
+    assert neighbor.untyped_storage().nbytes() == 4 * 12 * 4
 
 
 @pytest.fixture
-def no_server() -> Iterator[None]:
-    """End the process that forkserver keeps for later workers."""
+def stop_forkserver() -> Iterator[None]:
+    """Stop the server process of forkserver after the test."""
     yield
     multiprocessing.forkserver._forkserver._stop()
 
 
-@pytest.mark.usefixtures("no_server")
+@pytest.mark.usefixtures("stop_forkserver")
 @pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forkserver", "spawn"))]
 )
-def test_workers_read_the_right_rows_even_where_the_parent_has_read_before(path, method):
+def test_workers_read_the_right_rows_after_the_parent_has_read(path, method):
     dataset = HDF5Dataset(path, ["images", "meta/labels"])
-    matching([[column[None] for column in dataset[11]]])
+    check_labels([[column[None] for column in dataset[11]]])
     loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context=method)
-    assert matching(loader) == labels_of(path)
-    assert matching(DataLoader(dataset, batch_size=8)) == labels_of(path)
+    assert check_labels(loader) == read_labels(path)
+    assert check_labels(DataLoader(dataset, batch_size=8)) == read_labels(path)
 
 
 def test_parent_and_forked_workers_read_the_same_file_at_the_same_time(path):
     first, second = HDF5Dataset(path, ["images", "meta/labels"]), HDF5Dataset(path, ["images", "meta/labels"])
-    labels = labels_of(path)
+    labels = read_labels(path)
     assert first[0][1] == second[0][1] == labels[0]
     order = np.random.default_rng(1).permutation(N).tolist()
     batches = iter(DataLoader(Subset(second, order), batch_size=5, num_workers=2, multiprocessing_context="fork"))
     got = []
     for batch in batches:
-        got += matching([batch])
-        assert matching([[column[None] for column in first[len(got) % N]]]) == [labels[len(got) % N]]
+        got += check_labels([batch])
+        assert check_labels([[column[None] for column in first[len(got) % N]]]) == [labels[len(got) % N]]
     assert got == [labels[index] for index in order]
 
 
@@ -139,7 +139,7 @@ def descriptors(path: Path) -> set[str]:
     return {link.name for link in OPEN_FILES.iterdir() if link.resolve() == path.resolve()}
 
 
-def tell_descriptors(path: Path, dataset: HDF5Dataset, answer) -> None:
+def send_descriptors(path: Path, dataset: HDF5Dataset, answer) -> None:
     inherited = descriptors(path)
     sample = dataset[1][0].item()
     answer.put((inherited, sample, len(descriptors(path))))
@@ -152,13 +152,13 @@ def test_no_handle_is_inherited_over_a_fork(path):
     assert descriptors(path)
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
-    child = context.Process(target=tell_descriptors, args=(path, first, answer))
+    child = context.Process(target=send_descriptors, args=(path, first, answer))
     child.start()
     inherited, sample, opened = answer.get()
     child.join()
     assert inherited == set()
-    assert (sample, opened) == (labels_of(path)[1], 1)
-    assert second[2][0] == labels_of(path)[2]
+    assert (sample, opened) == (read_labels(path)[1], 1)
+    assert second[2][0] == read_labels(path)[2]
 
 
 def test_an_open_dataset_can_be_pickled_and_copied_without_its_handle(path):
@@ -167,11 +167,11 @@ def test_an_open_dataset_can_be_pickled_and_copied_without_its_handle(path):
     assert pickle.loads(pickle.dumps(dataset))[3] == copy.copy(dataset)[3] == dataset[3]
 
 
-def test_a_relative_path_means_the_folder_it_was_given_in(path, monkeypatch):
+def test_a_relative_path_refers_to_the_folder_in_which_the_dataset_was_made(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     dataset = HDF5Dataset("data.h5", ["meta/labels"])
     monkeypatch.chdir("/")
-    assert dataset[2][0] == labels_of(path)[2]
+    assert dataset[2][0] == read_labels(path)[2]
     assert repr(dataset) == f"HDF5Dataset('{path}', keys=['meta/labels'])"
 
 
@@ -180,19 +180,19 @@ def test_a_closed_dataset_opens_again_when_read(path):
     dataset[0]
     dataset.close()
     dataset.close()
-    assert dataset[1][0] == labels_of(path)[1]
+    assert dataset[1][0] == read_labels(path)[1]
 
 
-def test_read_only_storage_will_do(path):
+def test_read_only_storage_is_enough(path):
     path.chmod(0o444)
     path.parent.chmod(0o555)
     try:
-        assert HDF5Dataset(path, ["meta/labels"])[0][0] == labels_of(path)[0]
+        assert HDF5Dataset(path, ["meta/labels"])[0][0] == read_labels(path)[0]
     finally:
         path.parent.chmod(0o755)
 
 
-def test_a_handle_of_the_users_own_on_the_same_file_is_no_obstacle(path):
+def test_the_user_may_have_the_same_file_open(path):
     with h5py.File(path, "r") as file:
         assert HDF5Dataset(path, ["meta/labels"])[0][0] == file["meta/labels"][0]
 
@@ -203,7 +203,7 @@ def bytes_read() -> int:
 
 @pytest.fixture
 def large_chunks(tmp_path: Path) -> Path:
-    """Two chunks of rows, each of 10 MiB that no compression makes smaller: more than HDF5 keeps of its own accord."""
+    """Write 2 chunks of rows of 10 MiB each that do not compress: more than the default cache of HDF5."""
     file_path = tmp_path / "large.h5"
     values = np.random.default_rng(0).integers(0, 256, (256, 10 << 13), dtype=np.uint8)
     with h5py.File(file_path, "w") as file:
@@ -212,12 +212,12 @@ def large_chunks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not IO_COUNTS.exists(), reason="reads are counted in /proc on Linux")
-@pytest.mark.parametrize("way", ["one by one", "as one shuffled batch"])
-def test_no_chunk_is_decompressed_twice(large_chunks, way):
+@pytest.mark.parametrize("access", ["one by one", "as one shuffled batch"])
+def test_no_chunk_is_decompressed_twice(large_chunks, access):
     dataset = HDF5Dataset(large_chunks, ["x"])
     dataset[0]
     before = bytes_read()
-    if way == "one by one":
+    if access == "one by one":
         for index in range(len(dataset)):
             dataset[index]
     else:
@@ -225,24 +225,24 @@ def test_no_chunk_is_decompressed_twice(large_chunks, way):
     assert bytes_read() - before < 1.2 * large_chunks.stat().st_size
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"none\.h5 does not exist: check the path, and that this node has it"):
         HDF5Dataset(tmp_path / "none.h5", ["x"])
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_a_folder_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot be opened: it is a folder: name the file in it"):
         HDF5Dataset(tmp_path, ["x"])
 
 
-def test_a_missing_key_lists_those_there_are(path):
+def test_a_missing_key_is_an_error_that_lists_the_keys(path):
     with pytest.raises(DataError, match=r"has no dataset 'labels': it has .*'images', 'meta/labels', 'names'"):
         HDF5Dataset(path, ["images", "labels"])
     with pytest.raises(DataError, match="has no dataset 'images/x'"):
         HDF5Dataset(path, ["images/x"])
 
 
-def test_a_file_without_datasets_says_so_and_many_are_cut_short(tmp_path):
+def test_the_list_of_keys_may_be_empty_or_shortened(tmp_path):
     with h5py.File(tmp_path / "empty.h5", "w"):
         pass
     with pytest.raises(DataError, match="has no dataset 'x': it has none"):
@@ -254,32 +254,32 @@ def test_a_file_without_datasets_says_so_and_many_are_cut_short(tmp_path):
         HDF5Dataset(tmp_path / "many.h5", ["x"])
 
 
-def test_a_group_is_no_dataset(path):
-    with pytest.raises(DataError, match=r"'meta' in .* is a group, not a dataset: name one of .* 'meta/labels'"):
+def test_a_group_is_an_error(path):
+    with pytest.raises(DataError, match=r"'meta' in .* is a group, not a dataset: name one of .*, 'meta/labels'"):
         HDF5Dataset(path, ["meta"])
 
 
-def test_a_single_value_is_no_dataset(path):
-    with pytest.raises(DataError, match=r"'single' in .* is one value without rows: name a dataset with one row"):
+def test_a_scalar_is_an_error(path):
+    with pytest.raises(DataError, match=r"'single' in .* is a scalar: name a dataset with one row per sample"):
         HDF5Dataset(path, ["single"])
 
 
-def test_lengths_that_disagree_are_all_listed(path):
-    with pytest.raises(DataError, match="disagree in length: 'images' has 97, 'short' has 96, 'names' has 97"):
+def test_datasets_of_different_length_are_an_error(path):
+    with pytest.raises(DataError, match="differ in length: 'images' has 97, 'short' has 96, 'names' has 97"):
         HDF5Dataset(path, ["images", "short", "names"])
 
 
-def test_a_truncated_file_is_told_from_one_that_is_not_hdf5(path):
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1000])
-    with pytest.raises(DataError, match=r"cannot be opened: it is truncated, its end is missing .*: copy or write"):
+def test_a_truncated_file_and_a_file_that_is_not_hdf5_are_different_errors(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+    with pytest.raises(DataError, match=r"cannot be opened: it is truncated \(.*\): copy or write"):
         HDF5Dataset(path, ["images"])
-    path.write_bytes(b"PK" + whole[2:2000])
+    path.write_bytes(b"PK" + content[2:2000])
     with pytest.raises(DataError, match=r"cannot be opened: it is not an HDF5 file \(2000 bytes without"):
         HDF5Dataset(path, ["images"])
 
 
-def test_a_damaged_chunk_is_named_when_it_is_read(path):
+def test_a_corrupt_chunk_is_an_error_when_it_is_read(path):
     with h5py.File(path, "r") as file:
         chunk = file["images"].id.get_chunk_info_by_coord((10, 0, 0))
     with path.open("r+b") as raw:
@@ -287,16 +287,16 @@ def test_a_damaged_chunk_is_named_when_it_is_read(path):
         raw.write(b"\xff" * chunk.size)
     dataset = HDF5Dataset(path, ["images"])
     dataset[9]
-    with pytest.raises(DataError, match=r"rows 12 to 13 of 'images' in .* cannot be read: .*: write or copy it anew"):
+    with pytest.raises(DataError, match=r"rows 12 to 13 of 'images' in .* cannot be read: .*: write or copy it again"):
         dataset.__getitems__([13, 12])
 
 
-def test_a_file_that_changed_its_length_is_noticed(path):
+def test_a_file_that_changed_its_length_is_an_error(path):
     dataset = HDF5Dataset(path, ["meta/labels"])
     with h5py.File(path, "r+") as file:
         del file["meta/labels"]
         file["meta/labels"] = [1, 2, 3]
-    with pytest.raises(DataError, match="had 97 samples and now has 3: start again with it"):
+    with pytest.raises(DataError, match="had 97 samples and now has 3: start the run again"):
         dataset[0]
 
 
@@ -307,13 +307,13 @@ def test_an_index_out_of_range_is_an_error(path, index):
 
 
 def test_keys_must_be_a_list_of_names(path):
-    with pytest.raises(DataError, match=r"keys='images' is one string .* write keys=\['images'\]"):
+    with pytest.raises(DataError, match=r"keys='images' is one string and must be a list .* write keys=\['images'\]"):
         HDF5Dataset(path, "images")
     with pytest.raises(DataError, match="keys is empty: name at least one dataset"):
         HDF5Dataset(path, [])
 
 
-def test_without_h5py_the_extra_is_named(path, monkeypatch):
+def test_without_h5py_the_error_names_the_extra(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(DataError, match=r"need h5py, which is not installed: pip install 'samestep\[hdf5\]'"):
         HDF5Dataset(path, ["images"])
@@ -325,7 +325,7 @@ def test_it_cannot_be_subclassed():
 
 
 class Doubled(Dataset):
-    """What a user writes around it."""
+    """A dataset of the user that wraps it."""
 
     def __init__(self, rows: HDF5Dataset):
         self.rows = rows
@@ -338,8 +338,8 @@ class Doubled(Dataset):
         return 2 * label
 
 
-def test_a_dataset_around_it_is_pickled_with_it(path):
+def test_a_dataset_that_wraps_it_can_be_pickled(path):
     rows = HDF5Dataset(path, ["meta/labels"])
     rows[0]
     loader = DataLoader(pickle.loads(pickle.dumps(Doubled(rows))), batch_size=50)
-    assert torch.cat(list(loader)).tolist() == [2 * label for label in labels_of(path)]
+    assert torch.cat(list(loader)).tolist() == [2 * label for label in read_labels(path)]

@@ -1,4 +1,4 @@
-"""Labelled images from folders and idx files, and pairs of images and fixations from pysaliency's files."""
+"""Labeled images from folders and idx files, and images with fixations from the files of pysaliency."""
 
 import gzip
 import re
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from samestep.assets import scene, write_scenes
-from samestep.data import HDF5Dataset, cut_square, pair_fixations, read_images
+from samestep.data import HDF5Dataset, convert_pysaliency, crop_square, read_images
 from samestep.errors import DataError
 
 
@@ -24,10 +24,10 @@ def test_folders_of_images_are_read(tmp_path, split):
             (top / name).mkdir(parents=True)
             for number in range(10):
                 Image.new("L" if number else "RGBA", (12, 9 + number), 100 * at).save(top / name / f"{number}.png")
-    learnt, judged = read_images(tmp_path)
-    assert (len(learnt), judged.labels.tolist()) == ((20, [0] * 10 + [1] * 10) if split else (18, [0, 1]))
-    assert learnt.images[0].shape == (3, 9, 12)
-    assert learnt.images[len(learnt) - 1].unique().tolist() == [100]
+    training, validation = read_images(tmp_path)
+    assert (len(training), validation.labels.tolist()) == ((20, [0] * 10 + [1] * 10) if split else (18, [0, 1]))
+    assert training.images[0].shape == (3, 9, 12)
+    assert training.images[len(training) - 1].unique().tolist() == [100]
 
 
 def write_idx(path, array):
@@ -35,50 +35,50 @@ def write_idx(path, array):
     path.write_bytes(gzip.compress(bytes([0, 0, 8, array.ndim]) + sides + array.tobytes()))
 
 
-def test_idx_files_of_any_size_are_read_and_broken_ones_told(tmp_path):
+def test_idx_files_of_any_size_are_read_and_corrupt_ones_are_errors(tmp_path):
     for kind, count in (("train", 5), ("t10k", 3)):
         images = np.arange(count * 6, dtype=np.uint8).reshape(count, 2, 3)
         write_idx(tmp_path / f"{kind}-images-idx3-ubyte.gz", images)
         write_idx(tmp_path / f"{kind}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8))
-    learnt, judged = read_images(tmp_path)
-    assert learnt.images.shape == (5, 1, 2, 3)
-    assert judged.images[2].flatten().tolist() == list(range(12, 18))
-    assert (judged.labels.tolist(), judged.labels.dtype) == ([0, 1, 2], torch.int64)
+    training, validation = read_images(tmp_path)
+    assert training.images.shape == (5, 1, 2, 3)
+    assert validation.images[2].flatten().tolist() == list(range(12, 18))
+    assert (validation.labels.tolist(), validation.labels.dtype) == ([0, 1, 2], torch.int64)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(b"no gzip")
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is no whole idx file \(.*\): copy or download it"):
+    with pytest.raises(DataError, match=r"labels-idx1-ubyte\.gz is not a complete idx file \(.*\): copy or download"):
         read_images(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is missing: expected is a folder of classes"):
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is missing: expected a folder of classes"):
         read_images(tmp_path)
 
 
-def test_a_path_without_images_says_which_layout_is_expected(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere is no folder: expected is a folder of classes \(CLASS/\*\.jpg"):
+def test_a_path_without_images_is_an_error_with_the_expected_layout(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere is not a folder: expected a folder of classes \(CLASS/\*\.jpg"):
         read_images(tmp_path / "nowhere")
     (tmp_path / "cat").mkdir()
     Image.new("L", (3, 3)).save(tmp_path / "cat" / "one.png")
-    with pytest.raises(DataError, match=r"has no images of several classes: expected is a folder of classes"):
+    with pytest.raises(DataError, match=r"has no images of several classes: expected a folder of classes"):
         read_images(tmp_path)
 
 
-def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_pillow_the_error_names_the_extra(tmp_path, monkeypatch):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for number in range(9):
             Image.new("L", (3, 3)).save(tmp_path / name / f"{number}.png")
-    learnt, _ = read_images(tmp_path)
+    training, _ = read_images(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"image files need Pillow, which is not installed: pip install 'samestep\[rec"):
-        learnt.images[0]
+        training.images[0]
 
 
-def test_a_square_lies_where_it_is_asked_for():
+def test_a_square_is_cropped_at_the_given_position():
     image = torch.arange(24.0).view(1, 4, 6)
-    assert cut_square(image, 4).tolist() == image[:, :, 1:5].tolist()
-    assert cut_square(image, 2, part=0.5, place=(1.0, 0.0)).tolist() == image[:, 2:, :2].tolist()
-    assert cut_square(image, 9).shape == (1, 9, 9)
-    with pytest.raises(DataError, match=r"cut_square got size=8 and part=1\.5: give pixels from 1 up, and a part"):
-        cut_square(image, 8, part=1.5)
+    assert crop_square(image, 4).tolist() == image[:, :, 1:5].tolist()
+    assert crop_square(image, 2, scale=0.5, position=(1.0, 0.0)).tolist() == image[:, 2:, :2].tolist()
+    assert crop_square(image, 9).shape == (1, 9, 9)
+    with pytest.raises(DataError, match=r"crop_square got size=8 and scale=1\.5: size must be at least 1 pixel"):
+        crop_square(image, 8, scale=1.5)
 
 
 @pytest.fixture
@@ -87,14 +87,14 @@ def pysaliency(tmp_path):
     return tmp_path / "inside"
 
 
-def test_scenes_are_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
-    def stopped(number, width, height):
+def test_scenes_are_written_completely_or_not_at_all(tmp_path, monkeypatch):
+    def interrupted(number, width, height):
         if number == 2:
             raise KeyboardInterrupt
         return scene(number, width, height)
 
     with monkeypatch.context() as patch:
-        patch.setattr("samestep.assets.example_data.scene", stopped)
+        patch.setattr("samestep.assets.example_data.scene", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_scenes(tmp_path / "new" / "scenes", 3, 16, 12)
     assert list((tmp_path / "new").iterdir()) == []
@@ -102,31 +102,31 @@ def test_scenes_are_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "new" / "scenes").iterdir()) == ["fixations.hdf5", "stimuli.hdf5"]
 
 
-def test_files_of_pysaliency_are_read_whether_images_lie_inside_or_beside(pysaliency, tmp_path):
-    shutil.copytree(pysaliency, tmp_path / "beside")
+def test_pysaliency_files_are_read_with_images_inside_or_in_separate_files(pysaliency, tmp_path):
+    shutil.copytree(pysaliency, tmp_path / "separate")
     with h5py.File(pysaliency / "stimuli.hdf5") as inside:
         images = [inside[str(number)][:] for number in range(3)]
-    (tmp_path / "beside" / "stimuli.hdf5").unlink()
-    with h5py.File(tmp_path / "beside" / "stimuli.hdf5", "w") as beside:
-        beside.attrs["type"], beside.attrs["version"] = b"FileStimuli", b"2.1"
-        beside["filenames"] = [f"{number}.png" for number in range(3)]
-        beside["shapes"] = np.array([image.shape for image in images])
+    (tmp_path / "separate" / "stimuli.hdf5").unlink()
+    with h5py.File(tmp_path / "separate" / "stimuli.hdf5", "w") as separate:
+        separate.attrs["type"], separate.attrs["version"] = b"FileStimuli", b"2.1"
+        separate["filenames"] = [f"{number}.png" for number in range(3)]
+        separate["shapes"] = np.array([image.shape for image in images])
     for number, image in enumerate(images):
-        Image.fromarray(image).save(tmp_path / "beside" / f"{number}.png")
-    with h5py.File(tmp_path / "beside" / "fixations.hdf5", "r+") as file:  # scanpaths end early, and leave the image
+        Image.fromarray(image).save(tmp_path / "separate" / f"{number}.png")
+    with h5py.File(tmp_path / "separate" / "fixations.hdf5", "r+") as file:  # scanpaths end early, and leave the image
         file["train_xs"][0, 4:] = file["train_ys"][0, 4:] = np.nan
         file["train_xs"][1, 5] = 64.5
-    for folder in ("inside", "beside"):
-        pair_fixations(tmp_path / folder, tmp_path / "made" / f"{folder}.hdf5", 32, 24)
-    with h5py.File(tmp_path / "made" / "inside.hdf5") as one, h5py.File(tmp_path / "made" / "beside.hdf5") as two:
+    for folder in ("inside", "separate"):
+        convert_pysaliency(tmp_path / folder, tmp_path / "made" / f"{folder}.hdf5", 32, 24)
+    with h5py.File(tmp_path / "made" / "inside.hdf5") as one, h5py.File(tmp_path / "made" / "separate.hdf5") as two:
         assert one["images"].shape == (3, 3, 24, 32)
         assert np.array_equal(one["images"], two["images"])
         assert [int((file["fixations"][0, :, 0] >= 0).sum()) for file in (one, two)] == [60, 57]
         assert one["fixations"][:].max(axis=(0, 1)) == pytest.approx([23, 31], abs=1)
 
 
-def test_scanpaths_of_newer_files_end_where_their_length_says(pysaliency, tmp_path):
-    pair_fixations(pysaliency, tmp_path / "old.hdf5", 64, 48)
+def test_scanpaths_of_newer_files_end_at_their_length(pysaliency, tmp_path):
+    convert_pysaliency(pysaliency, tmp_path / "old.hdf5", 64, 48)
     with h5py.File(pysaliency / "fixations.hdf5", "r+") as file:
         arrays = {name: file[name][:] for name in ("train_xs", "train_ys", "train_ns")}
         for name in list(file):
@@ -135,9 +135,9 @@ def test_scanpaths_of_newer_files_end_where_their_length_says(pysaliency, tmp_pa
         group, length = file.create_group("scanpaths"), np.full(30, 6)
         length[0] = 4
         group["xs"], group["ys"], group["n"], group["length"] = *arrays.values(), length
-    pair_fixations(pysaliency, tmp_path / "new.hdf5", 64, 48)
+    convert_pysaliency(pysaliency, tmp_path / "new.hdf5", 64, 48)
     (_, old), (_, new) = (HDF5Dataset(tmp_path / f"{name}.hdf5", ["images", "fixations"])[0] for name in ("old", "new"))
-    assert [int((places[:, 0] >= 0).sum()) for places in (old, new)] == [60, 58]
+    assert [int((fixations[:, 0] >= 0).sum()) for fixations in (old, new)] == [60, 58]
     assert torch.equal(new[:4], old[:4])
     assert torch.equal(new[4:58], old[6:])
 
@@ -150,7 +150,7 @@ def break_file(folder, case):
         with h5py.File(folder / name, "r+") as file:
             if case == "listed":
                 file["filenames"] = ["0.png"]
-            elif case == "nobody":
+            elif case == "no fixations":
                 file["train_ns"][...] = 0
             else:
                 file.move({"image": "1", "columns": "train_xs"}[case], "gone")
@@ -161,21 +161,21 @@ def break_file(folder, case):
     [
         (
             "fixations",
-            "inside has no fixations.hdf5: expected is a folder with the files of pysaliency: stimuli.hdf5 (",
+            "inside has no fixations.hdf5: expected a folder with the files of pysaliency: stimuli.hdf5 (",
         ),
-        ("columns", "fixations.hdf5 lacks train_xs: expected is a folder with the files of pysaliency"),
-        ("image", "stimuli.hdf5 lacks 1: expected is a folder with the files of pysaliency"),
-        ("listed", "0.png is missing, which stimuli.hdf5 lists: expected is a folder with the files of pysaliency"),
-        ("nobody", "image 1 of "),
+        ("columns", "fixations.hdf5 has no train_xs: expected a folder with the files of pysaliency"),
+        ("image", "stimuli.hdf5 has no 1: expected a folder with the files of pysaliency"),
+        ("listed", "0.png is missing, but stimuli.hdf5 lists it: expected a folder with the files of pysaliency"),
+        ("no fixations", "image 1 of "),
     ],
 )
-def test_files_that_lack_something_are_told(pysaliency, tmp_path, case, text):
+def test_incomplete_files_are_errors(pysaliency, tmp_path, case, text):
     break_file(pysaliency, case)
     with pytest.raises(DataError, match=re.escape(text)):
-        pair_fixations(pysaliency, tmp_path / "pairs.hdf5", 64, 48)
+        convert_pysaliency(pysaliency, tmp_path / "pairs.hdf5", 64, 48)
 
 
-def test_scenes_are_the_same_every_time_and_their_density_is_one():
+def test_scenes_are_deterministic_and_their_density_sums_to_one():
     image, density = scene(3, 32, 24)
     again, _ = scene(3, 32, 24)
     assert np.array_equal(image, again)

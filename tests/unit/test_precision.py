@@ -18,8 +18,8 @@ from samestep.data.sample_rng import micro_batch_keys, uniform
 from samestep.errors import CommunicationError, StepError, WrapError
 from samestep.parallel.acceleration import turn_on_fused
 from samestep.parallel.precision import (
-    Arithmetic,
     ComputePrecision,
+    PrecisionSupport,
     choose_precision,
     compute_in,
     in_fp32,
@@ -27,10 +27,10 @@ from samestep.parallel.precision import (
 )
 from samestep.torch_private import multiply_all
 
-CPU = Arithmetic("cpu", bf16=False, tf32=False, wish="auto", compile=False)
+CPU = PrecisionSupport("cpu", bf16=False, tf32=False, requested="auto", compile=False)
 MPS = dataclasses.replace(CPU, device="mps")
 V100 = dataclasses.replace(CPU, device="cuda")
-H200 = Arithmetic("cuda", bf16=True, tf32=True, wish="auto", compile=False)
+H200 = PrecisionSupport("cuda", bf16=True, tf32=True, requested="auto", compile=False)
 
 
 @pytest.fixture(autouse=True)
@@ -41,28 +41,28 @@ def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
 
 
 def wishing(wish, *ranks):
-    return [dataclasses.replace(rank, wish=wish) for rank in ranks]
+    return [dataclasses.replace(rank, requested=wish) for rank in ranks]
 
 
 @pytest.mark.parametrize(
     ("everyone", "name", "tf32", "reason"),
     [
         ([CPU], "fp32", False, "auto, on the CPU"),
-        ([MPS], "fp32", False, "auto, on the GPU of Apple"),
-        ([V100], "fp32", False, "auto: the GPUs of rank(s) 0 have no bf16"),
-        ([H200], "bf16", True, "auto: the GPU has it"),
-        ([H200, H200], "bf16", True, "auto: every GPU has it"),
-        ([H200, V100, H200], "fp32", False, "auto: the GPUs of rank(s) 1 have no bf16"),
-        (wishing("fp32", H200), "fp32", False, "as asked"),
-        (wishing("fp16", H200), "fp16", True, "as asked"),
-        (wishing("fp16", V100), "fp16", False, "as asked"),
-        (wishing("bf16", CPU), "bf16", False, "as asked"),
+        ([MPS], "fp32", False, "auto, on an Apple GPU"),
+        ([V100], "fp32", False, "auto: the GPUs of rank(s) 0 do not support bf16"),
+        ([H200], "bf16", True, "auto: the GPU supports it"),
+        ([H200, H200], "bf16", True, "auto: every GPU supports it"),
+        ([H200, V100, H200], "fp32", False, "auto: the GPUs of rank(s) 1 do not support bf16"),
+        (wishing("fp32", H200), "fp32", False, "as requested"),
+        (wishing("fp16", H200), "fp16", True, "as requested"),
+        (wishing("fp16", V100), "fp16", False, "as requested"),
+        (wishing("bf16", CPU), "bf16", False, "as requested"),
     ],
 )
 def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
     chosen = choose_precision(everyone)
     assert (chosen.name, chosen.tf32, chosen.reason) == (name, tf32, reason)
-    assert chosen.strict == (everyone[0].wish == "fp32")
+    assert chosen.strict == (everyone[0].requested == "fp32")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
     [
         (
             wishing("bf16", H200, V100),
-            r"those of rank\(s\) 1 have not: use precision='fp16' or 'fp32'",
+            r"which the GPUs of rank\(s\) 1 do not have: use precision='fp16' or 'fp32'",
         ),
-        (wishing("fp16", MPS), "precision='fp16' is for CUDA and the CPU: on Apple's GPU use 'fp32', or leave it out"),
+        (wishing("fp16", MPS), "precision='fp16' is not supported on Apple GPUs: use precision='fp32', or omit it"),
         (
             [*wishing("bf16", H200), *wishing("fp32", H200)],
             r"rank 0 has Run\(precision='bf16', compile=False\) and rank 1 has Run\(precision='fp32', compile=False\)",
         ),
-        ([H200, dataclasses.replace(H200, compile=True)], "these must be alike, as all train one model"),
+        ([H200, dataclasses.replace(H200, compile=True)], "pass the same values on all ranks"),
     ],
 )
 def test_what_cannot_be_done_on_every_rank_is_explained(everyone, message):
@@ -87,20 +87,20 @@ def test_what_cannot_be_done_on_every_rank_is_explained(everyone, message):
 
 def test_an_unknown_precision_is_told_the_choices():
     with pytest.raises(
-        CommunicationError, match="precision='int8' is not known: use one of 'auto', 'fp32', 'bf16', 'fp16'"
+        CommunicationError, match="precision='int8' is not valid: use one of 'auto', 'fp32', 'bf16', 'fp16'"
     ):
         Run(global_batch=4, precision="int8")
 
 
 def test_the_choice_is_told_in_one_line():
-    fast = ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU has it")
-    assert fast.tell() == (
-        "precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off; "
-        "flash attention where SDPA finds it fit"
+    fast = ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU supports it")
+    assert str(fast) == (
+        "precision: bf16 (auto: the GPU supports it), TF32 for fp32 products; torch.compile off; "
+        "flash attention if SDPA selects it"
     )
-    exact = ComputePrecision("fp32", tf32=False, strict=True, compile=True, reason="as asked")
-    assert exact.tell() == (
-        "precision: fp32 (as asked), no TF32; torch.compile on (unlike shapes compile anew, a few times at most)"
+    exact = ComputePrecision("fp32", tf32=False, strict=True, compile=True, reason="as requested")
+    assert str(exact) == (
+        "precision: fp32 (as requested), no TF32; torch.compile on (recompiles for new shapes, a few times at most)"
     )
 
 
@@ -256,7 +256,7 @@ def learnt(**wrap):
 
 def test_gradient_checkpointing_changes_no_number_and_no_name():
     plain, calls = learnt()
-    again, calls_again = learnt(checkpoint=(Block,))
+    again, calls_again = learnt(activation_checkpointing=(Block,))
     assert list(again) == list(plain)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert calls_again == [2 * count for count in calls]
@@ -287,7 +287,8 @@ def test_a_block_inside_another_is_not_computed_four_times():
 
 def test_checkpointing_a_class_that_is_not_there_lists_those_that_are():
     message = (
-        r"checkpoint=\(Conv2d,\) names no module of Net: the classes in it are Block, LayerNorm, Linear, ModuleList"
+        r"activation_checkpointing=\(Conv2d,\) matches no module of Net: its submodules are of class Block, LayerNorm, "
+        "Linear, ModuleList"
     )
     with Run(global_batch=8) as run, pytest.raises(WrapError, match=message):
         run.wrap(Net(), activation_checkpointing=(nn.Conv2d,))
@@ -314,7 +315,7 @@ def test_channels_last_turns_weights_and_inputs_and_keeps_the_values():
         assert model.order == [True, True]
         assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.allclose(got, expected, atol=1e-6)
-        with pytest.raises(WrapError, match="channels_last=True needs whole weights, and FSDP cuts them"):
+        with pytest.raises(WrapError, match="channels_last=True does not work with FSDP, which shards weights"):
             run.wrap(Images(), "fsdp", channels_last=True)
 
 
@@ -343,7 +344,7 @@ def test_fp16_gradients_come_out_unscaled_and_the_loss_too():
 def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(capsys):
     with Run(global_batch=8, seed=0, precision="fp16") as run:
         model = run.wrap(nn.Linear(8, 3))
-        scale = run._life.engine.speed.scale
+        scale = run._lifecycle.context.acceleration.loss_scale
         blown = train(run, model, epochs=1, scale_loss=lambda losses, step: losses * (1e6 if step.number == 0 else 0))
         assert [gradient for _, grads in blown[:1] for gradient in grads] == [None, None]
         assert not any(grad is None for _, grads in blown[1:] for grad in grads)
@@ -351,10 +352,10 @@ def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(caps
         assert [step.number for step, _ in blown] == [0, 1, 2]
     said = capsys.readouterr().out
     assert (
-        "step 0: a gradient overflowed in fp16 at loss scale 65536; all ranks drop this step and go on with 32768"
-        in said
+        "step 0: a gradient overflowed in fp16 at loss scale 65536; all ranks drop this step and continue with loss "
+        "scale 32768" in said
     )
-    summary = json.loads((run._life.folder / "summary.json").read_text())
+    summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["choices"]["loss_scale"] == 32768.0
 
 
@@ -384,32 +385,32 @@ def test_gradients_left_from_an_earlier_step_are_added_up_rightly_in_fp16():
 def test_the_loss_scale_grows_after_2000_good_steps_and_goes_on_from_its_state():
     with Run(global_batch=8, precision="fp16") as run:
         run.wrap(nn.Linear(8, 3))
-        scale, models = run._life.engine.speed.scale, run._life.engine.models
+        scale, models = run._lifecycle.context.acceleration.loss_scale, run._lifecycle.context.models
         for number in range(1999):
-            assert scale.settle(models, number) is None
+            assert scale.unscale(models, number) is None
         state = scale.state_dict()
-        scale.settle(models, 1999)
+        scale.unscale(models, 1999)
         assert scale.factor == 131072.0
         scale.load_state_dict(state)
         assert scale.factor == 65536.0
-        scale.settle(models, 1999)
+        scale.unscale(models, 1999)
         assert scale.factor == 131072.0
 
 
 def test_gradients_that_never_become_finite_end_the_run():
     with Run(global_batch=8, precision="fp16") as run:
         model = run.wrap(nn.Linear(8, 3))
-        scale, models = run._life.engine.speed.scale, run._life.engine.models
+        scale, models = run._lifecycle.context.acceleration.loss_scale, run._lifecycle.context.models
         for number in range(30):
             model.weight.grad = torch.full_like(model.weight, torch.nan)
-            assert "a gradient overflowed" in scale.settle(models, number)
+            assert "a gradient overflowed" in scale.unscale(models, number)
         model.weight.grad = torch.full_like(model.weight, torch.nan)
-        with pytest.raises(StepError, match=r"of step 30 are not finite even at a loss scale of 6\.10352e-05: not the"):
-            scale.settle(models, 30)
+        with pytest.raises(StepError, match=r"of step 30 are not finite even at a loss scale of 6\.10352e-05, so the"):
+            scale.unscale(models, 30)
 
 
 def test_weights_that_are_fp16_themselves_are_refused_with_fp16():
-    message = "parameter 'weight' is fp16 itself: pass the model as it was before .half\\(\\), or model.float\\(\\)"
+    message = "parameter 'weight' is fp16: pass the model without .half\\(\\), or model.float\\(\\)"
     with Run(global_batch=8, precision="fp16") as run, pytest.raises(WrapError, match=message):
         run.wrap(nn.Linear(8, 3).half())
 
@@ -426,7 +427,7 @@ def test_what_was_chosen_is_said_once_and_kept(capsys):
         train(run, run.wrap(nn.Linear(8, 3)), epochs=1)
         run.wrap(nn.Linear(2, 2))
     assert capsys.readouterr().out.count("precision: fp32 (auto, on the CPU); torch.compile off\n") == 1
-    summary = json.loads((run._life.folder / "summary.json").read_text())
+    summary = json.loads((run.folder / "summary.json").read_text())
     expected = {"precision": "fp32", "reason": "auto, on the CPU", "tf32": False, "compile": False, "fused": []}
     assert summary["choices"] == expected
 
@@ -443,7 +444,7 @@ def compiled_and_not(check):
             with run.evaluate(model) as evaluated:
                 evaluated(torch.ones(1, 8))
             if compile:
-                check(run._life.engine.models[0], net)
+                check(run._lifecycle.context.models[0], net)
             weights.append([p.detach().clone() for p in net.parameters()])
     return weights
 

@@ -11,12 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.data.sample_rng import (
-    Absent,
-    batch_luck,
+    NO_SETTING,
+    SampleContext,
     epoch_setting,
     generator_seed,
     micro_batch_keys,
-    sample_luck,
     sample_numpy_rng,
     sample_rng,
     set_micro_batch,
@@ -25,7 +24,7 @@ from samestep.errors import DataError
 
 
 def drawn(seed: int, epoch: int, index: int) -> tuple[float, ...]:
-    with sample_luck(seed, epoch, index):
+    with SampleContext(seed, epoch, index):
         return (*torch.rand(2, generator=sample_rng(), dtype=torch.float64).tolist(), *sample_numpy_rng().random(2))
 
 
@@ -36,14 +35,14 @@ class Augmented(Dataset[torch.Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with sample_luck(seed=5, epoch=2, index=index):
+        with SampleContext(seed=5, epoch=2, index=index):
             return torch.tensor([torch.rand((), generator=sample_rng()).item(), sample_numpy_rng().random()])
 
 
 def test_numbers_are_those_of_every_earlier_version() -> None:
     """A failure means that a seed gives other augmentations than before, by our doing, torch's or numpy's."""
     assert generator_seed(0, 0, 3) == 1481500743628287461
-    with sample_luck(seed=0, epoch=0, index=3):
+    with SampleContext(seed=0, epoch=0, index=3):
         assert torch.randint(0, 1000, (3,), generator=sample_rng()).tolist() == [513, 466, 581]
         assert sample_numpy_rng().bit_generator.random_raw(2).tolist() == [2739050662776599771, 2421580546961351517]
 
@@ -58,19 +57,19 @@ def test_samples_epochs_and_seeds_draw_numbers_of_their_own() -> None:
 
 
 def test_further_calls_in_one_sample_continue_its_generators() -> None:
-    with sample_luck(seed=0, epoch=0, index=0):
+    with SampleContext(seed=0, epoch=0, index=0):
         parts = [torch.rand(1, generator=sample_rng()).item() for _ in range(3)]
         numpy_parts = [sample_numpy_rng().random() for _ in range(3)]
-    with sample_luck(seed=0, epoch=0, index=0):
+    with SampleContext(seed=0, epoch=0, index=0):
         assert torch.rand(3, generator=sample_rng()).tolist() == parts
         assert sample_numpy_rng().random(3).tolist() == numpy_parts
     assert len({*parts, *numpy_parts}) == 6
 
 
 def test_torch_and_numpy_generators_do_not_disturb_each_other() -> None:
-    with sample_luck(seed=0, epoch=0, index=9):
+    with SampleContext(seed=0, epoch=0, index=9):
         alone = torch.rand(2, generator=sample_rng()).tolist()
-    with sample_luck(seed=0, epoch=0, index=9):
+    with SampleContext(seed=0, epoch=0, index=9):
         sample_numpy_rng().random(100)
         assert torch.rand(2, generator=sample_rng()).tolist() == alone
 
@@ -105,9 +104,9 @@ def test_the_first_numbers_of_many_samples_are_uniform_and_uncorrelated() -> Non
 
 
 def test_blocks_nest_and_the_outer_one_comes_back() -> None:
-    with sample_luck(seed=0, epoch=0, index=0, setting="outer"):
+    with SampleContext(seed=0, epoch=0, index=0, setting="outer"):
         first = torch.rand(1, generator=sample_rng()).item()
-        with sample_luck(seed=0, epoch=0, index=0, setting="inner"):
+        with SampleContext(seed=0, epoch=0, index=0, setting="inner"):
             assert torch.rand(1, generator=sample_rng()).item() == first
             assert epoch_setting() == "inner"
         assert torch.rand(1, generator=sample_rng()).item() != first
@@ -115,23 +114,23 @@ def test_blocks_nest_and_the_outer_one_comes_back() -> None:
 
 
 def test_an_exception_in_a_sample_closes_its_block() -> None:
-    with pytest.raises(ValueError, match="broken"), sample_luck(seed=0, epoch=0, index=0):
+    with pytest.raises(ValueError, match="broken"), SampleContext(seed=0, epoch=0, index=0):
         raise ValueError("broken")
     with pytest.raises(DataError, match="outside a sample"):
         sample_rng()
 
 
 def test_the_setting_of_the_epoch_is_there_even_where_it_is_none() -> None:
-    with sample_luck(0, 0, 0, setting=224):
+    with SampleContext(0, 0, 0, setting=224):
         assert epoch_setting() == 224
-    with sample_luck(0, 0, 0, setting=None):
+    with SampleContext(0, 0, 0, setting=None):
         assert epoch_setting() is None
 
 
 def test_a_sample_read_without_settings_says_how_to_give_them() -> None:
-    absent = pickle.loads(pickle.dumps(Absent.SETTING))  # as it reaches a worker
-    message = "this dataset is read without settings; pass run.shard(dataset, settings=...), a function of the epoch"
-    with sample_luck(0, 0, 0, absent), pytest.raises(DataError, match=re.escape(message)):
+    absent = pickle.loads(pickle.dumps(NO_SETTING))  # as it reaches a worker
+    message = "this dataset is read without epoch settings: pass run.shard(dataset, epoch_settings=...), a function"
+    with SampleContext(0, 0, 0, absent), pytest.raises(DataError, match=re.escape(message)):
         epoch_setting()
 
 
@@ -142,8 +141,8 @@ def test_a_sample_read_without_settings_says_how_to_give_them() -> None:
 def test_outside_a_sample_each_says_where_it_works_and_how_to_test_with_it(ask, name: str) -> None:
     message = (
         f"{name} was called outside a sample: it works inside a dataset's __getitem__ while run.shard(...) reads it, "
-        "in the thread that called it; in a test, write: with samestep.data.sample_rng.sample_luck(seed=0, epoch=0, "
-        "index=3): dataset[3]"
+        "in the thread that called __getitem__; in a test, write: with samestep.data.sample_rng.SampleContext("
+        "seed=0, epoch=0, index=3): dataset[3]"
     )
     with pytest.raises(DataError, match=re.escape(message)):
         ask()
@@ -151,8 +150,11 @@ def test_outside_a_sample_each_says_where_it_works_and_how_to_test_with_it(ask, 
 
 @pytest.mark.parametrize(("ask", "name"), [(sample_rng, "sample_rng()"), (sample_numpy_rng, "sample_numpy_rng()")])
 def test_where_many_samples_are_read_at_once_there_is_a_setting_and_no_one_generator(ask, name: str) -> None:
-    message = f"{name} was called in a dataset's __getitems__, which reads many samples, and belongs to one: call it in"
-    with batch_luck(setting=96):
+    message = (
+        f"{name} was called in a dataset's __getitems__, which reads many samples, but a generator belongs to one "
+        "sample: call it in __getitem__"
+    )
+    with SampleContext(0, 0, None, setting=96):
         assert epoch_setting() == 96
         with pytest.raises(DataError, match=re.escape(message)):
             ask()
@@ -160,7 +162,7 @@ def test_where_many_samples_are_read_at_once_there_is_a_setting_and_no_one_gener
 
 def test_a_block_costs_less_than_two_microseconds_where_no_generator_is_asked_for() -> None:
     def read() -> None:
-        with sample_luck(0, 0, 3, None):
+        with SampleContext(0, 0, 3, None):
             pass
 
     assert min(timeit.repeat(read, number=2000, repeat=20)) / 2000 < 2e-6

@@ -1,4 +1,4 @@
-"""What `samestep submit` writes for sbatch, compared word for word, and what it refuses to write."""
+"""`samestep submit` and `samestep jobs`: the sbatch script, rejected options, the list of jobs and their states."""
 
 import doctest
 import json
@@ -15,22 +15,26 @@ import pytest
 from samestep.cli.main import main
 from samestep.environment.slurm_variables import port_of
 from samestep.errors import LaunchError
-from samestep.launch import job as time_limit
-from samestep.launch import sbatch, slurm
-from samestep.launch import slurm as submitted
+from samestep.launch import job, rendezvous, sbatch, slurm
 from samestep.launch.job import read_time_limit
-from samestep.launch.sbatch import SlurmJob, log_of, notes_of, read_asked, read_variable, sbatch_text
+from samestep.launch.sbatch import (
+    SlurmJob,
+    events_path,
+    format_sbatch,
+    log_path,
+    parse_sbatch_option,
+    parse_variable,
+)
 from samestep.launch.slurm import (
     JobState,
     LogTail,
-    Submitted,
-    how_are,
-    how_is,
-    read_record,
-    read_sacct,
-    read_scontrol,
-    record_path,
-    remember,
+    StateQuery,
+    SubmittedJob,
+    add_to_job_list,
+    job_list_path,
+    parse_sacct,
+    parse_scontrol,
+    read_job_list,
 )
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -53,8 +57,8 @@ FULL = replace(
     nodes=2,
     processes="4",
     seconds=4 * 3600,
-    warning=300,
-    asked=(("partition", "gpu,big"), ("gpus-per-node", "a100:4"), ("constraint", "a100&nvlink"), ("exclusive", None)),
+    signal_before=300,
+    options=(("partition", "gpu,big"), ("gpus-per-node", "a100:4"), ("constraint", "a100&nvlink"), ("exclusive", None)),
     variables=(("NCCL_DEBUG", "INFO"),),
     setup=("module load cuda", "source env.sh"),
 )
@@ -66,7 +70,7 @@ ODD = replace(
     folder=Path("/home/ada/100% 'odd' #1"),
     directory=Path("/home/ada/a\nb"),
     requeue=False,
-    warning=0,
+    signal_before=0,
     variables=(("TEXT", "x'; echo foo\n#y"),),
 )
 JOBS = {"plain": PLAIN, "full": FULL, "odd": ODD}
@@ -75,49 +79,46 @@ OPTIONS = (
     "--help, --job-name, --mem, --module, --nodes, --nproc-per-node, --partition, --qos, --requeue, --sbatch, --setup, "
     "--signal-before, --time"
 )
-FORMS = (
-    "type hours, minutes and seconds as in 4:00:00 or 3h55m, days before them as in 1-12:00:00 or 1d12h, or a number of"
-)
+FORMS = "pass hours, minutes and seconds as in 4:00:00 or 3h55m, with days as in 1-12:00:00 or 1d12h, or a number of"
 
-# What is typed after `samestep submit`, in a folder with train.py.
+# Arguments of `samestep submit`, in a folder with train.py.
 MISTAKES = [
-    ([], "no script was named: type `samestep submit train.py`, or `samestep submit -m package.module`"),
-    (["train.py", "--fast"], f"there is no option --fast: there are {OPTIONS}; options of the script follow `--`\n"),
-    (["nope.py"], "there is no script nope.py in HERE: here are train.py\n"),
-    (["-m", "nope"], "there is no module nope: nope is neither in HERE nor installed; type its dotted name"),
+    ([], "no script given: run `samestep submit train.py`, or `samestep submit -m package.module`"),
+    (["train.py", "--fast"], f"unknown option --fast: use one of {OPTIONS}; put options of the script after `--`\n"),
+    (["nope.py"], "script nope.py not found in HERE; scripts here: train.py\n"),
+    (["-m", "nope"], "module nope not found: nope is neither in HERE nor installed; pass the dotted name"),
     (["--nodes", "0", "train.py"], "Invalid value for '--nodes': 0 is not in the range x>=1.\n"),
     (
         ["--nproc-per-node", "two", "train.py"],
-        "--nproc-per-node two is impossible: type auto, gpu, cpu or a number from 1 up\n",
+        "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got two\n",
     ),
     (["--time", "soon", "train.py"], f"--time soon is not a time limit: {FORMS} minutes\n"),
     (["--time", "0", "train.py"], f"--time 0 is not a time limit: {FORMS} minutes\n"),
     (["--time", "1:99:00", "train.py"], f"--time 1:99:00 is not a time limit: {FORMS} minutes\n"),
     (
         ["--time", "2m", "train.py"],
-        "--signal-before 120 leaves nothing of --time 2:00, which is 120 s: type a smaller number, or 0 for no "
-        "warning\n",
+        "--signal-before 120 is not less than --time 2:00 (120 s): pass a smaller number, or 0 for no warning\n",
     ),
-    (["--env", "A", "train.py"], "--env A is not a variable: type NAME=VALUE, as in --env NCCL_DEBUG=INFO\n"),
-    (["--env", "a-b=1", "train.py"], "--env a-b=1 is not a variable: type NAME=VALUE, as in --env NCCL_DEBUG=INFO\n"),
+    (["--env", "A", "train.py"], "--env A is not a variable: pass NAME=VALUE, as in --env NCCL_DEBUG=INFO\n"),
+    (["--env", "a-b=1", "train.py"], "--env a-b=1 is not a variable: pass NAME=VALUE, as in --env NCCL_DEBUG=INFO\n"),
     (
         ["--sbatch", "-p gpu", "train.py"],
-        "--sbatch -p gpu is not an option of sbatch: type NAME=VALUE with its long name, as in "
+        "--sbatch -p gpu is not an sbatch option: pass NAME=VALUE with its long name, as in "
         "--sbatch reservation=night\n",
     ),
     (
         ["--sbatch", "ntasks=4", "train.py"],
-        "--sbatch ntasks=4 is for samestep to decide: each node runs one launcher: type --nproc-per-node for the ranks "
-        "it starts\n",
+        "--sbatch ntasks=4 is set by samestep: each node runs one launcher; use --nproc-per-node for the number of "
+        "ranks\n",
     ),
     (
         ["--job-name", "a\nb", "train.py"],
-        "--job-name 'a\\nb' has a line break, which no option of sbatch can hold: leave it out\n",
+        "--job-name 'a\\nb' contains a line break, which sbatch does not support: remove it\n",
     ),
     (
         ["--folder", "a\\b", "train.py"],
-        "SLURM cannot write a log into 'HERE/a\\\\b', whose name holds a backslash or a line break: name another "
-        "--folder\n",
+        "SLURM cannot write a log into 'HERE/a\\\\b', since its name contains a backslash or a line break: "
+        "choose another --folder\n",
     ),
 ]
 
@@ -130,50 +131,50 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", [sbatch, slurm, submitted, time_limit])
-def test_the_examples_in_the_docstrings_run(module):
+@pytest.mark.parametrize("module", [job, rendezvous, sbatch, slurm])
+def test_the_examples_in_the_docstrings_pass(module):
     failed, tried = doctest.testmod(module)
     assert failed == 0
     assert tried > 0
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_file_is_the_golden_one(name):
+def test_the_script_matches_the_golden_file(name):
     golden = GOLDEN / f"{name}.sbatch"
-    text = sbatch_text(JOBS[name])
-    if "SAMESTEP_WRITE_GOLDEN" in os.environ:  # after a change that was meant; git then shows what it changed
+    text = format_sbatch(JOBS[name])
+    if "SAMESTEP_WRITE_GOLDEN" in os.environ:  # after an intended change; check it with git diff
         golden.write_text(text)
     assert text == golden.read_text()
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_shell_finds_every_value_as_it_was_given(name, tmp_path):
+def test_a_shell_reads_every_value_unchanged(name, tmp_path):
     job = JOBS[name]
-    # Up to the part that is the same for every job: nothing of it speaks to SLURM.
-    values = sbatch_text(job).partition("\nnote() {")[0].replace("cd -- ", "true -- ")
+    # Without the part that is the same for every job, which calls SLURM.
+    values = format_sbatch(job).partition("\nrecord() {")[0].replace("cd -- ", "true -- ")
     setup = "\n".join(job.setup)
     show = 'printf "%s\\0" "$_python" "$_folder" "${_options[@]}" "${_script[@]}" "$_requeue" "${TEXT-}"'
-    told = subprocess.run(
+    done = subprocess.run(
         ["bash", "-c", f"{values.replace(setup, '') if setup else values}\n{show}"],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     options = ["--nproc-per-node", job.processes, "--folder", str(job.folder), *(["--module"] * job.module)]
     requeue, value = "yes" if job.requeue else "no", dict(job.variables).get("TEXT", "")
-    assert told.stdout.split("\0")[:-1] == [
+    assert done.stdout.split("\0")[:-1] == [
         job.python, str(job.folder), *options, job.target, *job.arguments, requeue, value,
     ]  # fmt: skip
-    assert told.stderr == ""
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("job", [1, 42, 195, 196, 123_456_789])
-def test_the_shell_derives_the_port_that_ranks_of_srun_would(job):
-    (line,) = [line for line in sbatch_text(PLAIN).splitlines() if line.startswith("_port=")]
+def test_the_script_and_the_ranks_of_srun_derive_the_same_port(job):
+    (line,) = [line for line in format_sbatch(PLAIN).splitlines() if line.startswith("_port=")]
     command = ["bash", "-c", f'{line}\necho "$_port"']
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env={"SLURM_JOB_ID": str(job)})
-    assert int(told.stdout) == port_of(job, 0)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"SLURM_JOB_ID": str(job)})
+    assert int(done.stdout) == port_of(job, 0)
 
 
-def test_a_dry_run_prints_the_file_and_leaves_nothing(here, capsys):
+def test_a_dry_run_prints_the_script_and_writes_nothing(here, capsys):
     assert (
         main(["submit", "train.py", "--dry-run", "--time", "3h55m", "--qos", "low", "--folder", "f", "--", "--lr", "1"])
         == 0
@@ -186,22 +187,22 @@ def test_a_dry_run_prints_the_file_and_leaves_nothing(here, capsys):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize(("typed", "complaint"), MISTAKES, ids=[" ".join(typed) for typed, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_leaves_nothing(typed, complaint, here, capsys):
-    assert main(["submit", "--dry-run", *typed]) == 2
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(each) for each, _ in MISTAKES])
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(arguments, message, here, capsys):
+    assert main(["submit", "--dry-run", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("samestep: " + complaint.replace("HERE", str(here)))
+    assert err.startswith("samestep: " + message.replace("HERE", str(here)))
     assert err.count("\n") == 1
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
-def test_without_sbatch_one_line_says_where_to_submit(here, capsys, monkeypatch):
+def test_without_sbatch_the_error_says_where_to_submit(here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     assert main(["submit", "train.py"]) == 2
     assert capsys.readouterr().err == (
-        "samestep: sbatch is not on this machine: submit from a login node of the cluster, type --dry-run to see the "
-        "file, or `samestep run` to train here\n"
+        "samestep: sbatch is not installed on this machine: submit from a login node of the cluster, pass --dry-run to "
+        "print the script, or use `samestep run` to train here\n"
     )
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
@@ -222,30 +223,30 @@ def test_without_sbatch_one_line_says_where_to_submit(here, capsys, monkeypatch)
         ("45S", 45),
     ],
 )
-def test_time_limits_are_read_as_slurm_and_people_write_them(text, seconds):
+def test_time_limits_are_read_in_the_formats_of_slurm_and_with_units(text, seconds):
     assert read_time_limit("--time", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-5", "1:2:3:4", "4h30", "1.5h", "h", "UNLIMITED", "1-", "\u0663"])
-def test_what_is_no_time_limit_is_refused_by_name(text):
-    with pytest.raises(LaunchError, match=r"^--time-limit .*is not a time limit: type hours"):
+def test_an_invalid_time_limit_is_rejected_with_the_option(text):
+    with pytest.raises(LaunchError, match=r"^--time-limit .*is not a time limit: pass hours"):
         read_time_limit("--time-limit", text)
 
 
-def test_further_options_and_variables_keep_their_values():
-    assert read_asked("comment=a=b # c") == ("comment", "a=b # c")
-    assert read_asked("--contiguous") == ("contiguous", None)
-    assert read_variable("A=") == ("A", "")
+def test_sbatch_options_and_variables_keep_their_values():
+    assert parse_sbatch_option("comment=a=b # c") == ("comment", "a=b # c")
+    assert parse_sbatch_option("--contiguous") == ("contiguous", None)
+    assert parse_variable("A=") == ("A", "")
 
 
-def test_a_job_name_cannot_pass_for_a_state():
+def test_a_job_name_is_not_mistaken_for_a_state():
     text = (
         "JobId=5 JobName=x JobState=COMPLETED Reason=None\n"
         "   JobState=FAILED Reason=NonZeroExitCode Dependency=(null)\n"
         "   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:9\n   WorkDir=/x ExitCode=0:0\n"
     )
-    assert read_scontrol(text) == JobState("FAILED", "NonZeroExitCode", 137, 2)
-    assert read_scontrol("No jobs in the system\n") is None
+    assert parse_scontrol(text) == JobState("FAILED", "NonZeroExitCode", 137, 2)
+    assert parse_scontrol("No jobs in the system\n") is None
 
 
 @pytest.mark.parametrize(
@@ -257,8 +258,8 @@ def test_a_job_name_cannot_pass_for_a_state():
         ("", None),
     ],
 )
-def test_accounting_is_understood(text, state):
-    assert read_sacct(text) == state
+def test_the_output_of_accounting_is_parsed(text, state):
+    assert parse_sacct(text) == state
 
 
 def test_only_a_completed_job_has_exit_code_0():
@@ -267,108 +268,109 @@ def test_only_a_completed_job_has_exit_code_0():
 
 
 @pytest.fixture
-def entry(tmp_path: Path) -> Submitted:
-    return Submitted("7", "train", "2026-01-31T09:30:05+01:00", 2, str(tmp_path), "f", ("train.py", "--lr"))
+def entry(tmp_path: Path) -> SubmittedJob:
+    return SubmittedJob("7", "train", "2026-01-31T09:30:05+01:00", 2, str(tmp_path), "f", ("train.py", "--lr"))
 
 
-def test_the_record_comes_back_as_it_was_without_a_line_that_a_crash_cut(entry, tmp_path):
+def test_the_job_list_is_read_back_without_an_incomplete_line(entry, tmp_path):
     path = tmp_path / "state" / "jobs.jsonl"
-    remember(path, entry)
+    add_to_job_list(path, entry)
     with path.open("a") as file:
-        file.write('{"job": "8", "na\n')
-    remember(path, replace(entry, job="9"))
-    assert read_record(path) == [entry, replace(entry, job="9")]
+        file.write('{"job_id": "8", "na\n')
+    add_to_job_list(path, replace(entry, job_id="9"))
+    assert read_job_list(path) == [entry, replace(entry, job_id="9")]
 
 
-def test_a_record_that_cannot_be_written_says_so_and_names_the_job(entry, tmp_path):
+def test_a_job_list_that_cannot_be_written_is_reported_with_the_job(entry, tmp_path):
     (tmp_path / "state").touch()
     with pytest.raises(LaunchError, match=r"^job 7 is submitted, but .* cannot be written .*: set XDG_STATE_HOME"):
-        remember(tmp_path / "state" / "jobs.jsonl", entry)
+        add_to_job_list(tmp_path / "state" / "jobs.jsonl", entry)
 
 
-def test_the_record_lies_where_the_user_keeps_state(monkeypatch):
+def test_the_job_list_is_in_the_state_folder_of_the_user(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    assert record_path({}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
-    assert record_path({"XDG_STATE_HOME": "relative"}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
+    assert job_list_path({}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
+    assert job_list_path({"XDG_STATE_HOME": "relative"}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
 
 
 @pytest.mark.parametrize(
     ("events", "state"),
     [
-        ([], JobState("UNKNOWN", "SLURM has forgotten it, and it noted no end")),
-        (["started"], JobState("UNKNOWN", "SLURM has forgotten it, and it noted no end")),
+        ([], JobState("UNKNOWN", "SLURM has no record of it any more, and it recorded no end")),
+        (["started"], JobState("UNKNOWN", "SLURM has no record of it any more, and it recorded no end")),
         (["started", "ended"], JobState("FAILED", "", 3, 1)),
-        (["started", "stopped"], JobState("ENDED", "cancelled or out of time; SLURM has forgotten which", 3, 1)),
-        (["ended", "started"], JobState("UNKNOWN", "SLURM has forgotten it, and it noted no end")),
+        (["started", "stopped"], JobState("ENDED", "cancelled or timed out; SLURM has no record of it any more", 3, 1)),
+        (["ended", "started"], JobState("UNKNOWN", "SLURM has no record of it any more, and it recorded no end")),
     ],
 )
-def test_a_job_that_slurm_has_forgotten_is_known_by_its_own_note(events, state, entry, tmp_path, monkeypatch):
+def test_the_state_of_an_old_job_comes_from_its_own_record(events, state, entry, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol here
     lines = [json.dumps({"event": event, "code": 3, "restart": 1, "time": 0}) + "\n" for event in events]
-    notes_of(tmp_path, "7").write_text("".join(lines))
-    assert how_is(entry) == state
+    events_path(tmp_path, "7").write_text("".join(lines))
+    assert StateQuery().state(entry) == state
 
 
-def test_accounts_that_do_not_answer_leave_a_job_unreachable_and_the_list_whole(entry, tmp_path, monkeypatch):
+def test_a_job_is_unreachable_if_accounting_does_not_answer(entry, tmp_path, monkeypatch):
     programs = {
         "scontrol": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
-        "sacct": f"echo asked >> {shlex.quote(str(tmp_path))}/asked; exec sleep 20",
+        "sacct": f"echo called >> {shlex.quote(str(tmp_path))}/calls; exec sleep 20",
     }
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(slurm, "_PATIENCE_SECONDS", 0.5)
-    assert how_is(entry).state == "UNREACHABLE"
-    assert how_is(entry).reason.startswith("sacct has not answered for 0.5 s")
-    (tmp_path / "asked").unlink()
-    assert [state.state for state in how_are([entry] * 3)] == ["UNREACHABLE"] * 3
-    assert (tmp_path / "asked").read_text() == "asked\n"  # and waited for once, not for each job
+    monkeypatch.setattr(slurm, "_TIMEOUT_SECONDS", 0.5)
+    assert StateQuery().state(entry).state == "UNREACHABLE"
+    assert StateQuery().state(entry).reason.startswith("sacct did not answer within 0.5 s")
+    (tmp_path / "calls").unlink()
+    query = StateQuery()
+    assert [query.state(entry).state for _ in range(3)] == ["UNREACHABLE"] * 3
+    assert (tmp_path / "calls").read_text() == "called\n"  # called once, not once per job
 
 
-def test_a_controller_that_does_not_answer_is_asked_once_for_a_whole_list(here, entry, capsys, monkeypatch):
+def test_a_controller_that_does_not_answer_is_called_once_for_the_whole_list(here, entry, capsys, monkeypatch):
     (here / "scontrol").write_text(
-        "#!/bin/sh\necho asked >> asked\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+        "#!/bin/sh\necho called >> calls\necho 'Unable to contact slurm controller' >&2; exit 1\n"
     )
     (here / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
-    for job in ("7", "8", "9"):
-        remember(record_path(os.environ), replace(entry, job=job))
-    notes_of(here, "9").write_text('{"event": "ended", "code": 0, "restart": 0, "time": 0}\n')
+    for number in ("7", "8", "9"):
+        add_to_job_list(job_list_path(os.environ), replace(entry, job_id=number))
+    events_path(here, "9").write_text('{"event": "ended", "code": 0, "restart": 0, "time": 0}\n')
     assert main(["jobs", "--json"]) == 0
     assert [(each["state"], each["reason"]) for each in json.loads(capsys.readouterr().out)] == [
         ("UNREACHABLE", "Unable to contact slurm controller"),
         ("UNREACHABLE", "Unable to contact slurm controller"),
         ("COMPLETED", ""),
     ]
-    assert (here / "asked").read_text() == "asked\n"
+    assert (here / "calls").read_text() == "called\n"
 
 
-def test_jobs_lists_what_was_submitted(here, entry, capsys, monkeypatch):
+def test_jobs_lists_the_submitted_jobs(here, entry, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     assert main(["jobs"]) == 0
     assert capsys.readouterr().out == (
-        "no job was submitted yet: `samestep submit train.py` does, and keeps its record in "
-        f"{here}/state/samestep/jobs.jsonl\n"
+        "no jobs submitted yet: submit one with `samestep submit train.py` (jobs are listed in "
+        f"{here}/state/samestep/jobs.jsonl)\n"
     )
-    for job in ("7", "8"):
-        remember(record_path(os.environ), replace(entry, job=job, name="[red]a'"))
-    notes_of(here, "8").write_text('{"event": "ended", "code": 0, "restart": 2, "time": 0}\n')
+    for number in ("7", "8"):
+        add_to_job_list(job_list_path(os.environ), replace(entry, job_id=number, name="[red]a'"))
+    events_path(here, "8").write_text('{"event": "ended", "code": 0, "restart": 2, "time": 0}\n')
     assert main(["jobs", "--last", "1"]) == 0
     header, _, row = (line.split() for line in capsys.readouterr().out.splitlines() if line.strip())
     assert header[:7] == ["job", "name", "submitted", "nodes", "state", "code", "requeued"]
     assert row[:8] == ["8", "[red]a'", "2026-01-31", "09:30", "2", "COMPLETED", "0", "2"]
     assert main(["jobs", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
-    assert [(each["job"], each["state"], each["exit_code"]) for each in entries] == [
+    assert [(each["job_id"], each["state"], each["exit_code"]) for each in entries] == [
         ("7", "UNKNOWN", 1),
         ("8", "COMPLETED", 0),
     ]
-    assert entries[0]["log"] == str(log_of(here, "7"))
+    assert entries[0]["log"] == str(log_path(here, "7"))
 
 
-def test_who_stops_following_is_told_that_the_job_goes_on(here):
-    # Programs in SLURM's place: a job that waits for ever would keep a real cluster busy.
+def test_ctrl_c_ends_following_but_not_the_job(here):
+    # Scripts in place of SLURM, with a job that waits forever.
     programs = {
         "sbatch": "echo 12",
         "scontrol": r"printf '\n   JobState=PENDING Reason=Resources \n   Requeue=1 Restarts=0 x ExitCode=0:0\n'",
@@ -380,24 +382,24 @@ def test_who_stops_following_is_told_that_the_job_goes_on(here):
         [sys.executable, "-m", "samestep", "submit", "--follow", "train.py"],
         env={**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A test runner in the background of a shell ignores Ctrl-C, and so would its children.
+        # Children of a test runner in the background of a shell would ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
-    told = [process.stderr.readline() for _ in range(2)]
+    lines = [process.stderr.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "12\n")
-    assert told[1] == "samestep: job 12 waits: Resources\n"
-    assert err == "samestep: job 12 goes on; `scancel 12` ends it\n"
+    assert lines[1] == "samestep: job 12 is waiting: Resources\n"
+    assert err == "samestep: job 12 continues; cancel it with `scancel 12`\n"
 
 
-def test_a_log_is_read_on_from_where_it_was_left(tmp_path):
+def test_a_log_is_read_from_the_last_position(tmp_path):
     tail = LogTail(tmp_path / "log")
-    assert tail.rest() == b""
+    assert tail.read() == b""
     (tmp_path / "log").write_bytes(b"one\n")
-    assert (tail.rest(), tail.rest()) == (b"one\n", b"")
+    assert (tail.read(), tail.read()) == (b"one\n", b"")
     with (tmp_path / "log").open("ab") as file:
         file.write(b"two")
-    assert tail.rest() == b"two"
+    assert tail.read() == b"two"

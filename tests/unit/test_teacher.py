@@ -34,7 +34,7 @@ def run(tmp_path):
 
 
 def context_of(run):
-    return Ground(run._link, run.device, run.folder, run.print, run.once)
+    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 def open_with(run, placement, weights, build=TinyLM, **options):
@@ -301,7 +301,7 @@ def test_a_closed_teacher_has_no_module(run):
 
 
 def test_a_module_on_another_device_moves_inputs_and_outputs(run):
-    elsewhere = Ground(run._link, torch.device("meta"), run.folder, run.print, run.once)
+    elsewhere = Ground(run._comm, torch.device("meta"), run.folder, run.print, run.once)
     frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
     placed = place_in_host_memory(elsewhere, frozen, TeacherOptions())
     seen = []

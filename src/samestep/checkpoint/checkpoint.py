@@ -1,23 +1,26 @@
-"""The checkpoints of a run: saved while training goes on, by hand, by steps or by minutes."""
+"""Checkpoints of a run, saved on request, every N steps or every N minutes, while training continues.
+
+The way of a tensor: `Checkpoint.save` collects the state (parts.py), copies it to host memory (tensor_storage.py) and
+starts a thread that writes and publishes it (save.py). `run.checkpoint` restores it (restore.py).
+"""
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from samestep.checkpoint import checkpoint_folder as catalog
-from samestep.checkpoint import parts as luck
-from samestep.checkpoint.manifest import Manifest, Stage, check_room, explain, remove_folder
-from samestep.checkpoint.parts import Ground, Parts, Taken, explain_state
-from samestep.checkpoint.save import Task, Writing
+from samestep.checkpoint import checkpoint_folder
+from samestep.checkpoint.checkpoint_folder import Retention
+from samestep.checkpoint.manifest import HistoryEntry, Manifest, disk_error
+from samestep.checkpoint.parts import Parts, Tensors, describe_state_error, get_rng_state, rng_tensor_name
+from samestep.checkpoint.save import BackgroundSave
 from samestep.checkpoint.state_encoding import encode
-from samestep.checkpoint.tensor_storage import HostMemory
+from samestep.checkpoint.tensor_storage import HostStaging
+from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
@@ -25,311 +28,301 @@ from samestep.messages import WarnOnce
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.wrapped_model import local_tensor
 
-_AFTER_FAILURE_SECONDS: Final = 30.0
-_LOOK_SECONDS: Final = 1.0
-# How long the first save takes is guessed: Adam keeps two numbers for each weight, and a shared drive may be slow.
+T = TypeVar("T")
+_WAIT_AFTER_FAILURE_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 1.0
+# An estimate for the first save: Adam has two values per weight, and a shared disk may be slow.
 _STATE_PER_WEIGHT: Final = 3
 _BYTES_PER_SECOND: Final = 1e8
-_BEGINS_ANEW: Final = (
-    "this checkpoint does not hold how far training is in its data: a run that is started again would begin with the "
-    "first samples, which then count twice; give run.checkpoint the shard or stream too, as in run.checkpoint(folder, "
-    "model=model, train=train)"
+_NO_POSITION: Final = (
+    "this checkpoint does not contain the position in the training data: a resumed run would start with the first "
+    "samples again, and they would count twice; pass the shard or stream too, for example "
+    "run.checkpoint(folder, model=model, train=train)"
 )
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What stays and where."""
-
-    folder: Path
-    """The folder of checkpoints."""
-    keep: int
-    """How many of the newest stay."""
-    keep_best: str | None
-    """The name of the logged value whose best checkpoint stays as well."""
-    token: str
-    """Tells this writer from those before it."""
-    bad: tuple[str, ...]
-    """Names of checkpoints that proved damaged."""
-
-
-class Judge:
-    """The value by which keep_best judges a checkpoint: one that was logged since the checkpoint before it."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name, self._times, self._voice = name, 0, WarnOnce()
-
-    def rate(self, last: object, times_logged: Callable[[str], int], by_itself: bool) -> tuple[str, float] | None:
-        """The name and its value; None where there is none to judge these weights by.
-
-        A checkpoint that is saved `by_itself` may well come before the first evaluation, which is no reason to warn.
-        """
-        name = self._name
-        if name is None:
-            return None
-        assert isinstance(last, dict)
-        before, self._times = self._times, times_logged(name)
-        if name not in last:
-            if not by_itself or not all(each.startswith("train/") for each in last):
-                self._voice.warn_once(
-                    f"keep_best={name!r} cannot judge this checkpoint: no such number was logged yet (logged were: "
-                    f"{', '.join(sorted(last)) or 'none'}); log it before checkpoint.save()"
-                )
-            return None
-        return self._taken(name, last[name]) if self._times > before else None  # else it is of older weights
-
-    def _taken(self, name: str, value: float) -> tuple[str, float] | None:
-        if math.isfinite(value):
-            return name, value
-        self._voice.warn_once(
-            f"keep_best={name!r} cannot judge this checkpoint: {name} is {value}, and such a one is never the best"
-        )
-        return None
-
-
 class Checkpoint:
-    """Saves the parts that run.checkpoint was given; made by run.checkpoint."""
+    """Saves the parts that run.checkpoint received; created by run.checkpoint."""
 
-    def __init__(self, ground: Ground, rules: Rules, parts: Parts, history: Sequence[Stage]) -> None:
-        self._ground, self._rules, self._history = ground, rules, tuple(history)
-        self.folder = rules.folder
-        """Where its checkpoints lie."""
+    def __init__(
+        self,
+        context: RunContext,
+        parts: Parts,
+        retention: Retention,
+        token: str,
+        restored: tuple[Path, Manifest] | None,
+    ) -> None:
+        self._context, self._retention = context, retention
+        self._token = token  # in the names of unpublished folders; unique per run, the same on all ranks
+        self.folder = retention.folder
+        """The folder of the checkpoints."""
         self.parts = parts
-        """What they hold."""
-        self.restored: Path | None = None
-        """The checkpoint that training went on from, or None where it began anew."""
-        self._first_step = self._saved_at = ground.engine.steps
-        self._memory = HostMemory(ground.link.world.rank)
-        self._writing: Writing | None = None
-        self._saves, self._asked, self._step = 0, False, None
-        self._steps = self._minutes = self._saving = 0.0
-        self._due = self._trouble = self._early = False
-        self._since, self._judge, self._name, self._voice = time.monotonic(), Judge(rules.keep_best), "", WarnOnce()
-        self.last_number: int | None = None
-        """The number of the last checkpoint, where the script does not number them by the steps done."""
-        ground.riders.append(self)
+        """What they contain."""
+        self.restored: Path | None = None if restored is None else restored[0]
+        """The checkpoint from which training resumed; None if it started from the beginning."""
+        self._history = [] if restored is None else restored[1].history
+        self._last_number: int | None = None
+        """The number of the last checkpoint if the script passes its own numbers, else None."""
+        if restored is not None and restored[1].step != context.progress.steps:
+            self._last_number = restored[1].step
+        self._first_step = self._saved_step = context.progress.steps
+        self._saved_at, self._saved_name, self._saves = time.monotonic(), "", 0
+        self._every_steps, self._every_minutes = 0, 0.0
+        self._requested, self._requested_step = False, None
+        self._minutes_elapsed = self._write_failed = False
+        self._save_seconds = 0.0
+        self._staging = HostStaging(context.world.rank)
+        self._current: BackgroundSave | None = None
+        self._best_metric = BestMetricTracker(retention.keep_best)
+        self._warnings = WarnOnce()
+        context.callbacks.append(self)
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
-        """Save by itself from now on: after so many steps, and after so many minutes on the first rank's clock."""
-        _check_times(steps, minutes)
-        self._steps, self._minutes = steps or 0, minutes or 0.0
+        """Save automatically after every `steps` steps, and after every `minutes` minutes by the clock of rank 0."""
+        valid_steps = steps is None or (isinstance(steps, Integral) and int(steps) > 0)
+        # false for NaN
+        valid_minutes = minutes is None or (isinstance(minutes, Real) and 0 < float(minutes) < math.inf)
+        if not valid_steps or not valid_minutes or (steps is None and minutes is None):
+            raise CheckpointError(
+                f"checkpoint.every(steps={steps!r}, minutes={minutes!r}) is not an interval: pass a positive integer, "
+                "for example every(steps=1000), or a positive number of minutes, for example every(minutes=30)"
+            )
+        self._every_steps, self._every_minutes = steps or 0, minutes or 0.0
 
     def save(self, step: int | None = None) -> None:
-        """Save now: training waits while tensors are copied, the disk is left to a thread; every rank must call it.
+        """Save now; call it on every rank. Training waits while tensors are copied, and a thread writes them.
 
-        Inside the body of a step it is done when the step ends, so that data, weights and ledger agree. `step` is the
-        number in the name, never below that of a checkpoint which is there; by default the steps done.
+        Inside the body of a step samestep saves when the step ends, so that data, weights and ledger agree. `step` is
+        the number in the name, by default the steps done, and must not be below that of an existing checkpoint.
         """
-        step = None if step is None else _whole(step)
-        if self._ground.engine.in_step:
-            self._asked, self._step = True, step
+        if step is not None:
+            try:
+                step = check_log_step(step)
+            except LogError as error:
+                raise CheckpointError(f"checkpoint.save: {error}, or omit it to use the steps done") from error
+        if self._context.progress.in_step:
+            self._requested, self._requested_step = True, step
         else:
             self._save(step)
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk and published; raise on every rank where it failed on one."""
-        writing, self._writing, self._trouble = self._writing, None, False
-        if writing is None:
+        """Wait until the last save is published; if it failed on one rank, raise CheckpointError on every rank."""
+        save, self._current, self._write_failed = self._current, None, False
+        if save is None:
             return
-        link = self._ground.link
-        with link.together("checkpoint.wait"):
+        comm = self._context.comm
+        with comm.collective("checkpoint.wait"):
             since, seen = time.monotonic(), {}
-            while writing.under_way:
-                writing.wait(_LOOK_SECONDS)
-                if writing.under_way and not link.alone:
-                    seen = link.look_around(since, seen, link.start_timeout)
-        self._saving = max(self._saving, writing.seconds)
-        if writing.told:
-            self._ground.say(writing.told)
-        if writing.error is not None:
-            raise CheckpointError(writing.error)
+            while save.is_running:
+                save.wait(_POLL_SECONDS)
+                if save.is_running and not comm.alone:
+                    seen = comm.check_peers(since, seen, comm.start_timeout)
+        self._save_seconds = max(self._save_seconds, save.seconds)
+        if save.message:
+            self._context.print(save.message)
+        if save.error is not None:
+            raise CheckpointError(save.error)
 
-    def reached(self, steps: int) -> None:
-        """Called at every step boundary."""
-        if self._trouble:
+    # StepCallback
+
+    def on_step_end(self, steps: int) -> None:
+        """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
+        if self._write_failed:
             self.wait()
-        # a step that was passed over leaves the count where it was
-        by_steps = bool(self._steps) and steps % self._steps == 0 and steps != self._saved_at
-        if self._asked or by_steps or self._due:
-            self._save(self._step, by_itself=not self._asked)
+        # a step without optimizer step does not change the count
+        steps_elapsed = bool(self._every_steps) and steps % self._every_steps == 0 and steps != self._saved_step
+        if self._requested or steps_elapsed or self._minutes_elapsed:
+            self._save(self._requested_step, automatic=not self._requested)
 
-    def ended(self, failed: bool) -> None:
-        """Called when the run ends: what was asked for is brought to the disk."""
+    def on_run_end(self, failed: bool) -> None:
+        """Finish the pending saves; after a failure wait only for a limited time."""
         if not failed:
-            if self._asked:
-                self._save(self._step)
+            if self._requested:
+                self._save(self._requested_step)
             self.wait()
-        elif self._writing is not None:
-            self._writing.abandon()
-            self._writing.wait(_AFTER_FAILURE_SECONDS)
+        elif self._current is not None:
+            self._current.abandon()
+            self._current.wait(_WAIT_AFTER_FAILURE_SECONDS)
 
-    def save_last(self) -> str:
-        """Called before the run ends early: the state of this step is on the disk and published when it returns."""
-        if self._asked or not self._saves or self._saved_at != self._ground.engine.steps:
-            # numbered so that it is newer than the last one and older than the next
-            self._early = not self._asked and self.last_number is None
-            self._save(self._step if self._asked else self.last_number, by_itself=not self._asked)
+    def save_before_exit(self) -> str:
+        """Save the state of this step before the run ends early, wait until it is published, and return its name."""
+        if self._requested or not self._saves or self._saved_step != self._context.progress.steps:
+            if self._requested:
+                self._save(self._requested_step)
+            else:  # with the last number it is newer than the last checkpoint and older than the next
+                self._save(self._last_number, automatic=True, preempted=self._last_number is None)
         self.wait()
-        return self._name
+        return self._saved_name
 
-    def saving(self) -> float:
-        """About how many seconds a checkpoint takes: as the slowest up to now; before, by size."""
-        if not self._saving:
-            tensors = (tensor for model in self._ground.engine.models for tensor in model.inner.parameters())
-            self._saving = (
-                _STATE_PER_WEIGHT * sum(local_tensor(tensor).nbytes for tensor in tensors) / _BYTES_PER_SECOND
-            )
-        return self._saving
+    def save_seconds(self) -> float:
+        """Return the duration of the slowest save so far, or an estimate from the size of the models."""
+        if not self._save_seconds:
+            parameters = (parameter for model in self._context.models for parameter in model.inner.parameters())
+            weight_bytes = sum(local_tensor(parameter).nbytes for parameter in parameters)
+            self._save_seconds = _STATE_PER_WEIGHT * weight_bytes / _BYTES_PER_SECOND
+        return self._save_seconds
 
-    def word(self) -> float:
-        """What this rank tells with the pulse: 1 if its time to save has come, 2 if writing has failed."""
-        late = bool(self._minutes) and time.monotonic() - self._since >= 60 * self._minutes
-        return 2.0 * self.urgent() + late
+    def sync_value(self) -> float:
+        """Return 1 if the interval of minutes has elapsed, plus 2 if writing failed."""
+        elapsed = bool(self._every_minutes) and time.monotonic() - self._saved_at >= 60 * self._every_minutes
+        return 2.0 * self.wants_sync() + elapsed
 
-    def urgent(self) -> bool:
-        """Whether writing has failed."""
-        writing = self._writing
-        return writing is not None and not writing.under_way and writing.error is not None
+    def wants_sync(self) -> bool:
+        """Whether writing failed on this rank."""
+        save = self._current
+        return save is not None and not save.is_running and save.error is not None
 
-    def heard(self, words: Sequence[float]) -> None:
-        """Take note of what all ranks told; the next step boundary acts on it. The first rank's clock counts."""
-        self._trouble = self._trouble or any(word >= 2 for word in words)
-        self._due = self._due or words[0] % 2 == 1
+    def on_sync(self, values: Sequence[float]) -> None:
+        """Store for the next step boundary whether writing failed on any rank, and whether a save is due on rank 0."""
+        self._write_failed = self._write_failed or any(value >= 2 for value in values)
+        self._minutes_elapsed = self._minutes_elapsed or values[0] % 2 == 1
 
-    def _save(self, step: int | None, by_itself: bool = False) -> None:
-        ground = self._ground
+    # Saving
+
+    def _save(self, step: int | None, automatic: bool = False, preempted: bool = False) -> None:
+        context, comm = self._context, self._context.comm
         self.wait()
-        began = time.monotonic()
-        # What was logged up to here would be lost with a kill, since nobody trains these steps again; and keep_best
-        # judges by it.
-        ground.engine.flush("checkpoint.save")
-        self._asked, self._step, self._due = False, None, False
-        if ground.link.world.is_main and _would_begin_anew(ground):
-            self._voice.warn_once(_BEGINS_ANEW)
-        number = ground.engine.steps if step is None else step
-        _check_together(ground.link, number)
-        for model in ground.engine.models:
-            average_running_stats(ground.link, model.inner)  # each rank has seen its own rows, and one rank's are saved
-        taken, task_name = self._prepare(number)
-        staged = self._memory.stage(taken.tensors, ground.link.alone)
+        started = time.monotonic()
+        # A resumed run does not log these steps again, and keep_best needs the latest value.
+        context.flush_metrics("checkpoint.save")
+        self._requested, self._requested_step, self._minutes_elapsed = False, None, False
+        if context.world.is_main and _lacks_position(context):
+            self._warnings.warn_once(_NO_POSITION)
+        number = context.progress.steps if step is None else step
+        _check_same_number(comm, number)
+        for model in context.models:
+            average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
+        name, state, tensors = self._collect(number)
+        staged = self._staging.stage(tensors, comm.alone)
         self._saves += 1
-        rules, link = self._rules, ground.link
-        self._writing = Writing(
-            Task(
-                rank=link.world.rank,
-                size=link.world.size,
-                store=None if link.alone else link.store,
-                label=f"checkpoint/{rules.token}/{self._saves}",
-                folder=rules.folder,
-                writing=self._writing_folder(number),
-                name=task_name,
-                staged=staged,
-                values=taken.values,
-                manifest=self._manifest(number, by_itself),
-                retire=partial(_retire, rules),
-            ),
-            began,
+        self._current = BackgroundSave(
+            rank=context.world.rank,
+            world_size=context.world.size,
+            store=None if comm.alone else comm.store,
+            store_prefix=f"checkpoint/{self._token}/{self._saves}",
+            staged=staged,
+            state=state,
+            manifest=self._manifest(number, automatic, preempted),
+            writing=checkpoint_folder.writing_folder(self.folder, number, self._token),
+            published=self.folder / name,
+            retention=self._retention,
+            started=started,
         )
-        self._since, self._saved_at, self._name = time.monotonic(), ground.engine.steps, task_name
-        self.last_number = None if number == ground.engine.steps else number
+        self._saved_at, self._saved_step, self._saved_name = time.monotonic(), context.progress.steps, name
+        self._last_number = None if number == context.progress.steps else number
 
-    def _prepare(self, number: int) -> tuple[Taken, str]:
-        """The state of this rank and the name of the checkpoint; what fails on one rank is raised on all."""
-        link, taken, name, error = self._ground.link, Taken({}, {}), "", None
+    def _collect(self, number: int) -> tuple[str, dict[str, object], Tensors]:
+        """Return the name of the checkpoint and the state of this rank; raise on all ranks what one rank raises."""
+        context, name, error = self._context, "", None
+        state: dict[str, object] = {}
+        tensors: Tensors = {}
         try:
-            taken = self.parts.take()
-            taken.tensors[luck.name_of(link.world.rank)] = luck.take(self._ground.device)
-            for account in self._ground.engine.accounts:
-                account.sync()  # before the position is saved: the ledger knows all that the checkpoint has learnt
-            if link.world.is_main:
-                name = self._open_folder(number, sum(tensor.nbytes for tensor in taken.tensors.values()))
-        except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
-            error = explain_state(failure)
-        answers = link.exchange_objects("checkpoint.save", (name, error))
-        for rank, (_, text) in enumerate(answers):
-            if text is not None:
-                raise CheckpointError(text if link.alone else f"rank {rank}: {text}")
-        return taken, answers[0][0]
+            state, tensors = self.parts.state()
+            tensors[rng_tensor_name(context.world.rank)] = get_rng_state(context.device)
+            for ledger in context.ledgers:
+                ledger.sync()  # the ledger must contain every sample that the checkpoint has trained on
+            if context.world.is_main:
+                name = self._create_folder(number, sum(tensor.nbytes for tensor in tensors.values()))
+        except Exception as failure:  # noqa: BLE001  # the user's state_dict can raise anything
+            error = describe_state_error(failure)
+        return exchange_or_raise(context.comm, "checkpoint.save", name, error)[0], state, tensors
 
-    def _open_folder(self, number: int, needed: int) -> str:
-        folder = self._rules.folder
+    def _create_folder(self, number: int, needed: int) -> str:
+        """On rank 0: create the folder to write to, and return the name under which it will be published."""
+        writing = checkpoint_folder.writing_folder(self.folder, number, self._token)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._saves:
-                catalog.clean(folder, self._rules.token)
-            catalog.check_order(folder, number, self._rules.bad)
-            check_room(folder, needed)
-            writing = self._writing_folder(number)
-            if writing.exists():  # an attempt that failed and could not be cleared away
-                remove_folder(writing)
+                checkpoint_folder.remove_leftovers(self.folder, self._token)
+            checkpoint_folder.check_number(self.folder, number, self._retention.corrupt)
+            checkpoint_folder.check_free_space(self.folder, needed)
+            if writing.exists():  # a failed save that could not be removed
+                checkpoint_folder.remove_folder(writing)
             writing.mkdir()
         except OSError as error:
-            raise explain(error, f"making a checkpoint in {folder}") from error
-        return catalog.free_name(folder, number)
+            raise disk_error(error, f"creating a checkpoint in {self.folder}") from error
+        return checkpoint_folder.unused_name(self.folder, number)
 
-    def _writing_folder(self, number: int) -> Path:
-        return self._rules.folder / f".writing-{catalog.name_of(number)}-{self._rules.token}"
-
-    def _manifest(self, number: int, by_itself: bool) -> Manifest:
-        ground = self._ground
-        facts, first = ground.facts(), ground.link.world.is_main
-        versions = {"samestep": str(facts.get("version")), "torch": str(facts.get("torch"))}
-        now = Stage(ground.link.world.size, self._first_step, ground.engine.steps, versions)
-        if self._early:
-            facts[catalog.EARLY] = True
-        told = encode(json.loads(json.dumps(facts, default=str)), "run", {})
-        assert isinstance(told, dict)
+    def _manifest(self, number: int, automatic: bool, preempted: bool) -> Manifest:
+        context = self._context
+        summary = context.summary("saved")
+        versions = {"samestep": str(summary.get("version")), "torch": str(summary.get("torch"))}
+        current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
+        if preempted:
+            summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
+        metric = None
+        if context.world.is_main:
+            metrics = summary["metrics"]
+            assert isinstance(metrics, dict)
+            metric = self._best_metric.value(metrics, context.log_count, automatic)
+        run = encode(json.loads(json.dumps(summary, default=str)), "run", {})
+        assert isinstance(run, dict)
         return Manifest(
             step=number,
-            samples=ground.engine.samples,
+            samples=context.progress.samples,
             saved_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-            history=[*self._history, now],
+            history=[*self._history, current],
             parts=self.parts.kinds,
-            run=told,
-            metric=self._judge.rate(facts["metrics"], ground.times_logged, by_itself) if first else None,
+            run=run,
+            metric=metric,
         )
 
 
-def _would_begin_anew(ground: Ground) -> bool:
-    """Whether training draws from data whose position no checkpoint of the run holds."""
-    parts = [each.parts for each in ground.riders if isinstance(each, Checkpoint)]
-    return any(not any(each.may_hold(source) for each in parts) for source in ground.engine.trained)
+class BestMetricTracker:
+    """Returns the value of the metric `keep_best` for a checkpoint, if it was logged since the previous checkpoint."""
 
+    def __init__(self, name: str | None) -> None:
+        self._name, self._count, self._warnings = name, 0, WarnOnce()
 
-def _check_times(steps: object, minutes: object) -> None:
-    whole = steps is None or (isinstance(steps, Integral) and int(steps) > 0)
-    # a comparison with nan is never true
-    sensible = minutes is None or (isinstance(minutes, Real) and 0 < float(minutes) < math.inf)
-    if not whole or not sensible or (steps is None and minutes is None):
-        raise CheckpointError(
-            f"checkpoint.every(steps={steps!r}, minutes={minutes!r}) says no time to save: give steps=, a whole number "
-            "as in every(steps=1000), or minutes=, as in every(minutes=30)"
-        )
+    def value(
+        self, metrics: Mapping[str, float], log_count: Callable[[str], int], automatic: bool
+    ) -> tuple[str, float] | None:
+        """Return name and value, or None if these weights have none; `metrics` are the last logged values.
 
-
-def _check_together(link: Communicator, number: int) -> None:
-    told = [int(part[0]) for part in link.exchange("checkpoint.save", [float(number)])]
-    for rank, theirs in enumerate(told):
-        if theirs != number:
-            raise CheckpointError(
-                f"rank {link.world.rank} saves step {number} and rank {rank} saves step {theirs}: a checkpoint is "
-                "of one step on all ranks; call checkpoint.save at the same place everywhere"
+        An `automatic` save can come before the first evaluation, so a missing metric is then not a reason to warn.
+        """
+        name = self._name
+        if name is None:
+            return None
+        previous, self._count = self._count, log_count(name)
+        if name not in metrics:
+            if not automatic or not all(other.startswith("train/") for other in metrics):
+                self._warnings.warn_once(
+                    f"keep_best={name!r} cannot rate this checkpoint: no such metric was logged yet (logged: "
+                    f"{', '.join(sorted(metrics)) or 'none'}); log it before checkpoint.save()"
+                )
+            return None
+        if self._count == previous:  # the value belongs to older weights
+            return None
+        if not math.isfinite(metrics[name]):
+            self._warnings.warn_once(
+                f"keep_best={name!r} cannot rate this checkpoint: {name} is {metrics[name]}, which is never the best"
             )
+            return None
+        return name, metrics[name]
 
 
-def _retire(rules: Rules, published: Path) -> str | None:
-    try:
-        top = catalog.retire(rules.folder, published, rules.keep, rules.keep_best, rules.bad)
-    except OSError as error:  # no reason to end a training whose state is safe
-        return f"an old checkpoint in {rules.folder} could not be removed ({error}): remove it by hand"
-    if top != published or rules.keep_best is None:
-        return None
-    order = "lower" if catalog.is_lower_better(rules.keep_best) else "higher"
-    return f"best checkpoint so far: {published.name} by {rules.keep_best} ({order} is better)"
+def exchange_or_raise(
+    comm: Communicator, operation: str, value: T, error: str | None, cause: BaseException | None = None
+) -> list[T]:
+    """Return the values of all ranks, or raise CheckpointError on all ranks if one of them has an error."""
+    answers = comm.exchange_objects(operation, (value, error))
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from cause
+    return [value for value, _ in answers]
 
 
-def _whole(step: object) -> int:
-    try:
-        return check_log_step(step)
-    except LogError as error:
-        raise CheckpointError(f"checkpoint.save: {error}; without step= it is the steps done") from error
+def _lacks_position(context: RunContext) -> bool:
+    """Whether training reads data whose position is in no checkpoint of the run."""
+    parts = [each.parts for each in context.callbacks if isinstance(each, Checkpoint)]
+    return any(not any(each.may_contain(data) for each in parts) for data in context.training_data)
+
+
+def _check_same_number(comm: Communicator, number: int) -> None:
+    for rank, other in enumerate(comm.exchange("checkpoint.save", [float(number)])):
+        if int(other[0]) != number:
+            raise CheckpointError(
+                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other[0])}: all ranks must "
+                "save the same step; call checkpoint.save at the same point on every rank"
+            )

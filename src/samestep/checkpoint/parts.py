@@ -1,9 +1,12 @@
-"""The parts of a checkpoint: models, optimizers and whatever else tells its state, taken apart and put back."""
+"""The parts of a checkpoint: the state of models, optimizers and other objects, and of the random number generators.
+
+Parameters are saved under their names in your module, without the prefixes of wrappers, and optimizer state under the
+names of its parameters instead of their positions. So the state fits any world size and strategy.
+"""
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final, Protocol
 
@@ -15,357 +18,135 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.checkpoint.state_encoding import decode, encode, tensor_names
 from samestep.checkpoint.tensor_storage import Index
-from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, SamestepError
-from samestep.parallel.wrapped_model import WrappedModel
+
+Tensors = dict[str, torch.Tensor]
+_MAX_DIFFERENCES: Final = 5  # in an error message
+_DEVICE_OPTIONS: Final = ("foreach", "fused", "capturable")
+"""Optimizer options about how a step is computed on a device; they are not restored."""
+_RNG_PREFIX: Final = "rng"
 
 
 class Stateful(Protocol):
-    """Anything that can tell its state and take it back: a model, an optimizer, a scheduler, a shard."""
+    """An object with a state: a model, an optimizer, a scheduler, a shard."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state."""
+        """Return the state."""
         ...
 
-    def load_state_dict(self, state: Any, /) -> object:  # each takes what its own state_dict gave
-        """Take the state back."""
+    def load_state_dict(self, state: Any, /) -> object:
+        """Restore what `state_dict` returned."""
         ...
-
-
-class Ledger(Protocol):
-    """The ledger of one shard."""
-
-    def sync(self) -> None:
-        """Hand all records to the disk."""
-        ...
-
-
-class Engine(Protocol):
-    """What follows the steps of a run."""
-
-    steps: int
-    samples: int
-    in_step: bool
-    at_end: list[Callable[[], None]]
-
-    @property
-    def models(self) -> Sequence[WrappedModel]:
-        """What run.wrap made."""
-        ...
-
-    @property
-    def accounts(self) -> Sequence[Ledger]:
-        """The ledgers."""
-        ...
-
-    @property
-    def trained(self) -> Iterable[object]:
-        """The shards and streams that training has drawn from."""
-        ...
-
-    def flush(self, act: str) -> None:
-        """Bring logged values together now."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ground:
-    """A run, as far as its checkpoints see it."""
-
-    link: Communicator
-    """All ranks."""
-    engine: Engine
-    """What follows the steps."""
-    device: torch.device
-    """Where this rank computes."""
-    riders: list[Any]
-    """Who hears the pulse and is called at step boundaries and at the end; a checkpoint is one of them."""
-    reseed: Callable[[int], None]
-    """Lets this rank draw numbers of its own from a step on that no rank has drawn before."""
-    say: Callable[[str], None]
-    """Prints once."""
-    once: Callable[..., Any]
-    """Runs a function on the first rank and gives its value to all."""
-    facts: Callable[[], dict[str, object]]
-    """What the run knows of itself."""
-    times_logged: Callable[[str], int]
-    """How often a name was logged up to now, as the first rank knows."""
-    extra: Mapping[str, Stateful]
-    """State of the run itself that is saved with what the user gave."""
-
-
-_OF_THE_MACHINE: Final = ("foreach", "fused", "capturable")
-"""How steps are computed, not what: these stay as they are here."""
-_SHOWN_PARAMETERS: Final = 4
-
-
-def names_of(optimizer: Optimizer, part: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """A name for each parameter of the optimizer, in its own order; `parameters` are those of all models, by name."""
-    known: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        known.setdefault(id(parameter), name)
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [tuple(parameter.shape) for parameter in members if id(parameter) not in known]
-    if strange:
-        raise CheckpointError(
-            f"{part} holds {len(strange)} parameter(s) of no model that run.checkpoint was given (shapes "
-            f"{', '.join(map(str, strange[:_SHOWN]))}): give their model too, as in run.checkpoint(folder, model=model, "
-            f"{part}={part})"
-        )
-    return [known[id(parameter)] for parameter in members]
-
-
-def named_state(optimizer: Optimizer, names: list[str]) -> dict[str, object]:
-    """What optimizer.state_dict() tells, with names for numbers; an optimizer without state stays without."""
-    packed = optimizer.state_dict()
-    state = {names[at]: entries for at, entries in packed["state"].items()}
-    groups = [{**group, "params": [names[at] for at in group["params"]]} for group in packed["param_groups"]]
-    return {"kind": type(optimizer).__name__, "state": state, "groups": groups}
-
-
-def load_named(optimizer: Optimizer, part: str, names: list[str], saved: Mapping[str, Any]) -> None:
-    """Give an optimizer what `named_state` told; its parameters may stand in another order."""
-    _check_kind(part, type(optimizer).__name__, saved.get("kind"))
-    number = {name: at for at, name in enumerate(names)}
-    here = optimizer.state_dict()["param_groups"]
-    _check_groups(part, [[names[at] for at in group["params"]] for group in here], saved["groups"])
-    groups: list[dict[str, object]] = []
-    for mine, theirs in zip(here, saved["groups"], strict=True):
-        kept = {key: mine[key] for key in ("params", *_OF_THE_MACHINE) if key in mine}
-        groups.append({**theirs, **kept})
-    state = {number[name]: entries for name, entries in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def owner(path: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The parameter whose state stands under a path, however deep in it; None where there is no such parameter.
-
-    >>> owner("model/weight/old_dirs/0", {"model/weight": torch.ones(2)})
-    tensor([1., 1.])
-    """
-    while path and path not in parameters:
-        path = path.rpartition("/")[0]
-    return parameters.get(path)
-
-
-def like(pattern: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Room for a value that belongs to a tensor: where it has its shape also on its device and sharded as it is."""
-    if pattern is not None and tuple(pattern.shape) == shape:
-        return torch.empty_like(pattern.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype)
-
-
-def _check_kind(part: str, here: str, there: object) -> None:
-    if there not in (here, None):  # which an earlier samestep did not write down
-        raise CheckpointError(
-            f"{part} is {here} here and was {there} when it was saved: what one of them keeps means nothing to the "
-            "other; build it as it was, or begin in another folder, from the weights that `samestep checkpoint export` "
-            "gives"
-        )
-
-
-def _check_groups(part: str, here: list[list[str]], saved: list[dict[str, Any]]) -> None:
-    there: list[list[str]] = [group["params"] for group in saved]
-    if list(map(sorted, here)) == list(map(sorted, there)):
-        return
-    differ = sorted(set(chain(*here)) ^ set(chain(*there)))[:_SHOWN_PARAMETERS]
-    names = f", first {', '.join(differ)}" if differ else ""
-    raise CheckpointError(
-        f"{part} groups its parameters otherwise than when it was saved: {list(map(len, there))} parameters in its "
-        f"groups there, {list(map(len, here))} here{names}; build it as it was, or begin in another folder"
-    )
-
-
-PREFIX = "luck"
-
-
-def name_of(rank: int) -> str:
-    """Under which name a rank's state is saved."""
-    return f"{PREFIX}/rank-{rank:05}"
-
-
-def take(device: torch.device) -> torch.Tensor:
-    """All generators of this process as bytes: Python's, numpy's and torch's."""
-    state: dict[str, object] = {
-        "python": random.getstate(),
-        "numpy": _numpy_state(),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    text = json.dumps(encode(state, PREFIX, {})).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def give_back(saved: torch.Tensor, device: torch.device) -> None:
-    """Let all generators go on from where they were."""
-    state = decode(json.loads(saved.numpy().tobytes()), _no_tensor)
-    assert isinstance(state, dict)
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_words(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_words(state["cuda"]), device)
-
-
-def _numpy_state() -> tuple[object, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    assert isinstance(keys, np.ndarray)
-    return (kind, keys.tobytes(), *rest)
-
-
-def _words(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise KeyError(name)
-
-
-Tensors = dict[str, torch.Tensor]
-_SHOWN: Final = 5
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The state of all parts at one moment: values as JSON, tensors as they live."""
-
-    values: dict[str, object]
-    tensors: Tensors
 
 
 class Parts:
-    """What run.checkpoint was given, by name."""
+    """The objects that run.checkpoint received, by name; `unwrap` returns the user's module of a wrapped model."""
 
-    def __init__(self, given: Mapping[str, Stateful], inner: Callable[[nn.Module], nn.Module]) -> None:
-        self._given = {name: inner(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
+    def __init__(self, given: Mapping[str, Stateful], unwrap: Callable[[nn.Module], nn.Module]) -> None:
         for name, part in given.items():
-            missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(part, m, None))]
+            missing = [
+                method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))
+            ]
             if missing:
                 raise CheckpointError(
-                    f"run.checkpoint({name}=...) got a {type(part).__name__}, which has no {' and no '.join(missing)}: "
-                    "give something whose state can be told and taken back"
+                    f"run.checkpoint({name}=...) got a {type(part).__name__} without {' and '.join(missing)}: pass an "
+                    "object that has both methods"
                 )
-        self._modules = {name: part for name, part in self._given.items() if isinstance(part, nn.Module)}
+        self._parts = {name: unwrap(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
+        self._models = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each part is."""
-        return {name: _kind(part) for name, part in self._given.items()}
+        """Whether each part is a model, an optimizer or other state."""
+        return {name: _kind(part) for name, part in self._parts.items()}
 
-    def may_hold(self, source: object) -> bool:
-        """Whether the position in some data is saved: by itself, or by an object of the user's, who alone knows."""
-        return any(part is source or _is_of_the_user(part) for part in self._given.values())
+    def may_contain(self, data: object) -> bool:
+        """Whether the position in a shard or stream is saved: as a part, or possibly within an object of the user."""
+        return any(part is data or _is_user_object(part) for part in self._parts.values())
 
-    def take(self) -> Taken:
-        """The state of every part; tensors are the living ones, to be copied before training goes on."""
-        taken = Taken({}, {})
-        for name, part in self._given.items():
-            taken.values[name] = encode(self._state(name, part), name, taken.tensors)
-        return taken
+    def state(self) -> tuple[dict[str, object], Tensors]:
+        """Return the state of every part as JSON values, and its tensors, which share memory with the parts."""
+        tensors: Tensors = {}
+        values = {name: encode(self._state_of(name), name, tensors) for name in self._parts}
+        return values, tensors
 
-    def prepare(self, values: Mapping[str, object], index: Index) -> tuple[Tensors, Callable[[], None]]:
-        """Room for the tensors of a checkpoint that fits these parts, and what puts all back once it is filled."""
-        self._check_names(values)
-        room: Tensors = {}
-        models_first = sorted(
-            self._given, key=lambda name: name not in self._modules
-        )  # another model explains the rest
-        states = {name: self._make_room(name, values[name], index, room) for name in models_first}
-        return room, lambda: self._put_back(states)
+    def prepare_load(self, values: Mapping[str, object], index: Index) -> tuple[Tensors, Callable[[], None]]:
+        """Check that a checkpoint fits; return the tensors to fill from it, and a function to call when they are filled.
 
-    def _state(self, name: str, part: Stateful) -> dict[str, object]:
+        The parameters of models are filled in place, with sharding as it is now. Other tensors are newly allocated.
+        """
+        if missing := [name for name in self._parts if name not in values]:
+            raise CheckpointError(
+                f"the checkpoint has no {' and no '.join(missing)}, only {', '.join(values)}: leave "
+                f"{'it' if len(missing) == 1 else 'them'} out of run.checkpoint, or start in another folder"
+            )
+        targets: Tensors = {}
+        # models first: if the model differs, its error message is the helpful one
+        names = sorted(self._parts, key=lambda name: name not in self._models)
+        states = {name: self._allocate(name, values[name], index, targets) for name in names}
+
+        def load() -> None:
+            """Pass the filled state to every part."""
+            for name in self._parts:
+                self._load(name, states[name])
+
+        return targets, load
+
+    def _state_of(self, name: str) -> dict[str, object]:
+        part = self._parts[name]
         if isinstance(part, Optimizer):
-            return named_state(part, names_of(part, name, self._parameters()))
+            return _optimizer_state(part, _parameter_names(part, name, self._parameters()))
         if isinstance(part, nn.Module):
-            plain = _plain(part)
-            return {plain(path): value for path, value in part.state_dict().items()}
+            unwrapped = _unwrapped_names(part)
+            return {unwrapped(key): value for key, value in part.state_dict().items()}
         return dict(part.state_dict())
 
-    def _put_back(self, states: dict[str, object]) -> None:
-        for name, part in self._given.items():
-            self._load(name, part, states[name])
+    def _allocate(self, name: str, value: Any, index: Index, targets: Tensors) -> object:
+        """Add a tensor to `targets` for each tensor of this part, and return its state with them."""
+        part = self._parts[name]
+        current: Tensors = {}
+        encode(self._state_of(name), name, current)
+        if isinstance(part, nn.Module):
+            _check_same_parameters(name, current, set(tensor_names(value)), index)
+            targets.update(current)
+            return decode(value, current.__getitem__)
+        templates: Mapping[str, torch.Tensor | None] = current
+        if isinstance(part, Optimizer):  # before its first step it has no state: use the layout of the parameters
+            parameters, prefix = self._parameters(), f"{name}/state/"
+            in_state = [tensor for tensor in tensor_names(value) if tensor.startswith(prefix)]
+            templates = {tensor: _owner(tensor.removeprefix(prefix), parameters) for tensor in in_state}
+        for tensor in tensor_names(value):
+            stored, template = index[tensor], templates.get(tensor)
+            if template is not None and tuple(template.shape) == stored.shape:  # same device and sharding
+                targets[tensor] = torch.empty_like(template.detach(), dtype=stored.dtype)
+            else:
+                targets[tensor] = torch.empty(stored.shape, dtype=stored.dtype)
+        return decode(value, targets.__getitem__)
 
-    def _load(self, name: str, part: Stateful, state: Any) -> None:
+    def _load(self, name: str, state: Any) -> None:
+        part = self._parts[name]
         if isinstance(part, Optimizer):
-            load_named(part, name, names_of(part, name, self._parameters()), state)
+            _load_optimizer_state(part, name, _parameter_names(part, name, self._parameters()), state)
             return
         if isinstance(part, nn.Module):
-            plain = _plain(part)
-            here = {plain(path): path for path in part.state_dict()}
-            state = {here.get(path, path): value for path, value in state.items()}
+            unwrapped = _unwrapped_names(part)
+            keys = {unwrapped(key): key for key in part.state_dict()}
+            state = {keys.get(key, key): value for key, value in state.items()}
         part.load_state_dict(state)
 
-    def _make_room(self, name: str, value: Any, index: Index, room: Tensors) -> object:
-        part = self._given[name]
-        living = Taken({}, {})
-        encode(self._state(name, part), name, living.tensors)
-        if isinstance(part, nn.Module):
-            _check_shapes(name, living.tensors, set(tensor_names(value)), index)
-            room.update(living.tensors)
-            return decode(value, living.tensors.__getitem__)
-        patterns = living.tensors
-        if isinstance(part, Optimizer):  # one that has made no step has no state, but its parameters tell the layout
-            parameters, start = self._parameters(), f"{name}/state/"
-            state = [tensor for tensor in tensor_names(value) if tensor.startswith(start)]
-            patterns = {t: of for t in state if (of := owner(t.removeprefix(start), parameters)) is not None}
-        for tensor in tensor_names(value):
-            whole = index[tensor]
-            room[tensor] = like(patterns.get(tensor), whole.shape, whole.dtype)
-        return decode(value, room.__getitem__)
-
     def _parameters(self) -> Tensors:
+        """The parameters of all models, as `part/name`."""
         return {
-            f"{name}/{plain(path)}": parameter
-            for name, module in self._modules.items()
-            for plain in [_plain(module)]
-            for path, parameter in module.named_parameters()
+            f"{name}/{unwrapped(key)}": parameter
+            for name, model in self._models.items()
+            for unwrapped in [_unwrapped_names(model)]
+            for key, parameter in model.named_parameters()
         }
 
-    def _check_names(self, values: Mapping[str, object]) -> None:
-        missing = [name for name in self._given if name not in values]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint holds no {' and no '.join(missing)}, only {', '.join(values)}: leave "
-                f"{'it' if len(missing) == 1 else 'them'} out of run.checkpoint, or begin in another folder"
-            )
 
-
-def _plain(module: nn.Module) -> Callable[[str], str]:
-    """Names in a module without those of wrappers inside, such as that of an average of a wrapped model.
-
-    One rank has none of them, and a checkpoint is to fit any number of ranks.
-    """
-    paths = [(f"{path}." if path else "", _held_as(each)) for path, each in module.named_modules()]
-    hops = [(path, f"{path}{held}.") for path, held in reversed(paths) if held is not None]
-
-    def plain(name: str) -> str:
-        """The name as it would be without them; the innermost goes first."""
-        for path, hop in hops:
-            if name.startswith(hop):
-                name = path + name.removeprefix(hop)
-        return name
-
-    return plain
-
-
-def _held_as(module: nn.Module) -> str | None:
-    """Under which name a wrapper holds what it stands around; None for any other module."""
-    if isinstance(module, DistributedDataParallel):
-        return "module"
-    return "_orig_mod" if hasattr(module, "_orig_mod") else None  # torch.compile's, whose class takes seconds to load
-
-
-def explain_state(error: Exception) -> str:
-    """Why a state cannot be saved: our own words as they are, those of anybody else with their kind."""
-    return (
-        str(error) if isinstance(error, SamestepError) else f"the state cannot be told: {type(error).__name__}: {error}"
-    )
-
-
-def _is_of_the_user(part: Stateful) -> bool:
-    return _kind(part) == "state" and type(part).__module__.partition(".")[0] not in ("torch", "samestep")
+def describe_state_error(error: Exception) -> str:
+    """Return the message of an error of samestep, or the type and message of any other exception in state_dict()."""
+    return str(error) if isinstance(error, SamestepError) else f"state_dict() failed: {type(error).__name__}: {error}"
 
 
 def _kind(part: Stateful) -> str:
@@ -374,20 +155,149 @@ def _kind(part: Stateful) -> str:
     return "optimizer" if isinstance(part, Optimizer) else "state"
 
 
-def _check_shapes(part: str, here: Tensors, there: set[str], index: Index) -> None:
-    """Raise where a model is not the one that was saved: the first names that differ say why."""
-    told: list[str] = []
-    for name in sorted(here.keys() | there):
+def _is_user_object(part: Stateful) -> bool:
+    return _kind(part) == "state" and type(part).__module__.partition(".")[0] not in ("torch", "samestep")
+
+
+# Models
+
+
+def _unwrapped_names(module: nn.Module) -> Callable[[str], str]:
+    """Return a function that removes the prefixes of DDP and torch.compile inside the module from a name."""
+    wrappers = [(f"{path}." if path else "", _wrapper_prefix(child)) for path, child in module.named_modules()]
+    # innermost first
+    prefixes = [(path, f"{path}{prefix}.") for path, prefix in reversed(wrappers) if prefix is not None]
+
+    def unwrapped(name: str) -> str:
+        for path, wrapped_path in prefixes:
+            if name.startswith(wrapped_path):
+                name = path + name.removeprefix(wrapped_path)
+        return name
+
+    return unwrapped
+
+
+def _wrapper_prefix(module: nn.Module) -> str | None:
+    """The attribute in which a wrapper stores its module; None if the module is not a wrapper."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    return "_orig_mod" if hasattr(module, "_orig_mod") else None  # importing torch.compile's class takes seconds
+
+
+def _check_same_parameters(part: str, current: Tensors, saved: set[str], index: Index) -> None:
+    differences: list[str] = []
+    for name in sorted(current.keys() | saved):
         short = name.removeprefix(f"{part}/")
-        if name not in there:
-            told.append(f"{short} is here only")
-        elif name not in here:
-            told.append(f"{short} is there only")
-        elif (saved := index[name].shape) != tuple(here[name].shape):
-            told.append(f"{short} is {saved} there and {tuple(here[name].shape)} here")
-    if told:
-        more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        if name not in saved:
+            differences.append(f"{short} is only in the model")
+        elif name not in current:
+            differences.append(f"{short} is only in the checkpoint")
+        elif (shape := index[name].shape) != tuple(current[name].shape):
+            differences.append(f"{short} is {shape} in the checkpoint and {tuple(current[name].shape)} in the model")
+    if differences:
+        more = f" and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
         raise CheckpointError(
-            f"the checkpoint belongs to another run, for {part} is another model: {'; '.join(told[:_SHOWN])}{more}; "
-            "give run.checkpoint another folder, or build the model as it was"
+            f"the checkpoint was saved with a different {part}: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; pass "
+            "another folder to run.checkpoint, or build the model as it was"
         )
+
+
+# Optimizers
+
+
+def _parameter_names(optimizer: Optimizer, part: str, parameters: Tensors) -> list[str]:
+    """Return the name of each parameter of the optimizer, in its order; `parameters` are those of all models."""
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), name)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := [str(tuple(parameter.shape)) for parameter in members if id(parameter) not in names]:
+        raise CheckpointError(
+            f"{part} has {len(unknown)} parameter(s) of no model that run.checkpoint received (shapes "
+            f"{', '.join(unknown[:_MAX_DIFFERENCES])}): pass their model too, for example "
+            f"run.checkpoint(folder, model=model, {part}={part})"
+        )
+    return [names[id(parameter)] for parameter in members]
+
+
+def _optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, object]:
+    """Return optimizer.state_dict() with parameter names in place of positions."""
+    packed = optimizer.state_dict()
+    state = {names[at]: entries for at, entries in packed["state"].items()}
+    groups = [{**group, "params": [names[at] for at in group["params"]]} for group in packed["param_groups"]]
+    return {"class": type(optimizer).__name__, "state": state, "groups": groups}
+
+
+def _load_optimizer_state(optimizer: Optimizer, part: str, names: list[str], saved: Mapping[str, Any]) -> None:
+    """Load what `_optimizer_state` returned; the order of the parameters may differ."""
+    if (kind := type(optimizer).__name__) != saved["class"]:
+        raise CheckpointError(
+            f"{part} is {kind} and the checkpoint has the state of {saved['class']}, which {kind} cannot use: create it "
+            "as it was, or start in another folder from the weights that `samestep checkpoint export` writes"
+        )
+    positions = {name: at for at, name in enumerate(names)}
+    current = optimizer.state_dict()["param_groups"]
+    _check_same_groups(part, [[names[at] for at in group["params"]] for group in current], saved["groups"])
+    groups: list[dict[str, object]] = []
+    for group, saved_group in zip(current, saved["groups"], strict=True):
+        kept = {key: group[key] for key in ("params", *_DEVICE_OPTIONS) if key in group}
+        groups.append({**saved_group, **kept})
+    state = {positions[name]: entries for name, entries in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_same_groups(part: str, current: list[list[str]], saved_groups: list[dict[str, Any]]) -> None:
+    saved: list[list[str]] = [group["params"] for group in saved_groups]
+    if list(map(sorted, current)) == list(map(sorted, saved)):
+        return
+    differences = sorted(set(chain(*current)) ^ set(chain(*saved)))[:_MAX_DIFFERENCES]
+    names = f" (first differences: {', '.join(differences)})" if differences else ""
+    raise CheckpointError(
+        f"{part} has other parameter groups than the checkpoint: {list(map(len, saved))} parameters per group in the "
+        f"checkpoint, {list(map(len, current))} here{names}; create it as it was, or start in another folder"
+    )
+
+
+def _owner(path: str, parameters: Tensors) -> torch.Tensor | None:
+    """Return the parameter whose optimizer state contains this path, at any depth."""
+    while path and path not in parameters:
+        path = path.rpartition("/")[0]
+    return parameters.get(path)
+
+
+# Random number generators
+
+
+def rng_tensor_name(rank: int) -> str:
+    """Return the name under which the RNG state of a rank is stored."""
+    return f"{_RNG_PREFIX}/rank-{rank:05}"
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """Return the state of this process's generators (Python, NumPy, torch, CUDA) as bytes."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
+    state: dict[str, object] = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tobytes(), *rest),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return _byte_tensor(json.dumps(encode(state, _RNG_PREFIX, {})).encode())
+
+
+def set_rng_state(saved: torch.Tensor, device: torch.device) -> None:
+    """Restore what `get_rng_state` returned."""
+    state = decode(json.loads(saved.numpy().tobytes()), Tensors().__getitem__)
+    assert isinstance(state, dict)
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]), device)
+
+
+def _byte_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,179 +1,164 @@
-"""Restoring: the newest checkpoint that is sound, agreed on by all ranks, loaded by all of them."""
+"""Restore: all ranks agree on the newest valid checkpoint and load it, on any world size."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 
 from torch import nn
 
-from samestep.checkpoint import parts as luck
-from samestep.checkpoint import tensor_storage as index_file
-from samestep.checkpoint.checkpoint import Checkpoint, Rules
-from samestep.checkpoint.checkpoint_folder import hold, newest_first
-from samestep.checkpoint.manifest import Damaged, Manifest, check_files, read_manifest
-from samestep.checkpoint.parts import Ground, Parts, Stateful, explain_state
-from samestep.checkpoint.save import STATE
-from samestep.checkpoint.tensor_storage import Files, Index
+from samestep.checkpoint.checkpoint import Checkpoint, exchange_or_raise
+from samestep.checkpoint.checkpoint_folder import Retention, list_newest_first
+from samestep.checkpoint.folder_lock import acquire
+from samestep.checkpoint.manifest import STATE_FILE, CorruptCheckpoint, Manifest, read_manifest, verify_files
+from samestep.checkpoint.parts import Parts, Stateful, describe_state_error, rng_tensor_name, set_rng_state
+from samestep.checkpoint.tensor_storage import CheckpointReader, read_full_tensor, read_index
+from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError, SamestepError
 from samestep.messages import warn
 
-_ACT = "run.checkpoint"
+_OPERATION = "run.checkpoint"
 
 
-def folder_of(given: str | Path) -> Path:
-    """Where checkpoints lie, as an absolute path."""
-    if not str(given).strip():
+def resolve_folder(folder: str | Path) -> Path:
+    """Return the folder as an absolute path."""
+    if not str(folder).strip():
         raise CheckpointError(
-            f'run.checkpoint({str(given)!r}) names no folder: give one, as in run.checkpoint("out", ...), or "." for the '
-            "folder in which the script was started"
+            f'run.checkpoint({str(folder)!r}) has no folder: pass one, for example run.checkpoint("out", ...), or "." '
+            "for the current folder"
         )
-    return Path(given).expanduser().absolute()
+    return Path(folder).expanduser().absolute()
 
 
 def restore(
-    ground: Ground, folder: Path, keep: int, keep_best: str | None, given: Mapping[str, Stateful]
+    context: RunContext, folder: Path, keep: int, keep_best: str | None, given: Mapping[str, Stateful]
 ) -> Checkpoint:
-    """Bring all parts to the newest sound checkpoint in `folder`, if there is one, and say which and why."""
-    if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # not all check types
-        raise CheckpointError(f"keep={keep!r} is no number of checkpoints: keep 1 or more, as in keep=3")
-    if any(isinstance(other, Checkpoint) and other.folder == folder for other in ground.riders):
+    """Load the newest valid checkpoint in `folder` into the parts, if there is one; a collective."""
+    if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+        raise CheckpointError(f"keep must be an integer of at least 1, got {keep!r}: pass for example keep=3")
+    if any(isinstance(other, Checkpoint) and other.folder == folder for other in context.callbacks):
         raise CheckpointError(
-            f"run.checkpoint was given {folder} before in this run: two sets of checkpoints in one folder would hide "
-            "each other; give all parts to one run.checkpoint, or each its own folder"
+            f"this run already has checkpoints in {folder}: pass all parts to one run.checkpoint, or use a separate "
+            "folder for each"
         )
-    taken = sorted(set(given) & set(ground.extra))
-    if taken:
-        raise CheckpointError(f"run.checkpoint keeps the name {taken[0]!r} for itself: give this part another name")
-    parts = Parts({**given, **ground.extra}, lambda module: _inner(ground, module))
-    _hold(ground, folder)
-    found, bad = _newest_sound(ground, folder)
-    token = ground.link.exchange_objects(_ACT, f"{time.time_ns():x}")[0]
-    rules = Rules(folder, keep, keep_best, token, tuple(bad))
+    scale = context.acceleration.loss_scale
+    own: dict[str, Stateful] = {} if scale is None else {"loss_scale": scale}
+    if reserved := sorted(set(given) & set(own)):
+        raise CheckpointError(f"run.checkpoint uses the name {reserved[0]!r} itself: pass this part under another name")
+    parts = Parts({**given, **own}, lambda module: _unwrap(context, module))
+    _lock(context, folder)
+    found, corrupt = _find_newest_valid(context, folder)
     if found is None:
-        reason = f"none of {len(bad)} is sound" if bad else "there is none yet"
-        _check_parts(ground.link, parts)
-        ground.say(f"checkpoint: {reason} in {folder}: training begins at step 0")
-        return Checkpoint(ground, rules, parts, ())
-    path, manifest = found
-    _load_together(ground, parts, path, manifest)
-    checkpoint = Checkpoint(ground, rules, parts, manifest.history)
-    checkpoint.restored = path
-    if manifest.step != ground.engine.steps:
-        checkpoint.last_number = manifest.step
-    ground.say(_tell(path, manifest, bad, ground.link.world.size))
+        reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"
+        _check_can_be_saved(context.comm, parts)
+        message = f"checkpoint: {reason}, training starts at step 0"
+    else:
+        _load_on_all_ranks(context, parts, *found)
+        message = _describe(*found, len(corrupt), context.world.size)
+    token = context.comm.exchange_objects(_OPERATION, f"{time.time_ns():x}")[0]
+    checkpoint = Checkpoint(context, parts, Retention(folder, keep, keep_best, tuple(corrupt)), token, found)
+    context.print(message)
     return checkpoint
 
 
-def _hold(ground: Ground, folder: Path) -> None:
-    """Keep other runs out of the folder until this one ends; the first rank does so for all."""
-    told: str | None = None
-    if ground.link.world.is_main:
-        try:
-            held = hold(folder)
-        except CheckpointError as error:
-            told = str(error)
-        else:
-            if held is not None:
-                ground.engine.at_end.append(held.release)
-    if (told := ground.link.exchange_objects(_ACT, told)[0]) is not None:
-        raise CheckpointError(told)
-
-
-def _inner(ground: Ground, module: nn.Module) -> nn.Module:
-    """The user's own module, so that names are those of its author whatever is wrapped around it."""
-    for wrapped in ground.engine.models:
+def _unwrap(context: RunContext, module: nn.Module) -> nn.Module:
+    """Return the user's module of a wrapped model, so that parameters have the names that the user gave them."""
+    for wrapped in context.models:
         if module in (wrapped.model, wrapped.core, wrapped.inner):
             return wrapped.inner
     return module
 
 
-def _newest_sound(ground: Ground, folder: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    bad: list[str] = []
-    for path in (each.path for each in ground.once(newest_first, folder)):
-        problem, manifest = _look_at(ground.link, path)
+def _lock(context: RunContext, folder: Path) -> None:
+    """Lock the folder on rank 0 until the run ends."""
+    error: str | None = None
+    if context.world.is_main:
+        try:
+            lock = acquire(folder)
+        except CheckpointError as failure:
+            error = str(failure)
+        else:
+            if lock is not None:
+                context.on_close.append(lock.release)
+    if (error := context.comm.exchange_objects(_OPERATION, error)[0]) is not None:
+        raise CheckpointError(error)
+
+
+def _find_newest_valid(context: RunContext, folder: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+    """Return the newest valid checkpoint, and the names of newer ones that are corrupt."""
+    corrupt: list[str] = []
+    for path in (found.path for found in context.once(list_newest_first, folder)):
+        problem, manifest = _verify_on_all_ranks(context.comm, path)
         if problem is None:
             assert manifest is not None
-            return (path, manifest), bad
-        bad.append(path.name)
-        if ground.link.world.is_main:
-            warn(f"checkpoint {path} is passed over: {problem}; the one before it is used, if there is one")
-    return None, bad
+            return (path, manifest), corrupt
+        corrupt.append(path.name)
+        if context.world.is_main:
+            warn(f"checkpoint {path} is corrupt: {problem}; loading the previous one instead, if there is one")
+    return None, corrupt
 
 
-def _check_parts(link: Communicator, parts: Parts) -> None:
-    """Find out before training whether the state can be saved at all; what fails on one rank is raised on all."""
-    error, cause = None, None
-    try:
-        parts.take()
-    except Exception as failure:  # noqa: BLE001  # a state_dict of the user's may raise anything
-        error, cause = explain_state(failure), failure
-    for rank, text in enumerate(link.exchange_objects(_ACT, error)):
-        if text is not None:
-            raise CheckpointError(text if link.alone else f"rank {rank}: {text}") from cause
-
-
-def _look_at(link: Communicator, path: Path) -> tuple[str | None, Manifest | None]:
-    """What is wrong with a checkpoint, or nothing; each rank reads its share of the files to the last byte."""
-    manifest, problem, fatal = None, None, None
+def _verify_on_all_ranks(comm: Communicator, path: Path) -> tuple[str | None, Manifest | None]:
+    """Return why a checkpoint is corrupt, or None, and its manifest; each rank reads a part of the files completely."""
+    manifest, problem, error = None, None, None
     try:
         manifest = read_manifest(path)
-        check_files(path, manifest, sorted(manifest.files)[link.world.rank :: link.world.size])
-    except Damaged as damage:
-        problem = str(damage)
-    except (CheckpointError, OSError) as error:
-        fatal = str(error)
-    answers = link.exchange_objects(_ACT, (problem, fatal))
-    for rank, (_, text) in enumerate(answers):
-        if text is not None:
-            raise CheckpointError(text if link.alone else f"rank {rank}: {text}")
-    return next((told for told, _ in answers if told is not None), None), manifest
+        verify_files(path, manifest, sorted(manifest.files)[comm.world.rank :: comm.world.size])
+    except CorruptCheckpoint as failure:
+        problem = str(failure)
+    except (CheckpointError, OSError) as failure:
+        error = str(failure)
+    problems = exchange_or_raise(comm, _OPERATION, problem, error)
+    return next((problem for problem in problems if problem is not None), None), manifest
 
 
-def _load_together(ground: Ground, parts: Parts, path: Path, manifest: Manifest) -> None:
-    """Load on every rank; what fails on one is raised on all, and the step is the same everywhere."""
-    link, error, cause = ground.link, None, None
+def _check_can_be_saved(comm: Communicator, parts: Parts) -> None:
+    """Raise before training, and not at the first save, if the state of a part cannot be saved."""
+    error, cause = None, None
     try:
-        _load(ground, parts, path, manifest)
-    except Exception as failure:  # noqa: BLE001  # a load_state_dict of the user's may raise anything
+        parts.state()
+    except Exception as failure:  # noqa: BLE001  # the user's state_dict can raise anything
+        error, cause = describe_state_error(failure), failure
+    exchange_or_raise(comm, _OPERATION, None, error, cause)
+
+
+def _load_on_all_ranks(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
+    """Load on every rank, raise on all ranks what one rank raises, and check that all are at the same step."""
+    error, cause = None, None
+    try:
+        _load(context, parts, path, manifest)
+    except Exception as failure:  # noqa: BLE001  # the user's load_state_dict can raise anything
         kind = "" if isinstance(failure, SamestepError) else f"{type(failure).__name__}: "
         error, cause = f"{path} cannot be restored: {kind}{failure}", failure
-    for rank, text in enumerate(link.exchange_objects(_ACT, error)):
-        if text is not None:
-            raise CheckpointError(text if link.alone else f"rank {rank}: {text}") from cause
-    steps = [int(part[0]) for part in link.exchange(_ACT, [float(ground.engine.steps)])]
+    steps = exchange_or_raise(context.comm, _OPERATION, context.progress.steps, error, cause)
     if len(set(steps)) > 1:
         raise CheckpointError(
-            f"ranks restored different steps from {path}: {steps}; is {path.parent} the same folder on all?"
+            f"the ranks restored different steps from {path}: {steps}; make sure that {path.parent} is the same folder "
+            "on all nodes"
         )
 
 
-def _load(ground: Ground, parts: Parts, path: Path, manifest: Manifest) -> None:
-    values = json.loads((path / STATE).read_bytes())
-    index = index_file.from_record(json.loads((path / index_file.NAME).read_bytes()), manifest.files)
-    room, put_back = parts.prepare(values, index)
-    Files(path, index).load_into(dict(room))
-    put_back()
-    ground.engine.steps, ground.engine.samples = manifest.history[-1].last_step, manifest.samples
-    _load_luck(ground, path, manifest, index)
-    if ground.link.world.is_main and (unasked := [name for name in manifest.parts if name not in parts.kinds]):
-        warn(f"{path} also holds {', '.join(unasked)}, which run.checkpoint was not given: it is not restored")
+def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
+    values = json.loads((path / STATE_FILE).read_bytes())
+    index = read_index(path, manifest.files)
+    targets, load = parts.prepare_load(values, index)
+    CheckpointReader(path, index).load_into(targets)
+    load()
+    last = manifest.history[-1]
+    context.progress.steps, context.progress.samples = last.last_step, manifest.samples
+    rng = rng_tensor_name(context.world.rank)
+    if last.world_size == context.world.size and rng in index:
+        set_rng_state(read_full_tensor(path, index[rng]), context.device)
+    else:  # on another world size every rank gets a new seed, so that no numbers are drawn twice
+        context.reseed(manifest.step)
+    if context.world.is_main and (unused := [name for name in manifest.parts if name not in parts.kinds]):
+        warn(f"{path} also has {', '.join(unused)}, which run.checkpoint did not receive: not restored")
 
 
-def _load_luck(ground: Ground, path: Path, manifest: Manifest, index: Index) -> None:
-    """Each rank goes on drawing where it was; on another number of ranks all begin anew, but not with old numbers."""
-    world = ground.link.world
-    name = luck.name_of(world.rank)
-    if manifest.history[-1].world_size == world.size and name in index:
-        luck.give_back(index_file.read_whole(path, index[name]), ground.device)
-    else:
-        ground.reseed(manifest.step)
-
-
-def _tell(path: Path, manifest: Manifest, bad: Sequence[str], size: int) -> str:
-    passed = f"; {len(bad)} newer {'is' if len(bad) == 1 else 'are'} damaged" if bad else ""
-    was = manifest.history[-1].world_size
-    ranks = f"{was} rank(s)" if was == size else f"{was} rank(s), now {size}"
-    return f"checkpoint: restored step {manifest.step} from {path} (the newest{passed}; saved on {ranks})"
+def _describe(path: Path, manifest: Manifest, corrupt: int, world_size: int) -> str:
+    newer = f"; {corrupt} newer {'is' if corrupt == 1 else 'are'} corrupt" if corrupt else ""
+    saved = manifest.history[-1].world_size
+    ranks = f"{saved} rank(s)" if saved == world_size else f"{saved} rank(s), now {world_size}"
+    return f"checkpoint: restored step {manifest.step} from {path} (the newest{newer}; saved on {ranks})"

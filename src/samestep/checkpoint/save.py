@@ -1,9 +1,12 @@
-"""Writing a checkpoint beside training: each rank its own file, then one rank publishes what all have written."""
+"""Write a staged checkpoint in a background thread: every rank writes its file, then rank 0 publishes the folder.
+
+The ranks write into a hidden folder on a disk that they share. When all have reported success through the store, rank 0
+adds index, state and manifest, and renames the folder to its final name: it is published completely or not at all.
+"""
 
 import json
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,166 +14,164 @@ from typing import Final
 
 import torch.distributed as dist
 
-from samestep.checkpoint import checkpoint_folder as catalog
-from samestep.checkpoint import tensor_storage as index_file
-from samestep.checkpoint.manifest import Manifest, Written, explain, remove_folder, write_checked, write_manifest
-from samestep.checkpoint.tensor_storage import Staged, tensor_blocks
+from samestep.checkpoint import checkpoint_folder
+from samestep.checkpoint.manifest import (
+    INDEX_FILE,
+    STATE_FILE,
+    FileRecord,
+    Manifest,
+    disk_error,
+    write_manifest,
+    write_verified,
+)
+from samestep.checkpoint.tensor_storage import StagedTensors, index_to_json, safetensors_blocks
 from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
 
-STATE: Final = "state.json"
 _POLL_SECONDS: Final = 0.02
-_PATIENCE_AFTER_FAILURE: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """One checkpoint to be written."""
-
-    rank: int
-    """This rank."""
-    size: int
-    """The world size."""
-    store: dist.Store | None
-    """Where ranks tell each other that they are done; none for one rank."""
-    label: str
-    """What this checkpoint is called there."""
-    folder: Path
-    """The folder of checkpoints."""
-    writing: Path
-    """Where it is written."""
-    name: str
-    """Under which name it is published."""
-    staged: Staged
-    """What this rank writes."""
-    values: dict[str, object]
-    """All that is no tensor; the first rank writes it."""
-    manifest: Manifest
-    """What is known of it, but for its files."""
-    retire: Callable[[Path], str | None]
-    """Removes what is too old once this one is published; may have something to tell."""
+_TIMEOUT_AFTER_FAILURE: Final = 5.0
 
 
 @dataclass
-class Writing:
-    """A checkpoint on its way to the disk; `error` is the same text on every rank, `seconds` is known at its end."""
+class BackgroundSave:
+    """One checkpoint that is being written; the thread starts at once."""
 
-    task: Task
-    began: float
-    seconds: float = 0.0
+    rank: int
+    world_size: int
+    store: dist.Store | None
+    """Through which ranks report that they are done; None for a single process."""
+    store_prefix: str
+    """The prefix of this checkpoint's keys in the store."""
+    staged: StagedTensors
+    """The tensors that this rank writes."""
+    state: dict[str, object]
+    """Everything that is not a tensor; rank 0 writes it."""
+    manifest: Manifest
+    """Complete except for `files`."""
+    writing: Path
+    """The hidden folder to write to."""
+    published: Path
+    """Its final name."""
+    retention: checkpoint_folder.Retention
+    started: float
+    """time.monotonic() when the save began."""
+
     error: str | None = None
-    told: str | None = None
-    _abandoned: float | None = None
+    """Why it failed, the same text on every rank; valid at the end."""
+    message: str | None = None
+    """A message for the user; valid at the end, on rank 0."""
+    seconds: float = 0.0
+    """The duration of the save; valid at the end."""
+    _abandoned_at: float | None = None
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=f"samestep {self.task.label}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"samestep {self.store_prefix}", daemon=True)
         self._thread.start()
 
     @property
-    def under_way(self) -> bool:
-        """Whether it is not over yet."""
+    def is_running(self) -> bool:
+        """Whether the checkpoint is still being written."""
         return self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end, but not longer."""
+        """Wait for the end, at most `seconds`."""
         self._thread.join(seconds)
 
     def abandon(self) -> None:
-        """The run has failed: let what is staged reach the disk, but do not wait for ranks that may be gone."""
-        self._abandoned = time.monotonic()
+        """Write what is staged, but stop waiting for the other ranks: the run failed and they may be gone."""
+        self._abandoned_at = time.monotonic()
 
     def _run(self) -> None:
         try:
-            mine = _own_file(self.task)
-            told = json.dumps({"files": {name: [file.bytes, file.sha256] for name, file in mine.items()}})
-        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks must hear of it
-            told = json.dumps({"error": _text(error, self.task)})
+            files = self._write_own_file()
+            report = json.dumps({"files": {name: [file.bytes, file.sha256] for name, file in files.items()}})
+        except Exception as error:  # noqa: BLE001  # any failure must reach all ranks
+            report = json.dumps({"error": self._describe(error)})
         try:
-            self.error = self._publish(told) if self.task.rank == 0 else self._follow(told)
-        except Exception as error:  # noqa: BLE001  # the store is gone with its host, or nobody came in time
-            self.error = _text(error, self.task)
-        self.seconds = time.monotonic() - self.began
+            self.error = self._collect_and_publish(report) if self.rank == 0 else self._report_to_rank_0(report)
+        except Exception as error:  # noqa: BLE001  # the store ended with its host, or the run failed
+            self.error = self._describe(error)
+        self.seconds = time.monotonic() - self.started
 
-    def _publish(self, told: str) -> str | None:
-        """On the first rank: publish if all have written, clear away if not, and tell all which."""
-        error: str | None = None
-        try:
-            answers = [json.loads(told), *(json.loads(self._await(str(r))) for r in range(1, self.task.size))]
-            if wrong := [answer["error"] for answer in answers if "error" in answer]:
-                error = wrong[0]
-            else:
-                files = {name: Written(*file) for answer in answers for name, file in answer["files"].items()}
-                self.told = publish(self.task, files)
-        except Exception as failure:  # noqa: BLE001  # likewise
-            error = _text(failure, self.task)
-        self._post("end", json.dumps(error))
-        if error is not None:
-            with suppress(OSError):  # what stays here is cleared away by the next writer
-                remove_folder(self.task.writing)
-        return error
+    def _write_own_file(self) -> dict[str, FileRecord]:
+        self.writing.mkdir(exist_ok=True)  # another node may not see yet that rank 0 created it
+        if not self.staged.entries:
+            return {}
+        path = self.writing / self.staged.file
+        return {path.name: write_verified(path, safetensors_blocks(self.staged.entries))}
 
-    def _follow(self, told: str) -> str | None:
-        self._post(str(self.task.rank), told)
+    def _report_to_rank_0(self, report: str) -> str | None:
+        self._post(str(self.rank), report)
         return json.loads(self._await("end"))
 
+    def _collect_and_publish(self, report: str) -> str | None:
+        """On rank 0: publish if every rank has written its file, else clean up; post the outcome for all ranks."""
+        error: str | None = None
+        try:
+            reports = [json.loads(report), *(json.loads(self._await(str(r))) for r in range(1, self.world_size))]
+            if errors := [report["error"] for report in reports if "error" in report]:
+                error = errors[0]
+            else:
+                self._publish({name: FileRecord(*file) for report in reports for name, file in report["files"].items()})
+        except Exception as failure:  # noqa: BLE001  # any failure must reach all ranks
+            error = self._describe(failure)
+        self._post("end", json.dumps(error))
+        if error is not None:
+            with suppress(OSError):  # the next run removes leftovers
+                checkpoint_folder.remove_folder(self.writing)
+        return error
+
+    def _publish(self, files: dict[str, FileRecord]) -> None:
+        """Complete the folder, rename it, update `latest`, and remove old checkpoints."""
+        for name, file in files.items():
+            path = self.writing / name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise CheckpointError(
+                    f"{path} was written by another rank and is not visible here: {self.published.parent} must be on a "
+                    "disk that all nodes share"
+                )
+        index = json.dumps(index_to_json(self.staged.index)).encode()
+        files[INDEX_FILE] = write_verified(self.writing / INDEX_FILE, [index])
+        state = json.dumps(self.state, allow_nan=False).encode()
+        files[STATE_FILE] = write_verified(self.writing / STATE_FILE, [state])
+        write_manifest(self.writing, replace(self.manifest, files=files))
+        fsync_folder(self.writing)
+        self.writing.rename(self.published)
+        fsync_folder(self.published.parent)
+        try:
+            checkpoint_folder.write_latest(self.published)
+        except OSError:  # perhaps the disk is full, and removing old checkpoints frees space
+            self.message = self.retention.apply(self.published)
+            self._write_latest_again()
+        else:
+            self.message = self.retention.apply(self.published)
+
+    def _write_latest_again(self) -> None:
+        try:
+            checkpoint_folder.write_latest(self.published)
+        except OSError as error:
+            action = f"{self.published} is published, but writing `{checkpoint_folder.LATEST_FILE}`"
+            raise disk_error(error, action) from error
+
     def _post(self, key: str, value: str) -> None:
-        if self.task.store is not None:
-            self.task.store.set(f"{self.task.label}/{key}", value)
+        if self.store is not None:
+            self.store.set(f"{self.store_prefix}/{key}", value)
 
     def _await(self, key: str) -> str:
-        # The store serves one call at a time: to wait inside it would keep the training thread out.
-        assert self.task.store is not None
-        name = f"{self.task.label}/{key}"
-        while not self.task.store.check([name]):
-            if self._abandoned is not None and time.monotonic() - self._abandoned > _PATIENCE_AFTER_FAILURE:
-                raise CheckpointError(f"{self.task.name} was not published: the run failed while it was written")
+        # Poll: a blocking get would keep the training thread from using the store.
+        assert self.store is not None
+        key = f"{self.store_prefix}/{key}"
+        while not self.store.check([key]):
+            if self._abandoned_at is not None and time.monotonic() - self._abandoned_at > _TIMEOUT_AFTER_FAILURE:
+                raise CheckpointError(f"{self.published.name} was not published: the run failed while it was written")
             time.sleep(_POLL_SECONDS)
-        return self.task.store.get(name).decode()
+        return self.store.get(key).decode()
 
-
-def _own_file(task: Task) -> dict[str, Written]:
-    task.writing.mkdir(exist_ok=True)  # another node may not see yet that the first rank has made it
-    if not task.staged.entries:
-        return {}
-    return {task.staged.file: write_checked(task.writing / task.staged.file, tensor_blocks(task.staged.entries))}
-
-
-def publish(task: Task, files: dict[str, Written]) -> str | None:
-    """Complete the folder, make sure of it, give it its name; then point to it and remove what is too old."""
-    for name, file in files.items():
-        path = task.writing / name
-        if not path.exists() or path.stat().st_size != file.bytes:
-            raise CheckpointError(
-                f"{path} was written by another rank and is not here: {task.folder} must lie on a disk that all nodes "
-                "share"
-            )
-    index = json.dumps(index_file.to_record(task.staged.index)).encode()
-    files[index_file.NAME] = write_checked(task.writing / index_file.NAME, [index])
-    files[STATE] = write_checked(task.writing / STATE, [json.dumps(task.values, allow_nan=False).encode()])
-    write_manifest(task.writing, replace(task.manifest, files=files))
-    fsync_folder(task.writing)
-    published = task.folder / task.name
-    task.writing.rename(published)
-    fsync_folder(task.folder)
-    try:
-        catalog.point_to(published)
-    except OSError:  # the disk is full, perhaps: what is too old makes room
-        told = task.retire(published)
-        _point_to(published)
-        return told
-    return task.retire(published)
-
-
-def _point_to(published: Path) -> None:
-    try:
-        catalog.point_to(published)
-    except OSError as error:
-        raise explain(error, f"{published} is published, but to let `{catalog.LATEST}` name it") from error
-
-
-def _text(error: Exception, task: Task) -> str:
-    doing = f"writing the checkpoint {task.folder / task.name} on rank {task.rank}"
-    if isinstance(error, OSError):
-        return str(explain(error, doing))
-    return str(error) if isinstance(error, CheckpointError) else f"{doing} failed: {type(error).__name__}: {error}"
+    def _describe(self, error: Exception) -> str:
+        action = f"writing the checkpoint {self.published} on rank {self.rank}"
+        if isinstance(error, OSError):
+            return str(disk_error(error, action))
+        if isinstance(error, CheckpointError):
+            return str(error)
+        return f"{action} failed: {type(error).__name__}: {error}"

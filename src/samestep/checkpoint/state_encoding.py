@@ -1,7 +1,7 @@
-"""State of any shape as JSON and named tensors, and back without running a line of anybody's code.
+"""Any state dict as JSON and named tensors, and back without executing code from the file.
 
-What JSON has no word for becomes an object with the key "~": {"~": "tuple", "v": [1, 2]}. Tensors stand beside it under
-the path at which they were found, so that sharded ones can be written and read in parts.
+A value of a type that JSON does not have becomes an object with a type tag: {"~": "tuple", "v": [1, 2]}. Tensors are
+collected under their path in the state ("optimizer/state/model/weight/exp_avg"), so that they can be stored in chunks.
 """
 
 import base64
@@ -13,61 +13,65 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from samestep.checkpoint.tensor_storage import NAMES
+from samestep.checkpoint.tensor_storage import DTYPE_NAMES
 from samestep.errors import CheckpointError
 
 _TAG: Final = "~"
-Lookup = Callable[[str], torch.Tensor]
-"""Gives the tensor that stands under a name."""
-Encode = Callable[[Any, str, MutableMapping[str, torch.Tensor]], object]
-Decode = Callable[[Any, Lookup], object]
+Tensors = MutableMapping[str, torch.Tensor]
+GetTensor = Callable[[str], torch.Tensor]
+_Encode = Callable[[Any, str, Tensors], object]
+_Decode = Callable[[Any, GetTensor], object]
 
 
-def encode(value: object, path: str, tensors: MutableMapping[str, torch.Tensor]) -> object:
-    """What json.dumps takes, with every tensor of `value` put into `tensors` under its path.
+def encode(value: object, path: str, tensors: Tensors) -> object:
+    """Return `value` as json.dumps accepts it, and add every tensor in it to `tensors` under its path.
 
-    >>> found = {}
-    >>> encode({"lr": 0.1, "shape": (2, 3), "w": torch.zeros(2)}, "state", found)
+    >>> tensors = {}
+    >>> encode({"lr": 0.1, "shape": (2, 3), "w": torch.zeros(2)}, "state", tensors)
     {'lr': 0.1, 'shape': {'~': 'tuple', 'v': [2, 3]}, 'w': {'~': 'tensor', 'v': 'state/w'}}
-    >>> list(found)
+    >>> list(tensors)
     ['state/w']
     """
     if value is None or type(value) in (str, bool, int):
         return value
     if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "v": _keep(value.detach(), path, tensors)}
-    for kind, (name, there, _) in _KINDS.items():
-        if type(value) is kind:
-            told = there(value, path, tensors)
-            return told if name is None else {_TAG: name, "v": told}
+        return {_TAG: "tensor", "v": _add_tensor(value.detach(), path, tensors)}
+    for exact_type, (tag, encode_value, _) in _TYPES.items():
+        if type(value) is exact_type:
+            encoded = encode_value(value, path, tensors)
+            return encoded if tag is None else {_TAG: tag, "v": encoded}
     if isinstance(value, np.generic):
         return {_TAG: "numpy", "v": [value.dtype.str, encode(value.item(), path, tensors)]}
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     raise CheckpointError(
-        f"{path} is {_article(type(value))}, which a checkpoint cannot hold without running code when it is read: let "
-        "state_dict() give numbers, text, lists, tuples, dicts, arrays and tensors only"
+        f"{path} is a value of {name}, which a checkpoint cannot store without executing code when it is read: return "
+        "only numbers, strings, lists, tuples, dicts, arrays and tensors from state_dict()"
     )
 
 
-def decode(value: object, lookup: Lookup) -> object:
-    """What `encode` was given, its tensors as `lookup` gives them."""
+def decode(value: object, get_tensor: GetTensor) -> object:
+    """Return what `encode` was given, with the tensors that `get_tensor` returns for their names."""
     if isinstance(value, list):
-        return [decode(item, lookup) for item in value]
+        return [decode(item, get_tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, lookup) for key, item in value.items()}
-    name = value[_TAG]
-    if name == "tensor":
-        return lookup(str(value["v"]))
-    if name == "numpy":
-        return np.dtype(value["v"][0]).type(decode(value["v"][1], lookup))
-    if name not in _BACK:
-        raise CheckpointError(f"the state holds a {name!r}, which this samestep does not know: update samestep")
-    return _BACK[name](value["v"], lookup)
+        return {key: decode(item, get_tensor) for key, item in value.items()}
+    tag = value[_TAG]
+    if tag == "tensor":
+        return get_tensor(str(value["v"]))
+    if tag == "numpy":
+        return np.dtype(value["v"][0]).type(decode(value["v"][1], get_tensor))
+    if tag not in _DECODERS:
+        raise CheckpointError(
+            f"the state has a value of type {tag!r}, which this version of samestep does not know: update samestep"
+        )
+    return _DECODERS[tag](value["v"], get_tensor)
 
 
 def tensor_names(value: object) -> list[str]:
-    """The names of all tensors that an encoded value refers to."""
+    """Return the names of all tensors in an encoded value."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):
@@ -77,104 +81,102 @@ def tensor_names(value: object) -> list[str]:
     return [name for item in value.values() for name in tensor_names(item)]
 
 
-def _keep(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
-    if tensor.layout != torch.strided or tensor.dtype not in NAMES or tensor.device.type == "meta":
+def _add_tensor(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES or tensor.device.type == "meta":
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
         raise CheckpointError(
             f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
-            f"hold: make it dense and one of {', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
+            f"store: make it dense and of dtype {supported}"
         )
-    while path in tensors:  # "a/b" in one dict and "b" in the dict "a" meet here
+    while path in tensors:  # the key "a/b" and the key "b" of the dict "a" have the same path
         path += "'"
     tensors[path] = tensor
     return path
 
 
-def _article(kind: type) -> str:
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"a value of {name}"
-
-
-def _number(value: float, path: str, tensors: MutableMapping[str, torch.Tensor]) -> object:
+def _encode_float(value: float, path: str, tensors: Tensors) -> object:
     del path, tensors
     return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
 
 
-def _items(value: Iterable[object], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[object]:
+def _encode_items(value: Iterable[object], path: str, tensors: Tensors) -> list[object]:
     return [encode(item, f"{path}/{at}", tensors) for at, item in enumerate(value)]
 
 
-def _members(value: Iterable[object], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[object]:
-    return _items(sorted(value, key=repr), path, tensors)  # a set has no order of its own
+def _encode_set(value: Iterable[object], path: str, tensors: Tensors) -> list[object]:
+    return _encode_items(sorted(value, key=repr), path, tensors)
 
 
-def _pairs(value: dict[object, object], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[object]:
+def _encode_pairs(value: dict[object, object], path: str, tensors: Tensors) -> list[object]:
     return [
         [encode(key, f"{path} (a key)", tensors), encode(item, f"{path}/{key}", tensors)] for key, item in value.items()
     ]
 
 
-def _dictionary(value: dict[Any, object], path: str, tensors: MutableMapping[str, torch.Tensor]) -> object:
+def _encode_dict(value: dict[Any, object], path: str, tensors: Tensors) -> object:
     if all(type(key) is str for key in value) and _TAG not in value:
         return {key: encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
-    return {_TAG: "dict", "v": _pairs(value, path, tensors)}
+    return {_TAG: "dict", "v": _encode_pairs(value, path, tensors)}
 
 
-def _array(value: "np.ndarray[Any, Any]", path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
+def _encode_array(value: "np.ndarray[Any, Any]", path: str, tensors: Tensors) -> str:
     try:
-        held = torch.from_numpy(np.array(value, order="C"))
+        tensor = torch.from_numpy(np.array(value, order="C"))
     except TypeError as error:
         raise CheckpointError(
-            f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: {error}"
+            f"{path} is an array of {value.dtype}, which a checkpoint cannot store: {error}"
         ) from error
-    return _keep(held, path, tensors)
+    return _add_tensor(tensor, path, tensors)
 
 
-def _text(value: object, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
+def _encode_str(value: object, path: str, tensors: Tensors) -> str:
     del path, tensors
     return str(value)
 
 
-def _bytes(value: bytes, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
+def _encode_bytes(value: bytes, path: str, tensors: Tensors) -> str:
     del path, tensors
     return base64.b64encode(value).decode()
 
 
-def _back_to_pairs(value: list[list[object]], lookup: Lookup) -> dict[object, object]:
-    return {decode(key, lookup): decode(item, lookup) for key, item in value}
+def _decode_pairs(value: list[list[object]], get_tensor: GetTensor) -> dict[object, object]:
+    return {decode(key, get_tensor): decode(item, get_tensor) for key, item in value}
 
 
-def _back_to_dtype(value: str, lookup: Lookup) -> torch.dtype:
-    del lookup
-    found = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the state holds the dtype {value}, which this torch does not know: update torch")
-    return found
+def _decode_items(value: list[object], get_tensor: GetTensor) -> list[object]:
+    return [decode(item, get_tensor) for item in value]
 
 
-def _many(value: list[object], lookup: Lookup) -> list[object]:
-    return [decode(item, lookup) for item in value]
+def _decode_dtype(value: str, get_tensor: GetTensor) -> torch.dtype:
+    del get_tensor
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the state has the dtype {value}, which this version of torch does not know: update torch"
+        )
+    return dtype
 
 
-_KINDS: Final[dict[type, tuple[str | None, Encode, Decode]]] = {
-    float: (None, _number, lambda v, _: float(v)),
-    list: (None, _items, _many),
-    dict: (None, _dictionary, _back_to_pairs),
-    tuple: ("tuple", _items, lambda v, find: tuple(_many(v, find))),
-    set: ("set", _members, lambda v, find: set(_many(v, find))),
-    frozenset: ("frozenset", _members, lambda v, find: frozenset(_many(v, find))),
-    OrderedDict: ("OrderedDict", _pairs, lambda v, find: OrderedDict(_back_to_pairs(v, find))),
-    Counter: ("Counter", _pairs, lambda v, find: Counter(_back_to_pairs(v, find))),
-    bytes: ("bytes", _bytes, lambda v, _: base64.b64decode(v)),
-    complex: ("complex", _text, lambda v, _: complex(v)),
-    np.ndarray: ("array", _array, lambda v, find: find(str(v)).numpy()),
-    torch.dtype: ("dtype", _text, _back_to_dtype),
-    torch.device: ("device", _text, lambda v, _: torch.device(v)),
-    torch.Size: ("Size", _items, lambda v, _: torch.Size(v)),
+_TYPES: Final[dict[type, tuple[str | None, _Encode, _Decode]]] = {
+    float: (None, _encode_float, lambda v, _: float(v)),
+    list: (None, _encode_items, _decode_items),
+    dict: (None, _encode_dict, _decode_pairs),
+    tuple: ("tuple", _encode_items, lambda v, get: tuple(_decode_items(v, get))),
+    set: ("set", _encode_set, lambda v, get: set(_decode_items(v, get))),
+    frozenset: ("frozenset", _encode_set, lambda v, get: frozenset(_decode_items(v, get))),
+    OrderedDict: ("OrderedDict", _encode_pairs, lambda v, get: OrderedDict(_decode_pairs(v, get))),
+    Counter: ("Counter", _encode_pairs, lambda v, get: Counter(_decode_pairs(v, get))),
+    bytes: ("bytes", _encode_bytes, lambda v, _: base64.b64decode(v)),
+    complex: ("complex", _encode_str, lambda v, _: complex(v)),
+    np.ndarray: ("array", _encode_array, lambda v, get: get(str(v)).numpy()),
+    torch.dtype: ("dtype", _encode_str, _decode_dtype),
+    torch.device: ("device", _encode_str, lambda v, _: torch.device(v)),
+    torch.Size: ("Size", _encode_items, lambda v, _: torch.Size(v)),
 }
-"""For each exact type: its tag (none where JSON has it), how it is written, how it is read."""
+"""For each exact type: its tag (None if JSON has the type), its encoder and its decoder."""
 
-_BACK: Final[dict[str, Decode]] = {
-    **{name: back for name, _, back in _KINDS.values() if name is not None},
+_DECODERS: Final[dict[str, _Decode]] = {
+    **{tag: decode_value for tag, _, decode_value in _TYPES.values() if tag is not None},
     "float": lambda v, _: float(v),
-    "dict": _back_to_pairs,
+    "dict": _decode_pairs,
 }

@@ -1,6 +1,8 @@
-"""Both ends of torch.distributed.checkpoint: tensors staged in host memory, and read from files of safetensors.
+"""Tensors of a checkpoint: staged in host memory, written as safetensors files, and read back on any world size.
 
-torch's own writers and readers keep their index, and all that is no tensor, pickled. These keep both in JSON.
+torch.distributed.checkpoint (DCP) plans which rank saves which chunk of a tensor and which chunks a rank needs to load.
+DCP's own storage pickles its index and everything that is not a tensor. The two storage classes here do not: chunks are
+in safetensors files, one per rank, and the index is JSON.
 """
 
 import json
@@ -29,9 +31,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from samestep.checkpoint.manifest import INDEX_FILE
 from samestep.errors import CheckpointError
 
-NAMES: Final[dict[torch.dtype, str]] = {
+DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -48,300 +51,146 @@ NAMES: Final[dict[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What stands in the header of a file, for each dtype of torch."""
-
-BY_NAME: Final[dict[str, torch.dtype]] = {name: dtype for dtype, name in NAMES.items()}
-"""The other way round."""
-
-
-NAME: Final = "index.json"
+"""The dtypes that a checkpoint can store, with their names in safetensors."""
+_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_HEADER_ALIGNMENT: Final = 8  # required by safetensors
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor."""
+class Chunk:
+    """A slice of a tensor in one file."""
 
     offset: tuple[int, ...]
-    """Where in the tensor it begins."""
+    """Its start in each dimension of the full tensor."""
     shape: tuple[int, ...]
-    """Its shape."""
     file: str
-    """The file that holds it."""
     key: str
-    """Its name in that file."""
+    """Its name in the file."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A tensor, all its parts together."""
+class StoredTensor:
+    """A tensor of a checkpoint; its chunks cover it without overlap."""
 
     dtype: torch.dtype
-    """What its elements are."""
     shape: tuple[int, ...]
-    """Its shape."""
-    pieces: tuple[Piece, ...]
-    """Parts that cover it without overlap."""
-
-    @property
-    def bytes(self) -> int:
-        """How much it holds."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+    """The full shape."""
+    chunks: tuple[Chunk, ...]
 
 
-Index = Mapping[str, Whole]
-
-
-def to_record(index: Index) -> dict[str, object]:
-    """The index as JSON has it."""
-    return {
-        name: {
-            "dtype": NAMES[whole.dtype],
-            "shape": list(whole.shape),
-            "pieces": [[list(p.offset), list(p.shape), p.file, p.key] for p in whole.pieces],
-        }
-        for name, whole in index.items()
-    }
-
-
-def from_record(record: dict[str, dict[str, list[object]]], files: Iterable[str]) -> Index:
-    """Read it back; a piece in a file that the checkpoint does not have is no piece of it."""
-    known = set(files)
-    index: dict[str, Whole] = {}
-    if strange := {str(told["dtype"]) for told in record.values()} - BY_NAME.keys():
-        raise CheckpointError(
-            f"the index holds tensors of {', '.join(strange)}, which this samestep does not know: update it"
-        )
-    for name, told in record.items():
-        pieces = [Piece(tuple(o), tuple(s), file, key) for o, s, file, key in told["pieces"]]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownArgumentType]  # its checksum was compared
-        if elsewhere := {piece.file for piece in pieces} - known:
-            raise CheckpointError(f"the index looks for {name} in {elsewhere}, which is no file of the checkpoint")
-        index[name] = Whole(BY_NAME[str(told["dtype"])], tuple(told["shape"]), tuple(pieces))  # pyright: ignore[reportArgumentType]  # likewise
-    return index
-
-
-def read_whole(folder: Path, whole: Whole) -> torch.Tensor:
-    """One tensor put together from its pieces, without any process group."""
-    from safetensors import safe_open
-
-    made = torch.empty(whole.shape, dtype=whole.dtype)
-    for piece in whole.pieces:
-        with safe_open(folder / piece.file, framework="pt") as file:
-            where = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
-            made[where] = file.get_tensor(piece.key)
-    return made
-
-
-_ALIGNMENT: Final = 8  # as the format asks for
+Index = Mapping[str, StoredTensor]
+"""All tensors of a checkpoint by name."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a file."""
+class FileEntry:
+    """A tensor to be written to a safetensors file."""
 
     name: str
-    """Its name in the file."""
     dtype: torch.dtype
-    """What its elements are."""
     shape: tuple[int, ...]
-    """Its shape."""
-    get: Callable[[], torch.Tensor]
-    """Gives its values, in host memory; asked for when they are written."""
-
-
-def tensor_blocks(entries: Iterable[Entry]) -> Iterable[bytes | memoryview]:
-    """A file in the format of safetensors, block by block: no more than one tensor need be in memory.
-
-    The library's own writer neither flushes, nor tells why it failed, nor hashes on the way; its reader reads these.
-    """
-    entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))  # keeps every tensor aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    at = 0
-    for entry in entries:
-        size = entry.dtype.itemsize * torch.Size(entry.shape).numel()
-        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
-    yield len(text).to_bytes(8, "little") + text
-    for entry in entries:
-        values = entry.get().contiguous().reshape(-1)
-        if values.numel():
-            yield memoryview(values.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]  # a buffer, from Python 3.12 on also by name
+    load: Callable[[], torch.Tensor]
+    """Returns the values in host memory; called when they are written."""
 
 
 @dataclass(frozen=True)
-class Staged:
-    """This rank's part of the tensors, in host memory where training cannot reach it."""
+class StagedTensors:
+    """This rank's chunks in host memory, which training does not modify."""
 
     file: str
-    """The file that it goes to."""
-    entries: list[Entry]
-    """What goes there."""
+    """The name of the file that they are written to."""
+    entries: list[FileEntry]
     index: Index
-    """All tensors of all ranks; on the first rank, elsewhere empty."""
+    """All tensors of all ranks; on rank 0, empty elsewhere."""
 
 
-class HostMemory(StorageWriter):
-    """Copies to host memory what torch's plan gives to this rank; nothing is written here.
+# Model -> host memory
 
-    The memory is kept for the next time: to ask the system for it takes longer than to fill it.
+
+class HostStaging(StorageWriter):
+    """DCP storage that copies the chunks of this rank to host memory instead of writing them.
+
+    It keeps the memory for the next checkpoint, because allocating takes longer than copying.
     """
 
     def __init__(self, rank: int) -> None:
         self._file = f"rank-{rank:05}.safetensors"
-        self._held: dict[str, torch.Tensor] = {}
-        self._entries: list[Entry] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._entries: list[FileEntry] = []
         self._index: Index = {}
 
-    def stage(self, tensors: dict[str, torch.Tensor], alone: bool) -> Staged:
-        """Agree with all ranks on who keeps which part, and copy this rank's parts."""
+    def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> StagedTensors:
+        """Let DCP assign every chunk to one rank, and copy this rank's chunks; a collective."""
         self._entries, self._index = [], {}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            with _without_advice():
-                dcp.save(tensors, storage_writer=self, planner=planner, no_dist=alone)
-        except CheckpointException as error:  # which is no Exception, and must not pass where one is expected
-            raise CheckpointError(f"the state cannot be saved: {_tell(error)}") from error
-        return Staged(self._file, self._entries, self._index)
+            with _without_process_group_warning():
+                dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
+        except CheckpointException as error:  # not a subclass of Exception
+            raise CheckpointError(f"the state cannot be saved: {_failures(error)}") from error
+        return StagedTensors(self._file, self._entries, self._index)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy; on CUDA into pinned memory, all copies under way at once."""
+        """Copy the chunks of the plan; from CUDA asynchronously into pinned memory."""
         results: list[WriteResult] = []
         devices: set[torch.device] = set()
-        held: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for item in plan.items:
             source = planner.resolve_data(item)
             assert isinstance(source, torch.Tensor)
-            key = _key(item)
-            kept = held[key] = self._room(key, source)
-            kept.copy_(source.detach(), non_blocking=source.is_cuda)
+            key = _chunk_key(item)
+            buffer = buffers[key] = self._buffer(key, source)
+            buffer.copy_(source.detach(), non_blocking=source.is_cuda)
             devices |= {source.device} if source.is_cuda else set()
-            self._entries.append(Entry(key, kept.dtype, tuple(kept.shape), lambda kept=kept: kept))
-            results.append(WriteResult(item.index, kept.nbytes, (self._file, key, tuple(kept.shape))))
-        self._held = held
+            self._entries.append(FileEntry(key, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer))
+            results.append(WriteResult(item.index, buffer.nbytes, (self._file, key, tuple(buffer.shape))))
+        self._buffers = buffers
         for device in devices:
             torch.cuda.synchronize(device)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: who kept what."""
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for result in (result for part in results for result in part):
+        """Build the index from the results of all ranks; DCP calls this on rank 0."""
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for result in (result for of_rank in results for result in of_rank):
             file, key, shape = result.storage_data
-            pieces[result.index.fqn].append(Piece(tuple(result.index.offset or ()), shape, file, key))
-        index: dict[str, Whole] = {}
-        for name, known in metadata.state_dict_metadata.items():
-            assert isinstance(known, TensorStorageMetadata)
-            index[name] = Whole(known.properties.dtype, tuple(known.size), tuple(pieces[name]))
+            chunks[result.index.fqn].append(Chunk(tuple(result.index.offset or ()), shape, file, key))
+        index: dict[str, StoredTensor] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            index[name] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))
         self._index = index
 
+    def _buffer(self, key: str, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
+            return buffer
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget between two checkpoints."""
+        """Required by DCP; there is nothing to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Every rank does the same."""
+        """Required by DCP; all ranks do the same."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Torch's plan is taken as it is."""
+        """Return DCP's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch's plans are taken as they are."""
+        """Return DCP's plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Checkpoints have no other name here than their folder."""
+        """Required by DCP; ids are not used."""
         return False
 
-    def _room(self, key: str, source: torch.Tensor) -> torch.Tensor:
-        held = self._held.get(key)
-        if held is not None and held.shape == source.shape and held.dtype == source.dtype:
-            return held
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
-
-class Files(StorageReader):
-    """Reads the parts that this rank needs out of the files of a checkpoint."""
-
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._folder, self._index = folder, index
-
-    def load_into(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill tensors in place, sharded ones with their own part; ranks need not do it together."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with _without_advice():
-                dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"{self._folder} cannot be loaded: {_tell(error)}") from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in torch's own words."""
-        described = {
-            name: TensorStorageMetadata(
-                TensorProperties(whole.dtype),
-                torch.Size(whole.shape),
-                [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in whole.pieces],
-            )
-            for name, whole in self._index.items()
-        }
-        return Metadata(described)  # pyright: ignore[reportArgumentType]  # a dict of one of the two kinds it takes
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan asks for, file by file."""
-        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
-        for item in plan.items:
-            piece = self._piece(item.storage_index)
-            by_file[piece.file].append((piece.key, item))
-        for name, items in by_file.items():
-            with safe_open(self._folder / name, framework="pt") as file:
-                for key, item in items:
-                    target = planner.resolve_tensor(item).detach()
-                    where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                    target.copy_(file.get_slice(key)[where] if where else file.get_tensor(key))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget between two checkpoints."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The index is known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Torch's plan is taken as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Torch's plans are taken as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Checkpoints have no other name here than their folder."""
-        return False
-
-    def _piece(self, wanted: MetadataIndex) -> Piece:
-        pieces = self._index[wanted.fqn].pieces
-        offset = tuple(wanted.offset or ())
-        return next(piece for piece in pieces if piece.offset == offset and 0 not in piece.shape)
-
-
-@contextmanager
-def _without_advice() -> Generator[None]:
-    """Torch warns whoever asks for no process group that there will be none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-def _key(item: WriteItem) -> str:
-    """The tensor's name, and where this part begins unless it is the whole."""
+def _chunk_key(item: WriteItem) -> str:
+    """The name of the tensor, followed by the offset of the chunk unless it is the full tensor."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     if chunk.sizes == item.tensor_data.size:
@@ -349,5 +198,158 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}@{','.join(str(offset) for offset in chunk.offsets)}"
 
 
-def _tell(error: CheckpointException) -> str:
+# Host memory -> file
+
+
+def safetensors_blocks(entries: Iterable[FileEntry]) -> Iterable[bytes | memoryview]:
+    """Yield a safetensors file block by block, so that one tensor at a time needs to be in memory.
+
+    The writer of the safetensors library does not fsync, compute a checksum or report the cause of an OS error.
+    """
+    entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))  # keeps every tensor aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    begin = 0
+    for entry in entries:
+        end = begin + entry.dtype.itemsize * torch.Size(entry.shape).numel()
+        dtype, shape = DTYPE_NAMES[entry.dtype], list(entry.shape)
+        header[entry.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for entry in entries:
+        values = entry.load().contiguous().reshape(-1)
+        if values.numel():
+            yield memoryview(values.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]  # typed as a buffer from Python 3.12 on
+
+
+def index_to_json(index: Index) -> dict[str, object]:
+    """Return the content of index.json."""
+    return {
+        name: {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "chunks": [
+                {"offset": list(chunk.offset), "shape": list(chunk.shape), "file": chunk.file, "key": chunk.key}
+                for chunk in tensor.chunks
+            ],
+        }
+        for name, tensor in index.items()
+    }
+
+
+# File -> tensor
+
+
+def read_index(folder: Path, files: Iterable[str]) -> Index:
+    """Read index.json; `files` are those of the manifest, and all chunks must be in them."""
+    record: dict[str, dict[str, Any]] = json.loads((folder / INDEX_FILE).read_bytes())
+    if unknown := {tensor["dtype"] for tensor in record.values()} - _DTYPES.keys():
+        raise CheckpointError(
+            f"{INDEX_FILE} has tensors of dtype {', '.join(unknown)}, which this version of samestep does not support: "
+            "update samestep"
+        )
+    known_files = set(files)
+    index: dict[str, StoredTensor] = {}
+    for name, tensor in record.items():
+        chunks = [
+            Chunk(tuple(chunk["offset"]), tuple(chunk["shape"]), chunk["file"], chunk["key"])
+            for chunk in tensor["chunks"]
+        ]
+        if unlisted := {chunk.file for chunk in chunks} - known_files:
+            raise CheckpointError(f"{INDEX_FILE} has chunks of {name} in {unlisted}, which the manifest does not list")
+        index[name] = StoredTensor(_DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(chunks))
+    return index
+
+
+class CheckpointReader(StorageReader):
+    """DCP storage that reads the slices that this rank needs."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._folder, self._index = folder, index
+
+    def load_into(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors in place, a sharded one with the slice of this rank; not a collective."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with _without_process_group_warning():
+                dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{self._folder} cannot be loaded: {_failures(error)}") from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index as DCP's metadata, from which it plans the reads."""
+        tensors = {
+            name: TensorStorageMetadata(
+                TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in tensor.chunks],
+            )
+            for name, tensor in self._index.items()
+        }
+        return Metadata(tensors)  # pyright: ignore[reportArgumentType]  # dict is invariant
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the slices of the plan, file by file."""
+        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            by_file[chunk.file].append((chunk.key, item))
+        for name, items in by_file.items():
+            with safe_open(self._folder / name, framework="pt") as file:
+                for key, item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    part = _slices(item.storage_offsets, item.lengths)
+                    target.copy_(file.get_slice(key)[part] if part else file.get_tensor(key))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chunk(self, wanted: MetadataIndex) -> Chunk:
+        offset = tuple(wanted.offset or ())
+        chunks = self._index[wanted.fqn].chunks
+        return next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Required by DCP; there is nothing to reset."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Required by DCP; the index is already read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return DCP's plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return DCP's plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Required by DCP; ids are not used."""
+        return False
+
+
+def read_full_tensor(folder: Path, tensor: StoredTensor) -> torch.Tensor:
+    """Assemble a tensor from its chunks, without a process group."""
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk in tensor.chunks:
+        with safe_open(folder / chunk.file, framework="pt") as file:
+            full[_slices(chunk.offset, chunk.shape)] = file.get_tensor(chunk.key)
+    return full
+
+
+def _slices(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+@contextmanager
+def _without_process_group_warning() -> Generator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _failures(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

@@ -1,4 +1,4 @@
-"""`samestep jobs`: what was submitted from here, and how each of it ended."""
+"""`samestep jobs`: list the submitted SLURM jobs and their states."""
 
 import json
 import sys
@@ -13,58 +13,54 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.environment.world import read_environ
-from samestep.launch.sbatch import log_of
-from samestep.launch.slurm import JobState, Submitted, how_are, read_record, record_path
+from samestep.launch.sbatch import log_path
+from samestep.launch.slurm import JobState, StateQuery, SubmittedJob, job_list_path, read_job_list
 
-_PIPED_WIDTH = 160
-_COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
+_PIPE_WIDTH = 160
+_COLORS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
 
 
 @click.command("jobs", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--last", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="How many to list."
-)
+@click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Number of jobs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(last: int, as_json: bool) -> None:
-    """List the jobs that `samestep submit` has submitted, the newest last, and how each ended."""
-    path = record_path(read_environ())
-    listed = read_record(path)[-last:]
-    jobs = list(zip(listed, how_are(listed), strict=True))
+    """List the jobs that `samestep submit` has submitted, the newest last, with their states."""
+    path, query = job_list_path(read_environ()), StateQuery()
+    jobs = [(job, query.state(job)) for job in read_job_list(path)[-last:]]
     if as_json:
-        click.echo(json.dumps([_entry(submitted, state) for submitted, state in jobs], indent=2))
+        click.echo(json.dumps([_record(job, state) for job, state in jobs], indent=2))
     elif jobs:
-        # Piped on, a table is not squeezed into the 80 columns that rich takes for granted there.
-        _show(jobs, Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+        # In a pipe rich would wrap the table to 80 columns.
+        _print_table(jobs, Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH))
     else:
-        click.echo(f"no job was submitted yet: `samestep submit train.py` does, and keeps its record in {path}")
+        click.echo(f"no jobs submitted yet: submit one with `samestep submit train.py` (jobs are listed in {path})")
 
 
-def _entry(submitted: Submitted, state: JobState) -> dict[str, object]:
-    ended = {"ended": state.ended, "exit_code": state.exit_code if state.ended else None}
-    log = str(log_of(Path(submitted.folder), submitted.job))
+def _record(job: SubmittedJob, state: JobState) -> dict[str, object]:
     return {
-        **asdict(submitted),
-        "log": log,
+        **asdict(job),
+        "log": str(log_path(Path(job.folder), job.job_id)),
         "state": state.state,
         "reason": state.reason,
         "restarts": state.restarts,
-        **ended,
+        "ended": state.ended,
+        "exit_code": state.exit_code if state.ended else None,
     }
 
 
-def _show(jobs: list[tuple[Submitted, JobState]], console: Console) -> None:
+def _print_table(jobs: list[tuple[SubmittedJob, JobState]], console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("job", "name", "submitted", "nodes", "state", "code", "requeued", "folder"):
         table.add_column(title, overflow="fold")
-    for submitted, state in jobs:
+    for job, state in jobs:
         table.add_row(
-            Text(submitted.job),
-            Text(submitted.name),
-            f"{datetime.fromisoformat(submitted.submitted):%Y-%m-%d %H:%M}",
-            str(submitted.nodes),
-            Text(f"{state.state}{f' ({state.reason})' if state.reason else ''}", _COLOURS.get(state.state, "red")),
+            Text(job.job_id),
+            Text(job.name),
+            f"{datetime.fromisoformat(job.submitted_at):%Y-%m-%d %H:%M}",
+            str(job.nodes),
+            Text(f"{state.state}{f' ({state.reason})' if state.reason else ''}", _COLORS.get(state.state, "red")),
             str(state.exit_code) if state.ended else "",
             str(state.restarts),
-            Text(submitted.folder),
+            Text(job.folder),
         )
     console.print(table)

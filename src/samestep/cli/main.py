@@ -1,4 +1,4 @@
-"""The `samestep` command: which commands there are, and how mistakes are told."""
+"""The `samestep` command: its subcommands, and how errors are shown."""
 
 import sys
 from collections.abc import Sequence
@@ -10,41 +10,40 @@ import click
 
 from samestep.errors import SamestepError
 
+# Each module has a click command named `command`. It is imported when it is used, so that `--help` does not need torch.
+COMMANDS = {
+    "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "submit": ("samestep.cli.submit_command", "Submit a script to SLURM, as ranks on one or several nodes."),
+    "jobs": ("samestep.cli.jobs_command", "List submitted SLURM jobs and their states."),
+    "plan": ("samestep.cli.plan_command", "Show what fits on which GPUs, what is fastest, and why."),
+    "doctor": ("samestep.cli.doctor_command", "Check this machine for problems, and show how to fix them."),
+    "audit": ("samestep.cli.audit_command", "Check that a run has used each sample exactly once per epoch."),
+    "checkpoint": ("samestep.cli.checkpoint_command", "Inspect and verify checkpoints, export their weights."),
+    "recipe": ("samestep.cli.recipe_command", "List the scripts that come with samestep, run or copy one."),
+}
+
 
 class Group(click.Group):
-    """Where the word typed is none of its commands, it says which there are and which may have been meant."""
+    """A click group whose error for an unknown command lists the commands and suggests one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that was typed."""
+        """Find the command."""
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
-            meant = f"; did you mean `{near}`?" if (near := self.meant(ctx, args[0])) else ""
-            raise click.UsageError(f"there is no command {args[0]}: there are {', '.join(known)}{meant}")
+            hint = f"; did you mean `{suggestion}`?" if (suggestion := self.suggest(ctx, args[0])) else ""
+            raise click.UsageError(f"unknown command {args[0]}: use one of {', '.join(known)}{hint}")
         return super().resolve_command(ctx, args)
 
-    def meant(self, ctx: click.Context, typed: str) -> str | None:
-        """What somebody who typed this may have wanted to type."""
-        near = get_close_matches(typed, self.list_commands(ctx), n=1)
+    def suggest(self, ctx: click.Context, name: str) -> str | None:
+        """The command line that was probably meant."""
+        near = get_close_matches(name, self.list_commands(ctx), n=1)
         return f"{ctx.command_path} {near[0]}" if near else None
 
 
-# Each module holds a click command named `command`; it is imported when asked for, so that `--help` needs no torch.
-COMMANDS = {
-    "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
-    "submit": ("samestep.cli.submit_command", "Submit a script to SLURM, as ranks on one node or several."),
-    "jobs": ("samestep.cli.jobs_command", "List what was submitted to SLURM, and how each job ended."),
-    "plan": ("samestep.cli.plan_command", "Say what fits on which GPUs, what is fastest, and why."),
-    "doctor": ("samestep.cli.doctor_command", "Look at this machine and say what would go wrong, and what to do."),
-    "audit": ("samestep.cli.audit_command", "Count which samples a run has seen: each exactly once?"),
-    "checkpoint": ("samestep.cli.checkpoint_command", "Look into checkpoints, verify them, export their weights."),
-    "recipe": ("samestep.cli.recipe_command", "List scripts that come with samestep, run one, copy one to start from."),
-}
-
-
 class Commands(Group):
-    """The commands of the table above."""
+    """The commands of COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Their names, in the order of the table."""
@@ -59,13 +58,13 @@ class Commands(Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List them in the help without importing any."""
+        """List them in the help without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
-    def meant(self, ctx: click.Context, typed: str) -> str | None:
-        """A script that is typed where a command should stand is to be run."""
-        return f"samestep run {quote(typed)}" if typed.endswith(".py") else super().meant(ctx, typed)
+    def suggest(self, ctx: click.Context, name: str) -> str | None:
+        """Suggest `samestep run` for a script."""
+        return f"samestep run {quote(name)}" if name.endswith(".py") else super().suggest(ctx, name)
 
 
 @click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,58 +77,61 @@ def samestep(ctx: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is its own, 2 after a mistake that one line explains, or 130 after Ctrl-C."""
+    """Run one command; returns its exit code, 2 after an error that one line explains, or 130 after Ctrl-C."""
     try:
         code = samestep.main(arguments, prog_name="samestep", standalone_mode=False)
     except SamestepError as error:
-        return _complain(str(error))
-    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command, as `samestep` itself
+        return _print_error(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
         click.echo(error.ctx.get_help())
         return 0
     except click.MissingParameter as error:
-        return _complain(_missing(error))
+        return _print_error(_missing_argument(error))
     except click.NoSuchOption as error:
-        return _complain(_no_such_option(error))
+        return _print_error(_unknown_option(error))
     except click.ClickException as error:
-        return _complain(error.format_message())
+        return _print_error(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0
 
 
-def _complain(text: str) -> int:
+def accept_underscores(name: str) -> str:
+    """Normalize `--nproc_per_node` to `--nproc-per-node`, as torchrun does."""
+    return name.replace("_", "-")
+
+
+def _print_error(text: str) -> int:
     print(f"samestep: {text}", file=sys.stderr)
     return 2
 
 
-def _missing(error: click.MissingParameter) -> str:
-    """What a command cannot do without, and where its meaning is told."""
+def _missing_argument(error: click.MissingParameter) -> str:
     if error.ctx is None or not isinstance(error.param, click.Argument):
         return error.format_message()
-    typed, name = error.ctx.command_path, error.param.human_readable_name
-    return f"{name} is missing: type `{typed} {name}`; `{typed} --help` says what it is"
+    path, name = error.ctx.command_path, error.param.human_readable_name
+    return f"argument {name} is missing: run `{path} {name}`; `{path} --help` explains it"
 
 
-def _no_such_option(error: click.NoSuchOption) -> str:
-    """Which options there are, which one may have been meant, and where those of a script belong."""
-    known = _options(error.ctx)
+def _unknown_option(error: click.NoSuchOption) -> str:
+    known = _option_names(error.ctx)
     near = [name for name in known if name.startswith(error.option_name)]
     near = near or get_close_matches(error.option_name, known, n=1, cutoff=0.75)  # all begin with dashes
-    own = "".join(f"; options of the {what} follow `--`" for what in _with_options_of_its_own(error.ctx))
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"there is no option {error.option_name}: there are {', '.join(known)}{own}{meant}"
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown option {error.option_name}: use one of {', '.join(known)}{_hint_at_dashes(error.ctx)}{hint}"
 
 
-def _with_options_of_its_own(ctx: click.Context | None) -> list[str]:
-    """Whose options may have been typed among ours: those of the script of `submit`, of the function of `plan`."""
+def _hint_at_dashes(ctx: click.Context | None) -> str:
+    """For `submit` and `plan`: options of the user's script or function come after `--`."""
     if ctx is None or not ctx.allow_interspersed_args:
-        return []
+        return ""
     names = [parameter.name for parameter in ctx.command.params]
-    return [what for what, name in (("script", "script"), ("function", "arguments")) if name in names]
+    own = [what for what, name in (("script", "script"), ("function", "arguments")) if name in names]
+    return "".join(f"; put options of the {what} after `--`" for what in own)
 
 
-def _options(ctx: click.Context | None) -> list[str]:
+def _option_names(ctx: click.Context | None) -> list[str]:
     if ctx is None:
         return []
-    parameters = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option) and not each.hidden]
-    return sorted(name for each in parameters for name in each.opts if name.startswith("--"))
+    options = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option) and not each.hidden]
+    return sorted(name for each in options for name in each.opts if name.startswith("--"))

@@ -1,15 +1,13 @@
-"""Samples out of an HDF5 file, which every process opens for itself.
+"""`HDF5Dataset`: samples from an HDF5 file that every process opens for itself.
 
-An HDF5 file that is open when a process forks is open in both, with one file position between them: workers may then
-read each other's rows. Here no handle is pickled, none outlives a fork, and each process opens the file when it first
-reads from it.
+An HDF5 file that is open when a process forks is open in both, with one shared file position: workers may then read
+each other's rows. Here no handle is pickled, none survives a fork, and each process opens the file when it first reads.
 """
 
 import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, final
@@ -22,36 +20,27 @@ from torch.utils.data import Dataset
 from samestep.errors import DataError
 
 CACHE_BYTES: Final = 32 << 20
-"""Decompressed chunks that each process keeps of each key; one row of chunks is kept even where it is larger."""
+"""Decompressed chunks that each process caches per key; one row of chunks is cached even if it is larger."""
 
 _KEYS_SHOWN: Final = 20
 _INTEGERS: Final = frozenset(f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64))
 _TENSOR_TYPES: Final = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """The file as one process has it open."""
-
-    file: Any
-    columns: tuple[Any, ...]
-    """What is sliced, in the order of the keys: h5py datasets, and views that decode where they hold strings."""
-
-
 @final
 class HDF5Dataset(Dataset[tuple[object, ...]]):
     """Row i of several datasets of one HDF5 file, as a tuple in the order of `keys`.
 
-    Numbers come as tensors with memory of their own, strings as str, anything else as numpy gives it. The file is
-    opened read-only and without a lock, so read-only storage will do; a file that is still being written will not.
+    Numbers are returned as tensors with their own memory, strings as str, anything else as numpy returns it. The file
+    is opened read-only and without a lock, so it may be on read-only storage, but no process may be writing to it.
 
-    Rows are read in ascending order with a cache of decompressed chunks, so neither a batch nor a pass in order
+    Rows are read in ascending order with a cache of decompressed chunks, so neither a batch nor an epoch in order
     decompresses a chunk twice. A shuffled epoch over large compressed chunks still decompresses one for nearly every
-    row: write such files with chunks of few rows. The cache takes up to `CACHE_BYTES` a key and process, or one row of
-    chunks where that is more.
+    row: write such files with few rows per chunk. The cache uses up to `CACHE_BYTES` per key and process, or one row of
+    chunks if that is more.
 
-    To augment, wrap it in a dataset whose `__getitem__` reads from it; it cannot be subclassed, since batches are read
-    by `__getitems__`, past any `__getitem__` that a subclass would bring.
+    To augment samples, wrap it in a dataset whose `__getitem__` reads from it. It cannot be subclassed, since batches
+    are read by `__getitems__` and would bypass the `__getitem__` of a subclass.
 
     >>> dataset = HDF5Dataset("faces.h5", keys=["images", "labels/age"])  # doctest: +SKIP
     >>> image, age = dataset[0]  # doctest: +SKIP
@@ -59,16 +48,17 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
 
     def __init__(self, path: str | os.PathLike[str], keys: Sequence[str]) -> None:
         if isinstance(keys, str):
-            raise DataError(f"keys={keys!r} is one string and should be a list of names: write keys=[{keys!r}]")
+            raise DataError(f"keys={keys!r} is one string and must be a list of names: write keys=[{keys!r}]")
         if not keys:
             raise DataError(f"keys is empty: name at least one dataset of {path}")
-        # A worker may run in another folder than the one in which the path was meant.
+        # Absolute, since a data worker may run in another folder.
         self._path, self._keys = Path(path).absolute(), tuple(keys)
-        self._handle: _Handle | None = None
-        # Mistakes come to light here, in the process and on the line of the user, not in a worker later.
-        handle = _open(self._path, self._keys)
-        self._length = _common_length(handle.file, self._path, self._keys)
-        handle.file.close()
+        self._file: Any = None
+        self._columns: tuple[Any, ...] = ()
+        # Errors are raised here, on the user's line, and not later in a worker.
+        file, _ = _open(self._path, self._keys)
+        self._length = _common_length(file, self._path, self._keys)
+        file.close()
 
     def __init_subclass__(cls) -> None:
         raise DataError(
@@ -85,82 +75,84 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[object, ...]]:
-        """The samples of these indices in their order, read in ascending order, consecutive rows at once."""
-        wanted = [self._checked(index) for index in indices]
-        runs = _runs(sorted(set(wanted)))
-        columns = [self._rows(place, runs) for place in range(len(self._keys))]
-        # Each sample gets memory of its own: a view would keep and send to the parent all rows read with it.
-        return [tuple(_sample_value(column[index]) for column in columns) for index in wanted]
+        """Return the samples of these indices in their order; consecutive rows are read at once."""
+        checked = [self._check_index(index) for index in indices]
+        runs = _consecutive_runs(sorted(set(checked)))
+        columns = [self._read_rows(column, runs) for column in range(len(self._keys))]
+        # Each sample gets its own memory: a view would keep all rows read with it, and send them to the parent.
+        return [tuple(_convert(column[index]) for column in columns) for index in checked]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_handle": None}
+        return {**self.__dict__, "_file": None, "_columns": ()}
 
     def __repr__(self) -> str:
         return f"HDF5Dataset({str(self._path)!r}, keys={list(self._keys)!r})"
 
     def close(self) -> None:
-        """Close the file in this process; reading opens it again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.file.close()
+        """Close the file in this process; the next read opens it again."""
+        file, self._file, self._columns = self._file, None, ()
+        if file is not None:
+            file.close()
 
-    def _checked(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         index = operator.index(index)
         if not 0 <= index < self._length:
             raise DataError(f"index {index} is out of range: {self._path} has samples 0 to {self._length - 1}")
         return index
 
-    def _rows(self, place: int, runs: list[tuple[int, int]]) -> dict[int, Any]:
-        column, rows = self._opened().columns[place], {}
+    def _read_rows(self, column: int, runs: list[tuple[int, int]]) -> dict[int, Any]:
+        self._ensure_open()
+        rows = dict[int, Any]()
         for start, stop in runs:
             try:
-                block = column[start:stop]
+                block = self._columns[column][start:stop]
             except (OSError, RuntimeError) as error:
                 raise DataError(
-                    f"rows {start} to {stop - 1} of {self._keys[place]!r} in {self._path} cannot be read: {error}; "
-                    "the file is damaged or was changed: write or copy it anew"
+                    f"rows {start} to {stop - 1} of {self._keys[column]!r} in {self._path} cannot be read: {error}; "
+                    "the file is corrupt or was changed: write or copy it again"
                 ) from error
             rows.update(zip(range(start, stop), block, strict=True))
         return rows
 
-    def _opened(self) -> _Handle:
-        if self._handle is None:
-            handle = _open(self._path, self._keys)
-            length = _common_length(handle.file, self._path, self._keys)
-            if length != self._length:
-                handle.file.close()
-                raise DataError(f"{self._path} had {self._length} samples and now has {length}: start again with it")
-            self._handle = handle
-            _open_here.add(self)
-        return self._handle
+    def _ensure_open(self) -> None:
+        if self._file is not None:
+            return
+        file, columns = _open(self._path, self._keys)
+        length = _common_length(file, self._path, self._keys)
+        if length != self._length:
+            file.close()
+            raise DataError(f"{self._path} had {self._length} samples and now has {length}: start the run again")
+        self._file, self._columns = file, columns
+        _open_datasets.add(self)
 
 
-# A fork concerns the whole process, so what is open is known for the whole process. Closing on first use in the child
-# would not do: while another dataset of the same file is open there, HDF5 hands out its inherited handle again.
-_open_here: WeakSet[HDF5Dataset] = WeakSet()
+# A fork affects the whole process, so this set does too. Closing on first use in the child would not be enough: while
+# another dataset of the same file is open there, HDF5 returns its inherited handle again.
+_open_datasets: WeakSet[HDF5Dataset] = WeakSet()
 
 
 def _close_inherited() -> None:
-    for dataset in list(_open_here):
+    for dataset in list(_open_datasets):
         dataset.close()
-    _open_here.clear()
+    _open_datasets.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _open(path: Path, keys: tuple[str, ...]) -> _Handle:
+def _open(path: Path, keys: tuple[str, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the open file and, for each key, what to slice: an h5py dataset, or a view of it that decodes strings."""
     h5py = require_h5py()
     file = _open_file(h5py, path)
     try:
-        return _Handle(file, tuple(_open_column(h5py, file, path, key) for key in keys))
+        return file, tuple(_open_column(h5py, file, path, key) for key in keys)
     except BaseException:
         file.close()
         raise
 
 
 def require_h5py() -> ModuleType:
-    """The package h5py, which comes with an extra."""
+    """Return the package h5py, which an extra installs."""
     try:
         import h5py
     except ModuleNotFoundError as error:
@@ -175,16 +167,16 @@ def _open_file(h5py: ModuleType, path: Path) -> Any:
         raise DataError(f"{path} does not exist: check the path, and that this node has it") from error
     except OSError as error:
         if "locking flag" in str(error):
-            # HDF5 wants one way of locking for all handles of a process, and here the user's own handle came first.
+            # HDF5 requires one locking mode for all handles of a process, and here the user's own handle came first.
             return h5py.File(path, "r")
-        raise DataError(f"{path} cannot be opened: {_why(path, error)}") from error
+        raise DataError(f"{path} cannot be opened: {_open_problem(path, error)}") from error
 
 
-def _why(path: Path, error: OSError) -> str:
+def _open_problem(path: Path, error: OSError) -> str:
     if path.is_dir():
         return "it is a folder: name the file in it"
     if "truncated" in str(error):
-        return f"it is truncated, its end is missing ({error}): copy or write it anew"
+        return f"it is truncated ({error}): copy or write it again"
     if "signature not found" in str(error):
         return f"it is not an HDF5 file ({path.stat().st_size} bytes without the HDF5 signature): name another file"
     return str(error)
@@ -193,49 +185,50 @@ def _why(path: Path, error: OSError) -> str:
 def _open_column(h5py: ModuleType, file: Any, path: Path, key: str) -> Any:
     table = file.get(key)
     if table is None:
-        raise DataError(f"{path} has no dataset {key!r}: it has {_listed(h5py, file)}")
+        raise DataError(f"{path} has no dataset {key!r}: it has {_list_datasets(h5py, file)}")
     if not isinstance(table, h5py.Dataset):
-        raise DataError(f"{key!r} in {path} is a group, not a dataset: name one of those in it, {_listed(h5py, table)}")
+        inside = _list_datasets(h5py, table)
+        raise DataError(f"{key!r} in {path} is a group, not a dataset: name one of the datasets in it, {inside}")
     if not table.shape:
-        raise DataError(f"{key!r} in {path} is one value without rows: name a dataset with one row a sample")
+        raise DataError(f"{key!r} in {path} is a scalar: name a dataset with one row per sample")
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_chunk_cache(*_cache(table.shape, table.chunks, table.dtype.itemsize))
+    access.set_chunk_cache(*_cache_settings(table.shape, table.chunks, table.dtype.itemsize))
     name, is_text = table.name, h5py.check_string_dtype(table.dtype) is not None
-    del table  # while it is open, HDF5 would hand out the same dataset with the default cache again
+    del table  # while it is open, HDF5 would return the same dataset with the default cache again
     table = h5py.Dataset(h5py.h5d.open(file.id, name.encode(), access))
     return table.asstr() if is_text else table
 
 
-def _cache(shape: tuple[int, ...], chunks: tuple[int, ...] | None, itemsize: int) -> tuple[int, int, float]:
-    """Slots, bytes and eviction (0.0: the least recently used) of a cache that holds all chunks of one row."""
+def _cache_settings(shape: tuple[int, ...], chunks: tuple[int, ...] | None, itemsize: int) -> tuple[int, int, float]:
+    """Return slots, bytes and eviction policy (0.0: least recently used) of a cache that holds all chunks of a row."""
     if chunks is None:
         return 1, 0, 0.0
     chunk = max(1, math.prod(chunks) * itemsize)
-    across = math.prod(-(-length // step) for length, step in zip(shape[1:], chunks[1:], strict=True))
-    size = max(CACHE_BYTES, chunk * across)
+    chunks_per_row = math.prod(-(-length // step) for length, step in zip(shape[1:], chunks[1:], strict=True))
+    size = max(CACHE_BYTES, chunk * chunks_per_row)
     return 10 * (size // chunk) + 1, size, 0.0
 
 
 def _common_length(file: Any, path: Path, keys: tuple[str, ...]) -> int:
     lengths = {key: int(file[key].shape[0]) for key in keys}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
-        raise DataError(f"the datasets of {path} disagree in length: {told}; each must have one row for each sample")
+        listed = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+        raise DataError(f"the datasets of {path} differ in length: {listed}; each must have one row per sample")
     return lengths[keys[0]]
 
 
-def _listed(h5py: ModuleType, group: Any) -> str:
-    everything: list[str] = []
-    group.visit(everything.append)
-    names = [group[name].name.lstrip("/") for name in everything if isinstance(group[name], h5py.Dataset)]
+def _list_datasets(h5py: ModuleType, group: Any) -> str:
+    paths: list[str] = []
+    group.visit(paths.append)
+    names = [group[path].name.lstrip("/") for path in paths if isinstance(group[path], h5py.Dataset)]
     if not names:
         return "none"
     more = len(names) - _KEYS_SHOWN
     return ", ".join(repr(name) for name in names[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _runs(indices: list[int]) -> list[tuple[int, int]]:
-    """Ascending indices as (start, stop) of consecutive ones."""
+def _consecutive_runs(indices: list[int]) -> list[tuple[int, int]]:
+    """Return ascending indices as (start, stop) of runs of consecutive ones."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and runs[-1][1] == index:
@@ -245,7 +238,7 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _sample_value(value: object) -> object:
+def _convert(value: object) -> object:
     array = np.asarray(value)
     if array.dtype.name not in _TENSOR_TYPES:
         return value

@@ -1,7 +1,4 @@
-"""The ledger of one shard as it lies in its folder: records, starts, and what is damaged or torn.
-
-Nothing is judged here but the state of the files; `audit` proves from what this gives.
-"""
+"""Reads the ledger of one shard: all records, the generations of the run, and what is corrupt in the files."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.ledger import RECORD, SIZE, Kind, Records, ShardDescription, read_description, sound
+from samestep.data.ledger import (
+    RECORD,
+    RECORD_BYTES,
+    RecordKind,
+    Records,
+    ShardDescription,
+    read_description,
+    valid_mask,
+)
 
 Position = tuple[int, int]
 """(epoch, step)."""
@@ -20,27 +25,27 @@ _RANK_FILE = re.compile(r"rank-(\d{5})\.bin")
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the run, from this position, on this many ranks."""
+    """One start of the run at (epoch, step) in a world of some size."""
 
     number: int
     start: Position
-    size: int
-    seconds: float
-    """When it began, since 1970."""
+    world_size: int
+    started_at: float
+    """Seconds since 1970."""
     ranks: frozenset[int]
-    """Those that told of the start."""
+    """The ranks that have a start record."""
     ends: dict[int, tuple[Position, bool]]
-    """Up to where each rank that came to its end has trained, and whether the run ended well there."""
+    """For each rank that has an end record: up to where it has trained, and whether the run succeeded."""
 
     @property
-    def ended_well(self) -> bool:
-        """Whether some rank says that the run was over, so that every rank must have recorded everything."""
-        return any(well for _, well in self.ends.values())
+    def succeeded(self) -> bool:
+        """Whether some rank recorded that the run succeeded: then every rank must have recorded everything."""
+        return any(success for _, success in self.ends.values())
 
 
 @dataclass(frozen=True)
-class Damage:
-    """Something about the files that a sound ledger does not have."""
+class Corruption:
+    """Something in the files that a valid ledger does not have."""
 
     text: str
     ranks: tuple[int, ...]
@@ -48,99 +53,102 @@ class Damage:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All that was recorded of one shard."""
+    """Everything that was recorded for one shard."""
 
     name: str
     description: ShardDescription
     generations: tuple[Generation, ...]
-    """In the order of their numbers."""
+    """Sorted by number."""
     trained: Records
     evaluated: Records
-    passed: Records
-    damages: tuple[Damage, ...]
+    evaluation_ends: Records
+    corruptions: tuple[Corruption, ...]
     notes: tuple[str, ...]
 
 
 def read_ledger(shard: Path) -> Ledger:
-    """Read every rank's file in the folder of one shard."""
+    """Read the files of all ranks in the folder of one shard."""
     description = read_description(shard)
-    files = [_read_file(path) for path in sorted(shard.glob("rank-*.bin")) if _RANK_FILE.fullmatch(path.name)]
-    records = np.concatenate([file.records for file in files] or [np.empty(0, dtype=RECORD)])
-    generations, disagreements = _generations(records)
+    corruptions, notes = list[Corruption](), list[str]()
+    paths = [path for path in sorted(shard.glob("rank-*.bin")) if _RANK_FILE.fullmatch(path.name)]
+    parts = [_read_file(path, corruptions, notes) for path in paths]
+    records = np.concatenate(parts or [np.empty(0, dtype=RECORD)])
     return Ledger(
         name=shard.name,
         description=description,
-        generations=generations,
-        trained=records[records["kind"] == Kind.TRAINED],
-        evaluated=records[records["kind"] == Kind.EVALUATED],
-        passed=records[records["kind"] == Kind.PASSED],
-        damages=(*(damage for file in files for damage in file.damages), *disagreements),
-        notes=tuple(note for file in files for note in file.notes),
+        generations=_read_generations(records, corruptions),
+        trained=records[records["kind"] == RecordKind.TRAINED],
+        evaluated=records[records["kind"] == RecordKind.EVALUATED],
+        evaluation_ends=records[records["kind"] == RecordKind.EVALUATION_END],
+        corruptions=tuple(corruptions),
+        notes=tuple(notes),
     )
 
 
-@dataclass(frozen=True)
-class _File:
-    records: Records
-    damages: tuple[Damage, ...]
-    notes: tuple[str, ...]
-
-
-def _read_file(path: Path) -> _File:
+def _read_file(path: Path, corruptions: list[Corruption], notes: list[str]) -> Records:
+    """Return the valid records of one rank; add what is wrong with its file to the two lists."""
     rank = int(path.stem.removeprefix("rank-"))
     size = path.stat().st_size
-    # A run that goes on may append meanwhile, so only what was there at first is read.
-    records = np.fromfile(path, dtype=RECORD, count=size // SIZE)
-    whole = sound(records)
-    damages, notes = list[Damage](), list[str]()
-    last = int(np.flatnonzero(whole)[-1]) + 1 if whole.any() else 0
-    torn = size - last * SIZE
-    if torn:
-        notes.append(f"{path.name}: its last {torn} bytes are a record torn by a kill or a crash and are left out")
-    broken = np.flatnonzero(~whole[:last])
-    if broken.size:
-        some = "a record is" if broken.size == 1 else f"{broken.size} records are"
-        damages.append(Damage(f"{path.name}: {some} damaged, the first is number {broken[0]}", (rank,)))
-    kept = records[:last][whole[:last]]
-    strange = kept["rank"][kept["rank"] != rank]
-    if strange.size:
-        others = tuple(int(other) for other in np.unique(strange))
-        damages.append(
-            Damage(f"{path.name}: {strange.size} records in it are of {ranks_text(others)}", (rank, *others))
+    # A live run may append meanwhile: read only what is there now.
+    records = np.fromfile(path, dtype=RECORD, count=size // RECORD_BYTES)
+    valid = valid_mask(records)
+    end = int(np.flatnonzero(valid)[-1]) + 1 if valid.any() else 0
+    if incomplete := size - end * RECORD_BYTES:
+        notes.append(f"{path.name}: the last {incomplete} bytes are an incomplete record of a killed process; ignored")
+    corrupt = np.flatnonzero(~valid[:end])
+    if corrupt.size:
+        corruptions.append(
+            Corruption(f"{path.name}: {_count(corrupt.size, 'corrupt record')}, first record {corrupt[0]}", (rank,))
         )
-    return _File(kept, tuple(damages), tuple(notes))
+    own = records[:end][valid[:end]]
+    foreign = own["rank"][own["rank"] != rank]
+    if foreign.size:
+        others = tuple(int(other) for other in np.unique(foreign))
+        text = f"{path.name}: {_count(foreign.size, 'record')} of {format_ranks(others)}"
+        corruptions.append(Corruption(text, (rank, *others)))
+    return own
 
 
-def _generations(records: Records) -> tuple[tuple[Generation, ...], list[Damage]]:
-    generations, damages = list[Generation](), list[Damage]()
-    starts = records[records["kind"] == Kind.START]
-    ends = records[records["kind"] == Kind.END]
+def _read_generations(records: Records, corruptions: list[Corruption]) -> tuple[Generation, ...]:
+    generations = list[Generation]()
+    starts = records[records["kind"] == RecordKind.START]
+    ends = records[records["kind"] == RecordKind.END]
     for number in np.unique(records["generation"]).tolist():
         own = starts[starts["generation"] == number]
         if not own.size:
-            strays = records["rank"][records["generation"] == number]
-            text = f"start {number} has records and no rank tells where it began"
-            damages.append(Damage(text, tuple(np.unique(strays).tolist())))
+            ranks = np.unique(records["rank"][records["generation"] == number])
+            corruptions.append(
+                Corruption(f"generation {number} has records but no start record", tuple(ranks.tolist()))
+            )
             continue
-        told = sorted({(int(s["epoch"]), int(s["step"]), int(s["count"])) for s in own})
-        if len(told) > 1:
-            told_text = " and ".join(f"epoch {epoch}, step {step} on {size} ranks" for epoch, step, size in told)
-            text = f"ranks disagree about start {number}: {told_text}"
-            damages.append(Damage(text, tuple(np.unique(own["rank"]).tolist())))
-        epoch, step, size = told[0]
-        seconds = int(own["first"].min()) / 1e6
-        ranks = frozenset(own["rank"].tolist())
-        generations.append(Generation(number, (epoch, step), size, seconds, ranks, _ends(ends, number)))
-    return tuple(generations), damages
+        claims = sorted({(int(start["epoch"]), int(start["step"]), int(start["count"])) for start in own})
+        if len(claims) > 1:
+            listed = " and ".join(f"epoch {epoch}, step {step} on {size} ranks" for epoch, step, size in claims)
+            text = f"ranks disagree about the start of generation {number}: {listed}"
+            corruptions.append(Corruption(text, tuple(np.unique(own["rank"]).tolist())))
+        epoch, step, world_size = claims[0]
+        generations.append(
+            Generation(
+                number=number,
+                start=(epoch, step),
+                world_size=world_size,
+                started_at=int(own["first"].min()) / 1e6,
+                ranks=frozenset(own["rank"].tolist()),
+                ends={
+                    int(end["rank"]): ((int(end["epoch"]), int(end["step"])), bool(end["weight"]))
+                    for end in ends[ends["generation"] == number]
+                },
+            )
+        )
+    return tuple(generations)
 
 
-def _ends(ends: Records, generation: int) -> dict[int, tuple[Position, bool]]:
-    own = ends[ends["generation"] == generation]
-    return {int(end["rank"]): ((int(end["epoch"]), int(end["step"])), bool(end["weight"])) for end in own}
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def ranks_text(ranks: tuple[int, ...] | npt.NDArray[np.integer], shown: int = 8) -> str:
-    """'rank 3', or 'ranks 1, 2, 5', cut short where there are many."""
+def format_ranks(ranks: tuple[int, ...] | npt.NDArray[np.integer], shown: int = 8) -> str:
+    """Return 'rank 3', or 'ranks 1, 2, 5', shortened if there are many."""
     names = ", ".join(str(rank) for rank in ranks[:shown])
     more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}"

@@ -1,4 +1,9 @@
-"""Samples of given indices, read by DataLoader workers, on the device: the same on any number of workers."""
+"""Reads batches of given dataset indices with DataLoader workers and moves them to the device.
+
+`Loader.read` turns batch requests into batches. In a data worker `_KeyedDataset` reads the samples, each with its own
+RNG, and `_Collate` makes a batch of them. Back in the training process the batch is moved to the device, on CUDA while
+the previous one is computed. The result does not depend on the number of workers.
+"""
 
 import gc
 import multiprocessing
@@ -18,273 +23,136 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
-from samestep.data.sample_rng import batch_luck, sample_luck
+from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
 
-_RIDES_ALONG = (str, bytes, bool, int, float, complex, type(None))
+CollateFn = Callable[[list[object]], object]
 
-
-@runtime_checkable
-class Movable(Protocol):
-    """A batch class of the user's that knows how to move itself."""
-
-    def to(self, device: torch.device) -> "Movable":
-        """The same on `device`."""
-        ...
-
-
-def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: str = "batch") -> object:
-    """`tree` with every tensor replaced by `function` of it; strings and numbers ride along unchanged."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return _rebuild_mapping(tree, {k: map_tensors(v, function, f"{path}[{k!r}]") for k, v in tree.items()})
-    if isinstance(tree, tuple | list):
-        return _rebuild(tree, [map_tensors(v, function, f"{path}[{i}]") for i, v in enumerate(tree)])
-    if isinstance(tree, _RIDES_ALONG):
-        return tree
-    raise DataError(
-        f"{path} is of class {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of them (strings "
-        "and "
-        "numbers may ride along); give run.shard a collate= that makes one"
-    )
-
-
-def move_to_device(tree: object, device: torch.device) -> object:
-    """`tree` on `device`; on CUDA the copies from pinned memory are asynchronous."""
-    if not isinstance(tree, torch.Tensor | Mapping | tuple | list) and isinstance(tree, Movable):
-        return tree.to(device)
-    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def tensors_of(tree: object) -> list[torch.Tensor]:
-    """Every tensor in `tree`."""
-    found: list[torch.Tensor] = []
-    if not isinstance(tree, torch.Tensor | Mapping | tuple | list) and isinstance(tree, Movable):
-        return found
-    map_tensors(tree, found.append)
-    return found
-
-
-def _rebuild(like: tuple[object, ...] | list[object], values: list[object]) -> object:
-    if isinstance(like, list):
-        return values
-    if hasattr(like, "_fields"):  # a named tuple takes its fields one by one
-        return type(like)(*values)  # pyright: ignore[reportArgumentType]
-    return tuple(values)
-
-
-def _rebuild_mapping(like: Mapping[object, object], values: dict[object, object]) -> object:
-    return values if type(like) is dict else type(like)(values)  # pyright: ignore[reportCallIssue]  # a mapping class of the user's
-
-
-_OF_THE_JOB: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_LOOK_SECONDS: Final = 0.25
-
-
-class WorkerSetup:
-    """Called in each data worker when it starts; a DataLoader's `worker_init_fn`."""
-
-    def __init__(self) -> None:
-        # Read by the workers, which hear no SIGTERM of their own rank either when that ends.
-        self._ending = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        # Python runs this before it asks the workers to end and waits for them.
-        util.Finalize(self, self._ending.fill_, args=(1,), exitpriority=0)
-        self._collecting = gc.isenabled()
-
-    def __call__(self, worker: int) -> None:
-        """WorkerSetup this worker from its rank's signals and garbage, and let it end with its rank."""
-        gc.freeze()  # all that came with the fork; see _garbage_kept
-        if self._collecting:
-            gc.enable()
-        for number in _OF_THE_JOB:  # not SIG_IGN, which programs that a worker starts would inherit
-            signal.signal(number, _leave_it_to_the_rank)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_JOB)
-        threading.Thread(target=self._end_with, args=[os.getppid()], name="samestep worker watch", daemon=True).start()
-
-    def _end_with(self, parent: int) -> None:
-        while not self._ending.item() and os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
-        os._exit(0)
-
-
-@contextmanager
-def defer_signals() -> Generator[None]:
-    """Hold these signals and all garbage back while workers start, so that none dies of what its rank left behind.
-
-    What is held back reaches this process afterwards. A server that forks workers (Python's forkserver) goes on holding
-    the signals back: its end is its rank's, not a signal.
-    """
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method == "forkserver":
-        resource_tracker.ensure_running()  # else it starts meanwhile, and lets SIGTERM through before the server starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_JOB)
-    try:
-        with _garbage_kept():
-            yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _garbage_kept() -> Generator[None]:
-    """Let no worker that is forked meanwhile collect what was garbage here; its `Shield` sets it aside for good.
-
-    The wrapped model of an earlier Run is a cycle that holds its process group, whose end waits for threads. A worker
-    has a copy of it and none of the threads: collecting it there hangs the worker, or kills it.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _leave_it_to_the_rank(number: int, frame: FrameType | None) -> None:
-    """The rank has heard it as well, and decides."""
-
-
-Collate = Callable[[list[object]], object]
-_MOST_WORKERS = 8
+_MAX_WORKERS: Final = 8
+_JOB_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_PARENT_CHECK_SECONDS: Final = 0.25
 
 
 class MapDataset(Protocol):
     """Anything with a length and items, such as a torch Dataset or a list."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int, /) -> object:
-        """The sample of this index."""
+        """Return the sample with this index."""
         ...
 
 
 @dataclass(frozen=True)
-class Request:
-    """One batch to read: which samples, of which epoch, under which setting."""
+class BatchRequest:
+    """One batch to read."""
 
     epoch: int
-    """The epoch, for the luck of each sample."""
+    """The epoch, which keys the RNG of each sample."""
     indices: np.ndarray
-    """Dataset indices, padding included."""
+    """Dataset indices, including those of padding rows."""
     setting: object
-    """The epoch's value of `settings`; it travels with the indices, so a prefetched batch cannot see a later one."""
+    """The epoch's setting. It travels with the indices, so a prefetched batch cannot see that of a later epoch."""
 
 
 class Loader:
-    """Reads requests in order through one set of persistent workers.
-
-    One pass at a time: beginning another ends the one before.
-    """
+    """Reads batch requests in order with one set of persistent workers; supports one iteration at a time."""
 
     def __init__(
-        self, dataset: MapDataset, seed: int, rank: int, collate: Collate | None, workers: int, device: torch.device
+        self,
+        dataset: MapDataset,
+        seed: int,
+        rank: int,
+        collate_fn: CollateFn | None,
+        num_workers: int,
+        device: torch.device,
     ) -> None:
-        self._requests = _Requests()
-        self._passes = 0
+        self._requests = _RequestSampler()
+        self._iteration = 0
         self._device = device
         self._loader: DataLoader[object] = DataLoader(
-            _Keyed(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # it has __getitems__, which is all that is called
-            batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # what it yields goes to _Keyed alone
-            collate_fn=_Collate(collate or default_collate, rank),
-            num_workers=workers,
-            persistent_workers=workers > 0,
+            _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # DataLoader calls __getitems__ only
+            batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # its items go to _KeyedDataset only
+            collate_fn=_Collate(collate_fn or default_collate, rank),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # workers' base seeds must not use up the global generator
-            worker_init_fn=WorkerSetup() if workers else None,
+            generator=torch.Generator(),  # the workers' base seeds must not come from the global generator
+            worker_init_fn=WorkerSetup() if num_workers else None,
         )
 
-    def read(self, requests: Iterator[Request]) -> Iterator[object]:
-        """The batches of `requests`, each on the device, the next one on its way while this one is used."""
+    def read(self, requests: Iterator[BatchRequest]) -> Iterator[object]:
+        """Yield the batches of `requests` on the device; the next one is prefetched while the current one is used."""
         self._requests.upcoming = requests
-        self._passes += 1
+        self._iteration += 1
         with defer_signals():
-            read = iter(self._loader)
-        batches = self._unless_superseded(read, self._passes)
-        return _ahead(batches, self._device) if self._device.type == "cuda" else _moved(batches, self._device)
+            batches = iter(self._loader)
+        batches = self._check_iteration(batches, self._iteration)
+        if self._device.type == "cuda":
+            return _prefetch_to_cuda(batches, self._device)
+        return (move_to_device(batch, self._device) for batch in batches)
 
-    def _unless_superseded(self, batches: Iterator[object], number: int) -> Iterator[object]:
+    def _check_iteration(self, batches: Iterator[object], number: int) -> Iterator[object]:
         for batch in batches:
             yield batch
-            if self._passes != number:
+            if self._iteration != number:
                 raise DataError(
-                    "another pass over this shard was begun before this one ended, and its workers serve one at a "
-                    "time: give the "
-                    "inner loop a shard of its own, run.shard(dataset)"
+                    "a second iteration over this shard began before the first one ended, and its data workers serve "
+                    "one at a time: use another shard for the inner loop, run.shard(dataset)"
                 )
 
 
-def choose_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
-    """How many workers a rank gets, and why: one for each spare core, none where reading costs nothing."""
-    if isinstance(dataset, TensorDataset | Sequence):
-        return 0, "the data is in memory: reading it here is faster than through a worker"
-    share = cores // ranks
-    workers = max(0, min(_MOST_WORKERS, share - 1))
-    return (
-        workers,
-        f"{cores} cores for {ranks} rank(s) on this node leave {workers} spare each (at most {_MOST_WORKERS})",
-    )
-
-
-def check_workers(wish: int) -> int:
-    """The number of workers that was asked for, if it is one."""
-    if not isinstance(wish, Integral) or wish < 0:
-        raise DataError(f"workers={wish!r} is not a number of data workers: pass 0 or more")
-    return wish
-
-
-class _Requests(Sampler[Request]):
-    """What the DataLoader asks its batches from; `upcoming` is set anew for every pass."""
+class _RequestSampler(Sampler[BatchRequest]):
+    """The batch sampler of the DataLoader; `upcoming` is replaced for every iteration."""
 
     def __init__(self) -> None:
-        self.upcoming: Iterator[Request] = iter(())
+        self.upcoming: Iterator[BatchRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.upcoming
 
 
 @dataclass
-class _Keyed:
-    """The user's dataset, read under each sample's own luck; an error names the sample."""
+class _KeyedDataset:
+    """The user's dataset, read with the RNG of each sample; an error names the sample."""
 
     dataset: MapDataset
     seed: int
     rank: int
 
-    def __getitems__(self, request: Request) -> list[object]:
-        batched = getattr(self.dataset, "__getitems__", None)
+    def __getitems__(self, request: BatchRequest) -> list[object]:
+        read_batch = getattr(self.dataset, "__getitems__", None)
         indices = request.indices.tolist()
-        if not callable(batched) or not _reads_batches(self.dataset):
-            return self._one_by_one(indices, request)
+        if not callable(read_batch) or not _reads_batches(self.dataset):
+            return self._read_one_by_one(indices, request)
         try:
-            with batch_luck(request.setting):
-                return list(cast("Iterable[object]", batched(indices)))
+            with SampleContext(self.seed, request.epoch, None, request.setting):
+                return list(cast("Iterable[object]", read_batch(indices)))
         except Exception as error:
-            raise self._failed(f"one of the samples {indices}", error) from error
+            raise self._read_error(f"one of the samples {indices}", error) from error
 
-    def _one_by_one(self, indices: list[int], request: Request) -> list[object]:
+    def _read_one_by_one(self, indices: list[int], request: BatchRequest) -> list[object]:
         samples: list[object] = []
         index = -1
         try:
-            with sample_luck(self.seed, request.epoch, index, request.setting) as luck:
+            with SampleContext(self.seed, request.epoch, index, request.setting) as context:
                 for index in indices:
-                    luck.turn_to(index)
+                    context.move_to(index)
                     samples.append(self.dataset[index])
         except Exception as error:
-            raise self._failed(f"sample {index}", error) from error
+            raise self._read_error(f"sample {index}", error) from error
         return samples
 
-    def _failed(self, what: str, error: Exception) -> SampleError:
+    def _read_error(self, what: str, error: Exception) -> SampleError:
         return SampleError(
-            f"{what} could not be read on rank {self.rank}, {_worker()}: {type(error).__name__}: {error}"
+            f"{what} could not be read on rank {self.rank}, {worker_name()}: {type(error).__name__}: {error}"
         )
 
 
 def _reads_batches(dataset: object) -> bool:
-    """Whether a dataset itself reads many samples at once; torch's Subset always claims to, and asks what is inside."""
+    """Return whether a dataset reads many samples at once; torch's Subset has `__getitems__` in any case."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -292,54 +160,171 @@ def _reads_batches(dataset: object) -> bool:
 
 @dataclass(frozen=True)
 class _Collate:
-    """The user's collate; an error says that it was the collating that failed."""
+    """The user's collate_fn; an error says that collating failed, and in which worker."""
 
-    collate: Collate
+    collate_fn: CollateFn
     rank: int
 
     def __call__(self, samples: list[object]) -> object:
         try:
-            batch = self.collate(samples)
+            batch = self.collate_fn(samples)
         except Exception as error:
             raise DataError(
-                f"collate could not make a batch of {len(samples)} samples on rank {self.rank}, {_worker()}: "
-                f"{type(error).__name__}: {error} (samples of different shapes? give run.shard a collate= that pads "
-                "them)"
+                f"collate_fn could not make a batch of {len(samples)} samples on rank {self.rank}, {worker_name()}: "
+                f"{type(error).__name__}: {error} (if the samples differ in shape, pass run.shard a collate_fn= that "
+                "pads them)"
             ) from error
-        tensors_of(batch)  # complains here, where the worker is known, if it is no tree of tensors
+        list_tensors(batch)  # raises here, in the worker that made it, if the batch is not a tree of tensors
         return batch
 
 
-def _worker() -> str:
+def worker_name() -> str:
+    """Return where this code runs, for an error message."""
     info = get_worker_info()
     return "in the training process" if info is None else f"worker {info.id}"
 
 
-def _moved(batches: Iterator[object], device: torch.device) -> Iterator[object]:
-    for batch in batches:
-        yield move_to_device(batch, device)
+def choose_num_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
+    """Return the number of data workers for each rank of this node, and the reason."""
+    if isinstance(dataset, TensorDataset | Sequence):
+        return 0, "the data is in memory, and reading it in the training process is faster than in a worker"
+    workers = max(0, min(_MAX_WORKERS, cores // ranks - 1))
+    return workers, f"{cores} cores for {ranks} rank(s) on this node, at most {_MAX_WORKERS} workers per rank"
 
 
-def _ahead(batches: Iterator[object], device: torch.device) -> Iterator[object]:
-    """Copy the next batch on a stream of its own while the current one computes."""
+def check_num_workers(num_workers: int) -> int:
+    """Return `num_workers` if it is a valid number of data workers."""
+    if not isinstance(num_workers, Integral) or num_workers < 0:
+        raise DataError(f"num_workers={num_workers!r} is not a number of data workers: pass 0 or more")
+    return num_workers
+
+
+# Starting and ending data workers
+
+
+@contextmanager
+def defer_signals() -> Generator[None]:
+    """Block the job's signals and garbage collection while data workers start.
+
+    A worker that starts with its rank's signal handlers and garbage could die of them. Deferred signals reach this
+    process afterwards. Python's forkserver keeps them blocked: it ends with its rank, not by a signal.
+    """
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "forkserver":
+        resource_tracker.ensure_running()  # otherwise it starts below and unblocks SIGTERM before the server starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+    collecting = gc.isenabled()
+    # The wrapped model of an earlier Run is a cycle that holds its process group, whose destructor waits for threads.
+    # A forked worker has a copy of it and none of the threads: collecting it there would hang or kill the worker.
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class WorkerSetup:
+    """The `worker_init_fn` of a DataLoader: detaches a worker from its rank's signals and ends it with its rank."""
+
+    def __init__(self) -> None:
+        # Shared with the workers, since they ignore the signals that end a rank.
+        self._ending = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        # At exit Python runs this before it asks the workers to end and waits for them.
+        util.Finalize(self, self._ending.fill_, args=(1,), exitpriority=0)
+        self._collecting = gc.isenabled()
+
+    def __call__(self, worker: int) -> None:
+        """Run in a worker when it starts."""
+        gc.freeze()  # never collect what came with the fork; see defer_signals
+        if self._collecting:
+            gc.enable()
+        for number in _JOB_SIGNALS:  # not SIG_IGN, which programs started by a worker would inherit
+            signal.signal(number, _ignore_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
+        watch = threading.Thread(
+            target=self._exit_with_parent, args=[os.getppid()], name="samestep worker watch", daemon=True
+        )
+        watch.start()
+
+    def _exit_with_parent(self, parent: int) -> None:
+        while not self._ending.item() and os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_SECONDS)
+        os._exit(0)
+
+
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the rank receives the signal too and decides."""
+
+
+# Moving batches to the device
+
+
+def _prefetch_to_cuda(batches: Iterator[object], device: torch.device) -> Iterator[object]:
+    """Copy the next batch on a separate CUDA stream while the current one is computed."""
     stream = torch.cuda.Stream(device)
-    following = _send(batches, device, stream)
+    following = _start_copy(batches, device, stream)
     while following is not None:
         current_stream = torch.cuda.current_stream(device)
         current_stream.wait_stream(stream)
         batch = following
-        for tensor in tensors_of(batch):
+        for tensor in list_tensors(batch):
             tensor.record_stream(current_stream)  # its memory must not be reused before this stream is done with it
         yield batch
-        following = _send(batches, device, stream)  # the GPU still computes what was queued for this batch
+        following = _start_copy(batches, device, stream)  # the GPU still computes what was queued for this batch
 
 
-def _send(batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream) -> object | None:
-    """Begin to copy the next batch, if there is one."""
+def _start_copy(batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream) -> object | None:
     batch = next(batches, None)
     if batch is None:
         return None
     if not isinstance(batch, torch.Tensor | Mapping | tuple | list):
-        return move_to_device(batch, device)  # a class of the user's: its tensors are not known to the stream
+        return move_to_device(batch, device)  # a class of the user: its tensors cannot be recorded on the stream
     with torch.cuda.stream(stream):
         return move_to_device(batch, device)
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A batch class of the user with a `to` method."""
+
+    def to(self, device: torch.device) -> "Movable":
+        """Return the same batch on `device`."""
+        ...
+
+
+def move_to_device(tree: object, device: torch.device) -> object:
+    """Return `tree` on `device`; on CUDA the copies from pinned memory are asynchronous."""
+    if not isinstance(tree, torch.Tensor | Mapping | tuple | list) and isinstance(tree, Movable):
+        return tree.to(device)
+    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def list_tensors(tree: object) -> list[torch.Tensor]:
+    """Return every tensor in `tree`; none for a batch class of the user."""
+    found: list[torch.Tensor] = []
+    if isinstance(tree, torch.Tensor | Mapping | tuple | list) or not isinstance(tree, Movable):
+        map_tensors(tree, found.append)
+    return found
+
+
+def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: str = "batch") -> object:
+    """Return `tree` with `function` applied to every tensor; strings and numbers stay as they are."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        values = {key: map_tensors(value, function, f"{path}[{key!r}]") for key, value in tree.items()}
+        return values if type(tree) is dict else type(tree)(values)  # pyright: ignore[reportCallIssue]  # a mapping class of the user
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(item, function, f"{path}[{i}]") for i, item in enumerate(tree)]
+        if isinstance(tree, list):
+            return items
+        # A named tuple takes its fields as separate arguments.
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)  # pyright: ignore[reportArgumentType]
+    if isinstance(tree, str | bytes | bool | int | float | complex | None):
+        return tree
+    raise DataError(
+        f"{path} is of class {type(tree).__name__}: a batch is a tensor, or tuples, lists and dicts of tensors, "
+        "strings and numbers; pass run.shard a collate_fn= that makes one"
+    )

@@ -1,8 +1,8 @@
-"""Randomness of the sample being read: the same on any ranks and workers, its own for every sample and epoch.
+"""Random numbers that belong to a sample: keyed by (seed, epoch, dataset index), the same on any ranks and workers.
 
-`sample_rng()` and `current_setting()` work inside a dataset's `__getitem__`, in the thread that called it; a block of
-`sample_luck` opens them there, and in a test of a dataset. `micro_batch_keys()` is the same thought for modules of a
-model: the keys of the samples in front of them.
+Three places use them. A dataset calls `sample_rng()`, `sample_numpy_rng()` and `epoch_setting()` in its `__getitem__`;
+the loader opens a `SampleContext` around that call. `Step.random` and `Step.normal` turn the keys of a micro-batch into
+tensors with `uniform` and `normal`. Modules of a model find these keys with `micro_batch_keys()`.
 """
 
 import math
@@ -21,76 +21,196 @@ from torch import Tensor
 from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, key64, keyed_word, keyed_words
 from samestep.errors import DataError
 
-_SAMPLE, _ELEMENT = 3, 4  # keep these uses of a seed apart from the order's
+# The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py).
+_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM = 3, 4, 5, 6
 
 _LOW_24: Final = (1 << 24) - 1
+_LOW_32: Final = (1 << 32) - 1
 _LOW_40: Final = (1 << 40) - 1
 
 
+class _Setting(Enum):
+    """The type of `NO_SETTING`: None is a valid setting, and an enum member keeps its identity through pickle."""
+
+    NONE = "no setting"
+
+
+NO_SETTING: Final = _Setting.NONE
+
+
+def sample_rng() -> torch.Generator:
+    """Return the torch generator of the sample being read; repeated calls for one sample return the same generator.
+
+    >>> with SampleContext(seed=0, epoch=0, index=3):
+    ...     crop = torch.randint(0, 8, (2,), generator=sample_rng())
+    """
+    return _current_context("sample_rng()").torch_rng()
+
+
+def sample_numpy_rng() -> np.random.Generator:
+    """Return the numpy generator of the sample being read; repeated calls for one sample return the same generator."""
+    return _current_context("sample_numpy_rng()").numpy_rng()
+
+
+def epoch_setting() -> object:
+    """Return what `epoch_settings` of the shard returned for the epoch of the sample being read."""
+    setting = _current_context("epoch_setting()").setting
+    if setting is NO_SETTING:
+        raise DataError(
+            "epoch_setting() was called, but this dataset is read without epoch settings: "
+            "pass run.shard(dataset, epoch_settings=...), a function of the epoch number"
+        )
+    return setting
+
+
+class SampleContext:
+    """The context in which one sample is read. Contexts may nest; the innermost is used.
+
+    The loader opens one around `dataset[index]`. Open one yourself to test a dataset:
+
+    >>> with SampleContext(seed=0, epoch=0, index=3, setting=224):
+    ...     epoch_setting()
+    224
+
+    With `index=None` many samples are read at once by `__getitems__`: there is a setting, but no generator.
+    """
+
+    __slots__ = ("_numpy_rng", "_token", "_torch_rng", "epoch", "index", "seed", "setting")
+
+    def __init__(self, seed: int, epoch: int, index: int | None, setting: object = NO_SETTING) -> None:
+        self.seed, self.epoch, self.index, self.setting = seed, epoch, index, setting
+        self._torch_rng: torch.Generator | None = None
+        self._numpy_rng: np.random.Generator | None = None
+        self._token: Token[SampleContext | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._token = _CONTEXT.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._token is not None
+        _CONTEXT.reset(self._token)
+
+    def move_to(self, index: int) -> None:
+        """Use this context for another sample; a batch then needs one `with` block instead of one per sample."""
+        self.index = index
+        self._torch_rng = self._numpy_rng = None
+
+    def torch_rng(self) -> torch.Generator:
+        """Return the torch generator of the sample, on the CPU."""
+        if self._torch_rng is None:
+            seed = generator_seed(self.seed, self.epoch, self._require_index("sample_rng()"))
+            self._torch_rng = torch.Generator().manual_seed(seed)
+        return self._torch_rng
+
+    def numpy_rng(self) -> np.random.Generator:
+        """Return the numpy generator of the sample, independent of the torch generator."""
+        if self._numpy_rng is None:
+            key = sample_key(self.seed, self.epoch, self._require_index("sample_numpy_rng()"))
+            self._numpy_rng = np.random.Generator(np.random.Philox(key=np.array([key, _NUMPY_STREAM], dtype=np.uint64)))
+        return self._numpy_rng
+
+    def _require_index(self, caller: str) -> int:
+        if self.index is None:
+            raise DataError(
+                f"{caller} was called in a dataset's __getitems__, which reads many samples, but a generator belongs "
+                "to one sample: call it in __getitem__, and remove __getitems__ from the dataset"
+            )
+        return self.index
+
+
+_CONTEXT: ContextVar[SampleContext | None] = ContextVar("samestep_sample_context", default=None)
+
+
+def _current_context(caller: str) -> SampleContext:
+    context = _CONTEXT.get()
+    if context is None:
+        raise DataError(
+            f"{caller} was called outside a sample: it works inside a dataset's __getitem__ while run.shard(...) reads "
+            "it, in the thread that called __getitem__; in a test, write: with samestep.data.sample_rng.SampleContext("
+            "seed=0, epoch=0, index=3): dataset[3]"
+        )
+    return context
+
+
 def sample_key(seed: int, epoch: int, index: int) -> int:
-    """The 64-bit key of one sample in one epoch, from 0 to 2**64-1; distinct for distinct indices of an epoch."""
-    return keyed_word(epoch_key(seed, epoch), index)
+    """Return the 64-bit key of one sample in one epoch; the keys of an epoch are distinct."""
+    return keyed_word(_epoch_key(seed, epoch), index)
 
 
 def sample_keys(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """`sample_key` of many indices."""
-    return keyed_words(epoch_key(seed, epoch), indices)
+    """Return `sample_key` of many dataset indices."""
+    return keyed_words(_epoch_key(seed, epoch), indices)
 
 
 def sample_key_tensor(seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """`sample_key` of many int64 indices on their device, as the int64 numbers with the same 64 bits."""
+    """Return `sample_key` of many int64 indices on their device, as int64 numbers with the same 64 bits."""
     if indices.dtype != torch.int64:
         raise DataError(f"indices are {indices.dtype} and must be torch.int64: use indices.long()")
-    return _mix_(((indices + 1) * _signed(GOLDEN)).add_(_signed(epoch_key(seed, epoch))))
+    return _mix64_(((indices + 1) * _signed(GOLDEN)).add_(_signed(_epoch_key(seed, epoch))))
 
 
-def epoch_key(seed: int, epoch: int) -> int:
-    """The key from which an epoch's sample keys come."""
+def _epoch_key(seed: int, epoch: int) -> int:
     return key64(_SAMPLE, seed, epoch)
 
 
-def uniform(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
-    """Float32 numbers in [0, 1) for each key, of shape (rows, *shape), in steps of 2**-24.
+def generator_seed(seed: int, epoch: int, index: int) -> int:
+    """Return the seed of a sample's torch generator.
 
-    `salt` tells uses apart: two calls with one salt give the same numbers. The first elements of a longer shape are
-    those of a shorter one.
+    torch's CPU generator uses only the lower 32 bits of its seed. A hash truncated to 32 bits would give about 116
+    pairs of equal generators among a million samples. Here the lower bits are a bijection of the index, so no two of
+    the first 2**32 samples of an epoch share a generator.
+    """
+    key = key64(_TORCH_STREAM, seed, epoch)
+    low = (index ^ key) & _LOW_32
+    low = (low ^ (low >> 16)) * 0x85EBCA6B & _LOW_32
+    low = (low ^ (low >> 13)) * 0xC2B2AE35 & _LOW_32
+    low = (low ^ (low >> 16)) ^ (key >> 32)
+    return sample_key(seed, epoch, index) >> 32 << 32 | low
+
+
+def uniform(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
+    """Return float32 numbers in [0, 1) for each key, of shape (rows, *shape), in steps of 2**-24.
+
+    Use a different `salt` for each purpose: two calls with the same salt return the same numbers. The first elements of
+    a longer shape are those of a shorter one.
 
     >>> keys = torch.tensor([7, 8, 9])
     >>> bool((uniform(keys, (5,), salt=1)[1:2] == uniform(keys[1:2], (5,), salt=1)).all())
     True
     """
-    words = _words(keys, math.prod(shape), salt)
+    words = _random_words(keys, math.prod(shape), salt)
     return ((words >> 40) & _LOW_24).to(torch.float32).mul_(2.0**-24).view(len(keys), *shape)
 
 
 def normal(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
-    """Standard normal float32 numbers for each key, of shape (rows, *shape), none beyond 7.45.
+    """Return standard normal float32 numbers for each key, of shape (rows, *shape), with absolute values below 7.45.
 
-    Equal to `uniform`'s in everything else; the two share their bits, so do not use one salt for both.
+    They are keyed like those of `uniform` and use the same bits, so do not use one salt for both functions.
     """
     count = math.prod(shape)
-    words = _words(keys, (count + 1) // 2, salt)
-    # Box and Muller: a word makes two numbers. Its upper 40 bits give a radius with a long tail, its lower 24 an angle.
+    words = _random_words(keys, (count + 1) // 2, salt)
+    # Box-Muller: a word makes two numbers. Its upper 40 bits give a radius with a long tail, its lower 24 an angle.
     radius = (((words >> 24) & _LOW_40) + 1).to(torch.float32).mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     angle = (words & _LOW_24).to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
     pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
     return pairs.flatten(start_dim=1)[:, :count].reshape(len(keys), *shape)
 
 
-def _words(keys: Tensor, count: int, salt: int) -> Tensor:
-    """Keyed 64-bit words of shape (rows, count): SplitMix64 from a start that key and salt name."""
+def _random_words(keys: Tensor, count: int, salt: int) -> Tensor:
+    """Return 64-bit words of shape (rows, count): one SplitMix64 stream per row, started from its key and the salt."""
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise DataError(
             f"keys are {keys.dtype} of shape {tuple(keys.shape)} and must be torch.int64 of shape (rows,): "
             "take them from micro_batch_keys() or sample_key_tensor(...)"
         )
-    starts = _mix_(keys + _signed(key64(_ELEMENT, salt)))
+    starts = _mix64_(keys + _signed(key64(_ELEMENT, salt)))
     counters = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device).mul_(_signed(GOLDEN))
-    return _mix_(starts[:, None] + counters)
+    return _mix64_(starts[:, None] + counters)
 
 
-def _mix_(words: Tensor) -> Tensor:
-    """`mix64` in place. Multiplication wraps as in unsigned words; the mask makes torch's signed shift a plain one."""
+def _mix64_(words: Tensor) -> Tensor:
+    """Apply `mix64` in place. int64 products wrap like unsigned ones; the masks make torch's signed shifts logical."""
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         words ^= (words >> shift) & ((1 << (64 - shift)) - 1)
         words *= _signed(factor)
@@ -99,157 +219,29 @@ def _mix_(words: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 number with the bits of an unsigned 64-bit word."""
+    """Return the int64 number with the bits of an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word
-
-
-_NUMPY_STREAM: Final = 5
-_TORCH_STREAM: Final = 6
-_MASK32: Final = (1 << 32) - 1
-
-
-class Absent(Enum):
-    """What stands for "no setting was given": None is a setting, and an enum stays itself through pickle."""
-
-    SETTING = "no setting"
-
-
-class SampleLuck:
-    """The randomness of one sample while its `with` block lasts; generators are made when first asked for."""
-
-    __slots__ = ("_numpy_rng", "_token", "_torch_rng", "epoch", "index", "seed", "setting")
-
-    def __init__(self, seed: int, epoch: int, index: int | None, setting: object) -> None:
-        self.seed, self.epoch, self.index, self.setting = seed, epoch, index, setting
-        self._torch_rng: torch.Generator | None = None
-        self._numpy_rng: np.random.Generator | None = None
-        self._token: Token[SampleLuck | None] | None = None
-
-    def __enter__(self) -> Self:
-        self._token = _LUCK.set(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        assert self._token is not None
-        _LUCK.reset(self._token)
-
-    def turn_to(self, index: int) -> None:
-        """Be the luck of another sample from now on; a batch needs one block then, not one for each of its samples."""
-        self.index = index
-        self._torch_rng = self._numpy_rng = None
-
-    def torch_rng(self) -> torch.Generator:
-        """The sample's torch generator, on the CPU."""
-        if self._torch_rng is None:
-            seed = generator_seed(self.seed, self.epoch, self._one_sample("sample_rng()"))
-            self._torch_rng = torch.Generator().manual_seed(seed)
-        return self._torch_rng
-
-    def numpy_rng(self) -> np.random.Generator:
-        """The sample's numpy generator, independent of the torch one."""
-        if self._numpy_rng is None:
-            key = sample_key(self.seed, self.epoch, self._one_sample("sample_numpy_rng()"))
-            self._numpy_rng = np.random.Generator(np.random.Philox(key=np.array([key, _NUMPY_STREAM], dtype=np.uint64)))
-        return self._numpy_rng
-
-    def _one_sample(self, asked: str) -> int:
-        if self.index is None:
-            raise DataError(
-                f"{asked} was called in a dataset's __getitems__, which reads many samples, and belongs to one: "
-                "call it in __getitem__, and leave __getitems__ out of the dataset"
-            )
-        return self.index
-
-
-_LUCK: ContextVar[SampleLuck | None] = ContextVar("samestep_sample_luck", default=None)
-
-
-def sample_luck(seed: int, epoch: int, index: int, setting: object = Absent.SETTING) -> SampleLuck:
-    """The block in which one sample is read; `setting` is what `current_setting()` gives inside.
-
-    Blocks may nest, and then the inner one counts.
-
-    >>> with sample_luck(seed=0, epoch=0, index=3, setting=224):
-    ...     current_setting()
-    224
-    """
-    return SampleLuck(seed, epoch, index, setting)
-
-
-def batch_luck(setting: object) -> SampleLuck:
-    """The block in which a dataset's `__getitems__` reads many samples: with a setting, without one's randomness."""
-    return SampleLuck(0, 0, None, setting)
-
-
-def sample_rng() -> torch.Generator:
-    """The torch generator of the sample being read; further calls for one sample continue it.
-
-    >>> with sample_luck(seed=0, epoch=0, index=3):
-    ...     crop = torch.randint(0, 8, (2,), generator=sample_rng())
-    """
-    return _current("sample_rng()").torch_rng()
-
-
-def sample_numpy_rng() -> np.random.Generator:
-    """The numpy generator of the sample being read; further calls for one sample continue it."""
-    return _current("sample_numpy_rng()").numpy_rng()
-
-
-def epoch_setting() -> object:
-    """What the shard's `settings` function gave for the epoch of the sample being read."""
-    setting = _current("epoch_setting()").setting
-    if setting is Absent.SETTING:
-        raise DataError(
-            "epoch_setting() has nothing to give: this dataset is read without settings; "
-            "pass run.shard(dataset, settings=...), a function of the epoch number"
-        )
-    return setting
-
-
-def generator_seed(seed: int, epoch: int, index: int) -> int:
-    """A seed for torch's CPU generator, which uses only the lower 32 bits of it.
-
-    A hash cut to 32 bits would give some 116 pairs of equal generators among a million samples. Here the lower bits are
-    a bijection of the index, so no two of an epoch's first 2**32 samples share a generator.
-    """
-    key = key64(_TORCH_STREAM, seed, epoch)
-    low = (index ^ key) & _MASK32
-    low = (low ^ (low >> 16)) * 0x85EBCA6B & _MASK32
-    low = (low ^ (low >> 13)) * 0xC2B2AE35 & _MASK32
-    low = (low ^ (low >> 16)) ^ (key >> 32)
-    return sample_key(seed, epoch, index) >> 32 << 32 | low
-
-
-def _current(asked: str) -> SampleLuck:
-    luck = _LUCK.get()
-    if luck is None:
-        raise DataError(
-            f"{asked} was called outside a sample: it works inside a dataset's __getitem__ while run.shard(...) reads "
-            "it, in the thread that called it; in a test, write: with samestep.data.sample_rng.sample_luck(seed=0, "
-            "epoch=0, index=3): dataset[3]"
-        )
-    return luck
 
 
 @dataclass(frozen=True)
 class SampleIds:
-    """Which samples the rows of a batch are, for what is kept of them from one epoch to another."""
+    """Which samples the rows of a batch are; a cache of teacher outputs uses them as keys."""
 
     shard: str
-    """The name of the shard that they come from; the same in every run of one script."""
+    """The name of the shard, the same in every run of a script."""
     epoch: int
-    """The epoch in which they were read."""
+    """The epoch in which the samples were read."""
     indices: list[int]
     """The dataset index of each row."""
     real: int
-    """How many rows count; those behind them are padding."""
+    """How many rows are samples; the rows after them are padding."""
 
 
 class _MicroBatch:
-    """The one micro-batch that this process works on.
+    """The micro-batch that this process computes.
 
-    Not a ContextVar: autograd recomputes checkpointed layers in threads of its own, which have no context, and a module
-    must find the same keys there as in its forward pass.
+    This is not a ContextVar: autograd recomputes checkpointed layers in its own threads, which have no context, and a
+    module must find the same keys there as in its forward pass.
     """
 
     __slots__ = ("keys", "samples")
@@ -263,32 +255,33 @@ _MICRO_BATCH: Final = _MicroBatch()
 
 
 def micro_batch_keys() -> Tensor | None:
-    """Keys of the samples in the current micro-batch, int64 of shape (rows,); None outside a step."""
+    """Return the keys of the samples in the current micro-batch, int64 of shape (rows,), or None outside a step."""
     keys = _MICRO_BATCH.keys
     if keys is None or isinstance(keys, Tensor):
         return keys
-    made = _MICRO_BATCH.keys = keys()
-    return made
+    _MICRO_BATCH.keys = computed = keys()
+    return computed
 
 
 def current_samples() -> SampleIds | None:
-    """The samples of the batch that a shard has handed out last; None where no shard has one out."""
+    """Return the samples of the batch that a shard yielded last, or None if no shard is being iterated."""
     return None if _MICRO_BATCH.samples is None else _MICRO_BATCH.samples()
 
 
 def set_micro_batch(
     keys: Tensor | Callable[[], Tensor] | None, samples: Callable[[], SampleIds | None] | None = None
 ) -> None:
-    """Say which samples the modules of the model see from now on; None when a step is over.
+    """Set the samples that the modules of the model see from now on; pass None at the end of a step.
 
-    A function is called when the keys are first asked for: most models never do, and they cost time at every step.
+    `keys` may be a function. It is called when a module first asks for the keys: most models never do, and computing
+    them in every step costs time.
     """
     _MICRO_BATCH.keys, _MICRO_BATCH.samples = keys, samples
 
 
 @contextmanager
-def evaluating(samples: SampleIds) -> Generator[None]:
-    """While a batch of an evaluation is out: its samples are known, and draw no luck."""
+def evaluation_batch(samples: SampleIds) -> Generator[None]:
+    """Set the samples of an evaluation batch while the block runs; their keys are not set."""
     before = _MICRO_BATCH.samples
     _MICRO_BATCH.samples = lambda: samples
     try:

@@ -1,8 +1,9 @@
-"""What the ranks of a run do together: numbers over all, one for all, agreement, waiting."""
+"""Collectives of all ranks as users call them: exact means and sums, once, agreement, barrier."""
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Literal, TypeVar, cast
 
@@ -12,11 +13,12 @@ import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.once import Per, once
-from samestep.errors import CommunicationError
+from samestep.errors import CommunicationError, DataError
 
+T = TypeVar("T")
 Number = bool | int | float
-Numbers = np.ndarray | np.generic
-Values = Number | torch.Tensor | Numbers | Iterable[Number | torch.Tensor | Numbers]
+Array = np.ndarray | np.generic
+Values = Number | torch.Tensor | Array | Iterable[Number | torch.Tensor | Array]
 Op = Literal["sum", "mean", "max", "min"]
 _OPS: dict[Op, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -26,162 +28,241 @@ _OPS: dict[Op, dist.ReduceOp.RedOpType] = {
 }
 
 
-def mean(link: Communicator, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """The mean of all elements on all ranks, from one sum in float64 and one exact count."""
-    tally = _tally(values, keep)
-    parts = link.exchange("run.mean", [tally.total(), float(tally.count)])
-    counted = sum(int(part[1]) for part in parts)
-    if counted == 0:
-        raise CommunicationError(
-            "run.mean got no values on any rank: the mean of nothing is not a number; is the data empty?"
-        )
-    return math.fsum(float(part[0]) for part in parts) / counted
+class Collectives:
+    """The collectives of a run. Every rank must call each of them, in the same order; a rank that differs is named."""
+
+    def __init__(self, comm: Communicator, padding: "PaddingFilter") -> None:
+        self._comm, self._padding = comm, padding
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return self._comm.world.rank
+
+    @property
+    def size(self) -> int:
+        """The world size: how many ranks there are."""
+        return self._comm.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._comm.world.is_main
+
+    @property
+    def is_node_main(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self._comm.world.is_node_main
+
+    def mean(self, values: Values) -> float:
+        """The mean of every element on every rank. Each element has the same weight, however many a rank has.
+
+        >>> from samestep import Run
+        >>> with Run(global_batch=8) as run:
+        ...     run.mean([1, 2, 3, 6])
+        3.0
+        """
+        tally = self._tally(values)
+        parts = self._comm.exchange("run.mean", [tally.total(), float(tally.count)])
+        count = sum(int(part[1]) for part in parts)
+        if count == 0:
+            raise CommunicationError("run.mean got no values on any rank, so there is no mean: is the dataset empty?")
+        return math.fsum(float(part[0]) for part in parts) / count
+
+    def means(self, batches: Iterable[Mapping[str, Values]]) -> dict[str, float]:
+        """Several means from one pass over the data: each batch gives its values by name.
+
+        >>> from samestep import Run
+        >>> with Run(global_batch=8) as run:
+        ...     run.means({"loss": [2.0 * x], "correct": [x > 1]} for x in (1, 2))
+        {'loss': 3.0, 'correct': 0.5}
+        """
+        tallies: dict[str, _Tally] = {}
+        for batch in batches:
+            for name, values in _named_values(batch).items():
+                self._add(tallies.setdefault(name, _Tally()), values)
+        sums = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
+        return _means(self._comm.exchange_objects("run.means", sums))  # a rank without batches has no names
+
+    def sum(self, values: Values) -> int | float:
+        """The sum of every element on every rank; integers stay exact."""
+        value = self._tally(values).total()
+        is_int = torch.tensor([float(isinstance(value, int))], dtype=torch.float64)
+        parts = self._comm.exchange("run.sum", torch.cat([_pack(value), is_int]))
+        if all(bool(part[2]) for part in parts):
+            return sum(int(part[:1].view(torch.int64)) for part in parts)
+        return math.fsum(float(part[1]) for part in parts)
+
+    def max(self, values: Values) -> int | float:
+        """The largest element on any rank."""
+        best: int | float | None = None
+        for value in _iterate(values):
+            if (tensor := self._padding.drop(_to_tensor(value))).numel():
+                best = _larger(best, _largest(tensor))
+        flags = torch.tensor([float(best is not None), float(isinstance(best, int))], dtype=torch.float64)
+        packed = torch.cat([_pack(best if best is not None else -math.inf), flags])
+        parts = [part for part in self._comm.exchange("run.max", packed) if bool(part[2])]
+        if not parts:
+            raise CommunicationError("run.max got no values on any rank, so there is no maximum: is the dataset empty?")
+        if all(bool(part[3]) for part in parts):
+            return max(int(part[:1].view(torch.int64)) for part in parts)
+        best = float(parts[0][1])
+        for part in parts[1:]:
+            best = _larger(best, float(part[1]))
+        return best
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None = None) -> torch.Tensor:
+        """`tensor` reduced over the ranks, element by element, as a new tensor.
+
+        The mean of integers is computed in float64. `weight` is this rank's count in a weighted mean.
+        """
+        if op not in _OPS:
+            raise CommunicationError(f"run.all_reduce: op={op!r} is not valid; use one of {', '.join(map(repr, _OPS))}")
+        if weight is not None and op != "mean":
+            raise CommunicationError(f"run.all_reduce: weight= is valid with op='mean' only, got op={op!r}")
+        if op == "mean":
+            return _all_reduce_mean(self._comm, tensor, 1.0 if weight is None else weight)
+        return _all_reduce(self._comm, tensor.detach().clone(), op)
+
+    def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
+        """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception.
+
+        With `per="node"` the first rank of each node runs it, for the ranks of that node.
+        """
+        return once(self._comm, function, *args, per=per)
+
+    def agree(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on any: all ranks stop, save or skip together."""
+        return any(bool(part[0]) for part in self._comm.exchange("run.agree", [float(flag)]))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._comm.exchange("run.barrier", [])
+
+    def _tally(self, values: Values) -> "_Tally":
+        tally = _Tally()
+        self._add(tally, values)
+        return tally
+
+    def _add(self, tally: "_Tally", values: Values) -> None:
+        for value in _iterate(values):
+            tally.add(self._padding.drop(_to_tensor(value)))
 
 
-def means(
-    link: Communicator, batches: Iterable[Mapping[str, Values]], keep: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, float]:
-    """Several means from one pass; a rank without a batch knows no names and has nothing to add."""
-    mine: dict[str, _Tally] = {}
-    for batch in batches:
-        for name, values in _named(batch).items():
-            _add(mine.setdefault(name, _Tally()), values, keep)
-    parts = link.exchange_objects("run.means", {name: (tally.total(), tally.count) for name, tally in mine.items()})
-    return _join(parts)
+class PaddingFilter:
+    """Drops the values of padding rows from `run.mean`, `run.sum` and `run.max`.
 
+    All ranks must call a sharded model the same number of times. A rank that has no sample left gets a padding row.
+    """
 
-def _join(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
-    """Means by name from the (sum, count) of each rank."""
-    found = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
-    counts = {name: sum(count for _, count in sums) for name, sums in found.items()}
-    if not found or 0 in counts.values():
-        what = "".join(f" for {name!r}" for name, count in counts.items() if not count)
-        raise CommunicationError(
-            f"run.means got no values{what} on any rank: there is no mean of nothing; is the data empty?"
-        )
-    return {name: math.fsum(part for part, _ in sums) / counts[name] for name, sums in found.items()}
+    def __init__(self) -> None:
+        self._rows = 0
+        self._dropped = False
 
+    @contextmanager
+    def batch(self, padding_rows: int) -> Generator[None]:
+        """While the user has a batch of this many padding rows (0: a batch of samples)."""
+        self._rows, self._dropped = padding_rows, False
+        try:
+            yield
+            if padding_rows and not self._dropped:
+                raise DataError(
+                    "this rank had no sample left and got a padding row, so that all ranks call the sharded model or "
+                    "teacher the same number of times; the result was not passed to run.mean, run.sum or run.max, so "
+                    "it would count: pass the values as they come, as in run.mean(net(x).argmax(-1) == y for x, y in "
+                    "test)"
+                )
+        finally:
+            self._rows = 0
 
-def total(link: Communicator, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> int | float:
-    """The sum of all elements on all ranks; whole numbers stay whole and exact."""
-    value = _tally(values, keep).total()
-    whole = torch.tensor([float(isinstance(value, int))], dtype=torch.float64)
-    parts = link.exchange("run.sum", torch.cat([_pack(value), whole]))
-    if all(bool(part[2]) for part in parts):
-        return sum(int(part[:1].view(torch.int64)) for part in parts)
-    return math.fsum(float(part[1]) for part in parts)
-
-
-def maximum(link: Communicator, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> int | float:
-    """The largest element on any rank."""
-    best: int | float | None = None
-    for value in _iterate(values):
-        if (tensor := keep(_tensor(value))).numel():
-            best = _larger(best, _largest(tensor))
-    whole = isinstance(best, int)
-    packed = _pack(best if best is not None else -math.inf)
-    flags = torch.tensor([float(best is not None), float(whole)], dtype=torch.float64)
-    parts = [part for part in link.exchange("run.max", torch.cat([packed, flags])) if bool(part[2])]
-    if not parts:
-        raise CommunicationError(
-            "run.max got no values on any rank: there is no largest of nothing; is the data empty?"
-        )
-    if all(bool(part[3]) for part in parts):
-        return max(int(part[:1].view(torch.int64)) for part in parts)
-    best = float(parts[0][1])
-    for part in parts[1:]:
-        best = _larger(best, float(part[1]))
-    return best
-
-
-def all_reduce(link: Communicator, tensor: torch.Tensor, op: Op, weight: float | None) -> torch.Tensor:
-    """One tensor reduced element by element; the given one is left as it is."""
-    if op not in _OPS:
-        raise CommunicationError(f"run.all_reduce does not know op={op!r}: use one of {', '.join(map(repr, _OPS))}")
-    if weight is not None and op != "mean":
-        raise CommunicationError(f"run.all_reduce takes weight= with op='mean' only, not with op={op!r}")
-    if op == "mean":
-        return _all_mean(link, tensor, 1.0 if weight is None else weight)
-    result = tensor.detach().clone()
-    return _reduce_in_place(link, result, op)
-
-
-def _all_mean(link: Communicator, tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    wide = tensor.detach() if tensor.is_complex() else _wide(tensor.detach())
-    carried = torch.cat(
-        [wide.reshape(-1) * weight, wide.new_tensor([weight])]
-    )  # the weights ride along: one collective
-    summed = _reduce_in_place(link, carried, "mean")
-    if not summed[-1].is_nonzero():
-        raise CommunicationError("run.all_reduce got weight=0 on every rank: a mean needs something that counts")
-    mean = (summed[:-1] / summed[-1]).reshape(tensor.shape)
-    return mean.to(tensor.dtype) if tensor.is_floating_point() else mean
-
-
-def _reduce_in_place(link: Communicator, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-    if link.alone:
-        link.refuse_inside_once("run.all_reduce")
-        return tensor
-    _compare_tensors(link, tensor, op)
-    home = tensor.device
-    carried = (
-        tensor.cpu() if home.type not in ("cpu", "cuda") or (home.type == "cuda" and link.backend == "gloo") else tensor
-    )
-    with link.together("run.all_reduce"):
-        dist.all_reduce(carried, op=_OPS[op])
-    return carried.to(home)
-
-
-def _compare_tensors(link: Communicator, tensor: torch.Tensor, op: Op) -> None:
-    """Raise where ranks give tensors that cannot be added: torch would hang, or add what does not belong together."""
-    mine = [float(list(_OPS).index(op)), float(zlib.crc32(str(tensor.dtype).encode())), float(tensor.numel())]
-    for rank, theirs in enumerate(link.exchange("run.all_reduce", mine)):
-        if theirs.tolist() != mine:
+    def drop(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` without those of padding rows."""
+        if not self._rows:
+            return values
+        if values.dim() == 0 or values.shape[0] != self._rows:
+            what = "a single value" if values.dim() == 0 else f"values of shape {tuple(values.shape)}"
             raise CommunicationError(
-                f"run.all_reduce got op={op!r} and {tensor.numel()} elements of {tensor.dtype} on rank "
-                f"{link.world.rank}, and "
-                f"rank {rank} gave something else ({int(theirs[2])} elements): all ranks must give tensors alike"
+                f"this batch has {self._rows} row(s), all padding, and run.mean, run.sum or run.max got {what}, which "
+                "cannot be separated by row: pass one value per sample (reduction='none') instead of one per batch"
             )
+        self._dropped = True
+        return values[:0]
 
 
 class _Tally:
-    """Sum and count of what is added, on the values' device until it is asked for: one transfer in all."""
+    """Sum and count, kept on the device of the values until `total` is called: one transfer in all."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the elements of one more tensor."""
+        """Add the elements of a tensor."""
         self.count += tensor.numel()
-        whole = not tensor.is_floating_point()
-        part = tensor.sum(dtype=torch.int64) if whole else _double(tensor).sum()
-        key = (part.device, whole)
+        is_int = not tensor.is_floating_point()
+        part = tensor.sum(dtype=torch.int64) if is_int else _double(tensor).sum()
+        key = (part.device, is_int)
         self._sums[key] = self._sums[key] + part if key in self._sums else part
 
     def total(self) -> int | float:
-        """The sum, an int where all were whole numbers."""
-        whole_sum = sum(int(s) for (_, whole), s in self._sums.items() if whole)
-        float_sums = [float(s) for (_, whole), s in self._sums.items() if not whole]
-        return math.fsum([whole_sum, *float_sums]) if float_sums else whole_sum
+        """The sum, an int if all elements were integers."""
+        int_sum = sum(int(value) for (_, is_int), value in self._sums.items() if is_int)
+        float_sums = [float(value) for (_, is_int), value in self._sums.items() if not is_int]
+        return math.fsum([int_sum, *float_sums]) if float_sums else int_sum
 
 
-def _tally(values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> _Tally:
-    tally = _Tally()
-    _add(tally, values, keep)
-    return tally
+def _means(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
+    """Means by name from the (sum, count) of each rank."""
+    sums = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
+    counts = {name: sum(count for _, count in values) for name, values in sums.items()}
+    if not sums or 0 in counts.values():
+        names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
+        raise CommunicationError(
+            f"run.means got no values{names} on any rank, so there is no mean: is the dataset empty?"
+        )
+    return {name: math.fsum(part for part, _ in values) / counts[name] for name, values in sums.items()}
 
 
-def _add(tally: _Tally, values: Values, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for value in _iterate(values):
-        tally.add(keep(_tensor(value)))
+def _all_reduce_mean(comm: Communicator, tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    wide = tensor.detach() if tensor.is_complex() else _widen(tensor.detach())
+    payload = torch.cat([wide.reshape(-1) * weight, wide.new_tensor([weight])])  # values and weight in one collective
+    summed = _all_reduce(comm, payload, "mean")
+    if not summed[-1].is_nonzero():
+        raise CommunicationError("run.all_reduce got weight=0 on every rank: at least one weight must be above 0")
+    mean = (summed[:-1] / summed[-1]).reshape(tensor.shape)
+    return mean.to(tensor.dtype) if tensor.is_floating_point() else mean
 
 
-def _named(batch: object) -> Mapping[str, Values]:
+def _all_reduce(comm: Communicator, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    if comm.alone:
+        comm.refuse_inside_once("run.all_reduce")
+        return tensor
+    _check_same_tensors(comm, tensor, op)
+    device = tensor.device
+    on_cpu = device.type not in ("cpu", "cuda") or (device.type == "cuda" and comm.backend == "gloo")
+    payload = tensor.cpu() if on_cpu else tensor
+    with comm.collective("run.all_reduce"):
+        dist.all_reduce(payload, op=_OPS[op])
+    return payload.to(device)
+
+
+def _check_same_tensors(comm: Communicator, tensor: torch.Tensor, op: Op) -> None:
+    """Raise if ranks pass tensors of different size or dtype: torch would hang or add unrelated elements."""
+    mine = [float(list(_OPS).index(op)), float(zlib.crc32(str(tensor.dtype).encode())), float(tensor.numel())]
+    for rank, theirs in enumerate(comm.exchange("run.all_reduce", mine)):
+        if theirs.tolist() != mine:
+            raise CommunicationError(
+                f"run.all_reduce got op={op!r} and {tensor.numel()} elements of {tensor.dtype} on rank "
+                f"{comm.world.rank}, but rank {rank} passed a different op, dtype or size ({int(theirs[2])} "
+                "elements): pass tensors of the same shape and dtype on all ranks"
+            )
+
+
+def _named_values(batch: object) -> Mapping[str, Values]:
     if isinstance(batch, Mapping):
         return cast("Mapping[str, Values]", batch)
     raise CommunicationError(
-        f"run.means wants a dictionary of values for each batch and got {type(batch).__name__}: give "
+        f"run.means needs a dictionary of values per batch, got {type(batch).__name__}: pass "
         "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
     )
 
@@ -189,36 +270,34 @@ def _named(batch: object) -> Mapping[str, Values]:
 def _iterate(values: Values) -> Iterable[object]:
     if isinstance(values, torch.Tensor | bool | int | float | np.ndarray | np.generic):
         return [values]
-    if isinstance(values, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' values are what they are
+    if isinstance(values, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
         return values
     raise CommunicationError(
-        f"cannot take numbers from {type(values).__name__}: give a number, a tensor, or an iterable of them, "
+        f"cannot read numbers from {type(values).__name__}: pass a number, a tensor, or an iterable of them, "
         "such as `(net(x).argmax(-1) == y for x, y in test)`"
     )
 
 
-def _tensor(value: object) -> torch.Tensor:
+def _to_tensor(value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.is_complex():
-            raise CommunicationError(
-                "cannot order or average a complex tensor: give its real part or its absolute value"
-            )
+            raise CommunicationError("cannot reduce a complex tensor: pass its real part or its absolute value")
         return value.detach()
     if isinstance(value, np.ndarray | np.generic):
         return torch.as_tensor(value)
     if isinstance(value, bool | int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     raise CommunicationError(
-        f"cannot take numbers from an iterable of {type(value).__name__}: its items must be numbers or tensors"
+        f"cannot read numbers from an iterable of {type(value).__name__}: its items must be numbers or tensors"
     )
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # Apple's GPU has no float64
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # MPS has no float64
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Room for weights and sums: half precision as fp32, whole numbers as float64."""
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """A dtype wide enough for weighted sums: half precision as fp32, integers as float64."""
     if not tensor.is_floating_point():
         return _double(tensor)
     return tensor.float() if tensor.element_size() < 4 else tensor
@@ -230,100 +309,11 @@ def _largest(tensor: torch.Tensor) -> int | float:
 
 
 def _larger(one: int | float | None, other: int | float) -> int | float:
-    """The larger of two, where not-a-number wins: it must not vanish behind a number."""
+    """The larger of two; NaN wins, so that it does not disappear behind a number."""
     return other if one is None or other > one or other != other else one
 
 
 def _pack(value: int | float) -> torch.Tensor:
-    """A number as exact whole and as float64, side by side."""
-    whole = torch.tensor([value if isinstance(value, int) else 0], dtype=torch.int64).view(torch.float64)
-    return torch.cat([whole, torch.tensor([float(value)], dtype=torch.float64)])
-
-
-T = TypeVar("T")
-
-
-class Collectives:
-    """The common acts of all ranks. Each must be called by every rank, in the same order; one who differs is named.
-
-    `Run` is a Group that trains; modules below it need no more than this.
-    """
-
-    def __init__(self, link: Communicator) -> None:
-        self._link = link
-        self._onces = 0
-
-    @property
-    def rank(self) -> int:
-        """This process's number among all, from 0."""
-        return self._link.world.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._link.world.size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self._link.world.is_main
-
-    @property
-    def is_node_main(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self._link.world.is_node_main
-
-    def mean(self, values: Values) -> float:
-        """The mean of every element on every rank: each sample weighs the same, however ranks are filled.
-
-        >>> from samestep import Run
-        >>> with Run(global_batch=8) as run:
-        ...     run.mean([1, 2, 3, 6])
-        3.0
-        """
-        return mean(self._link, values, self._keep_real)
-
-    def means(self, batches: Iterable[Mapping[str, Values]]) -> dict[str, float]:
-        """Several means from one pass over the data: each batch gives its values by name.
-
-        >>> from samestep import Run
-        >>> with Run(global_batch=8) as run:
-        ...     run.means({"loss": [2.0 * x], "right": [x > 1]} for x in (1, 2))
-        {'loss': 3.0, 'right': 0.5}
-        """
-        return means(self._link, batches, self._keep_real)
-
-    def sum(self, values: Values) -> int | float:
-        """The sum of every element on every rank; whole numbers stay exact."""
-        return total(self._link, values, self._keep_real)
-
-    def max(self, values: Values) -> int | float:
-        """The largest element on any rank."""
-        return maximum(self._link, values, self._keep_real)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None = None) -> torch.Tensor:
-        """`tensor` reduced over the ranks, element by element, as a new tensor.
-
-        A mean of whole numbers is computed in float64, never floored. `weight` is this rank's count in a weighted mean.
-        """
-        return all_reduce(self._link, tensor, op, weight)
-
-    def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
-        """Run `function(*args)` on the first rank; every rank gets what it returned, or raises what it raised.
-
-        With `per="node"` the first rank of each node runs it, for the ranks of that node.
-        """
-        self._onces += 1
-        return once(self._link, self._onces, per, function, *args)
-
-    def agree(self, flag: bool) -> bool:
-        """True on every rank if it is true on any: stopping, saving and skipping are decisions of all."""
-        return any(bool(part[0]) for part in self._link.exchange("run.agree", [float(flag)]))
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self._link.exchange("run.barrier", [])
-
-    def _keep_real(self, values: torch.Tensor) -> torch.Tensor:
-        """What counts of `values`: all of it, unless a run in evaluation knows better."""
-        return values
+    """A number as an exact integer and as float64, side by side."""
+    integer = torch.tensor([value if isinstance(value, int) else 0], dtype=torch.int64).view(torch.float64)
+    return torch.cat([integer, torch.tensor([float(value)], dtype=torch.float64)])

@@ -1,4 +1,4 @@
-"""Ranks that share a device: each has a part of it."""
+"""Which device this rank computes on, which backend connects the ranks, and how ranks share a device."""
 
 import zlib
 from collections import Counter
@@ -28,53 +28,46 @@ class DeviceChoice:
     """A device and a backend, with the reason."""
 
     device: torch.device
-    """Where this rank computes."""
     backend: str
-    """What connects the ranks: "gloo", "nccl", or "none" for one rank."""
+    """"gloo", "nccl", or "none" for a single rank."""
     reason: str
-    """Why, in words for a person."""
     warning: str | None = None
-    """What the user should know about it, if anything."""
 
 
-def see_accelerators() -> Accelerators:
-    """Ask torch, without creating a context on any device."""
+def detect_accelerators() -> Accelerators:
+    """Ask torch, without creating a CUDA context."""
     return Accelerators(cuda=torch.cuda.device_count(), mps=torch.backends.mps.is_available())
 
 
 def choose_device(world: World, seen: Accelerators, backend: str | None) -> DeviceChoice:
-    """Decide device and backend; `backend` is the user's wish or None."""
+    """Choose device and backend; `backend` is the user's choice or None."""
     if backend is not None and backend not in BACKENDS:
-        raise WorldError(f"backend={backend!r} is not one that samestep uses: use {' or '.join(map(repr, BACKENDS))}")
+        raise WorldError(f"backend={backend!r} is not supported: use {' or '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not seen.cuda:
-        raise WorldError("backend='nccl' needs a CUDA device and torch sees none: leave backend out to use gloo")
+        raise WorldError("backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo")
     if seen.cuda:
         return _choose_cuda(world, seen.cuda, backend)
     if seen.mps and world.size == 1:
         return DeviceChoice(torch.device("mps"), "none", "one rank on Apple's GPU")
-    return DeviceChoice(
-        torch.device("cpu"), _backend(world, "gloo"), f"{world.size} rank(s) on the CPU: no GPU is visible"
-    )
+    reason = f"{world.size} rank(s) on the CPU: no GPU is visible"
+    return DeviceChoice(torch.device("cpu"), _backend(world, "gloo"), reason)
 
 
-def _choose_cuda(world: World, devices: int, wish: str | None) -> DeviceChoice:
+def _choose_cuda(world: World, devices: int, backend: str | None) -> DeviceChoice:
     device = torch.device("cuda", world.local_rank % devices)
-    own_each = (
-        devices == 1 and world.launcher == "slurm" and wish == "nccl"
-    )  # srun --gpus-per-task=1 shows each rank its own
-    if world.local_size <= devices or own_each:
-        chosen = _backend(world, wish or "nccl")
-        return DeviceChoice(device, chosen, f"a GPU for each of the {world.local_size} rank(s) of this node")
-    if wish == "nccl":
+    # with `srun --gpus-per-task=1` each rank sees only its own GPU
+    one_gpu_per_task = devices == 1 and world.launcher == "slurm" and backend == "nccl"
+    if world.local_size <= devices or one_gpu_per_task:
+        reason = f"one GPU for each of the {world.local_size} rank(s) of this node"
+        return DeviceChoice(device, _backend(world, backend or "nccl"), reason)
+    if backend == "nccl":
         raise WorldError(
-            f"backend='nccl' cannot serve {world.local_size} ranks on {devices} GPU(s): NCCL wants a GPU for each "
-            "rank; "
-            f"use --nproc-per-node {devices}, or leave backend out to use gloo"
+            f"backend='nccl' needs one GPU per rank, got {world.local_size} ranks on {devices} GPU(s): use "
+            f"--nproc-per-node {devices}, or omit backend to use gloo"
         )
-    crowd = f"{world.local_size} ranks share {devices} GPU(s)"
-    return DeviceChoice(
-        device, _backend(world, "gloo"), crowd, f"{crowd}: gloo connects them, slower than NCCL on a GPU each"
-    )
+    reason = f"{world.local_size} ranks share {devices} GPU(s)"
+    warning = f"{reason}: samestep uses gloo, which is slower than NCCL with one GPU per rank"
+    return DeviceChoice(device, _backend(world, "gloo"), reason, warning)
 
 
 def _backend(world: World, name: str) -> str:
@@ -83,27 +76,31 @@ def _backend(world: World, name: str) -> str:
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What one rank has of a device."""
+    """One rank's share of a device's free memory."""
 
     free: int
-    """Bytes, of those that are free there."""
+    """Bytes."""
     ranks: int
-    """How many ranks compute on the device, itself among them."""
+    """How many ranks use the device, this one included."""
 
 
-def memory_shares(link: Communicator, act: str, device: torch.device, free: float) -> list[MemoryShare]:
-    """What each rank has of what is `free` on its device, by rank; a common act of all."""
-    told = [part.tolist() for part in link.exchange(act, [free, float(link.world.node), _mark(device)])]
-    sharing = Counter((node, mark) for _, node, mark in told)
-    return [MemoryShare(int(room / sharing[node, mark]), sharing[node, mark]) for room, node, mark in told]
+def memory_shares(comm: Communicator, operation: str, device: torch.device, free: float) -> list[MemoryShare]:
+    """The share of each rank, by rank, if `free` bytes are free on this rank's device; a collective."""
+    world = comm.world
+    gathered = [part.tolist() for part in comm.exchange(operation, [free, float(world.node), _device_id(device)])]
+    ranks_per_device = Counter((node, device_id) for _, node, device_id in gathered)
+    return [
+        MemoryShare(int(free / ranks_per_device[node, device_id]), ranks_per_device[node, device_id])
+        for free, node, device_id in gathered
+    ]
 
 
-def smallest_memory_share(link: Communicator, act: str, device: torch.device, free: float) -> MemoryShare:
-    """What the rank has that has least; a common act of all."""
-    return min(memory_shares(link, act, device, free), key=lambda share: (share.free, share.ranks))
+def smallest_memory_share(comm: Communicator, operation: str, device: torch.device, free: float) -> MemoryShare:
+    """The smallest share of any rank; a collective."""
+    return min(memory_shares(comm, operation, device, free), key=lambda share: (share.free, share.ranks))
 
 
-def _mark(device: torch.device) -> float:
-    """A number for a device of a node; by its own name, as each rank may see its GPU as the first one."""
+def _device_id(device: torch.device) -> float:
+    """A number for a device of a node, from its UUID: each rank may see its own GPU as device 0."""
     name = getattr(torch.cuda.get_device_properties(device), "uuid", device) if device.type == "cuda" else device
     return float(zlib.crc32(str(name).encode()))

@@ -1,4 +1,4 @@
-"""What every rank does for itself and all must succeed in: one that fails alone would leave the others waiting."""
+"""`run.once`: one rank runs a function, all ranks get its result or its exception."""
 
 import pickle
 import time
@@ -10,17 +10,77 @@ from typing import Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, RankStatus
-from samestep.errors import CommunicationError, OnceFailed, TeacherError
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import RankStatus
+from samestep.errors import CommunicationError, OnceFailed, SamestepError, TeacherError
 
 T = TypeVar("T")
 Per = Literal["run", "node"]
-_CHUNK = 4 << 20  # the store takes values up to 8 MiB
+_CHUNK = 4 << 20  # the store accepts values up to 8 MiB
+_CHECK_SECONDS = 1.0
+
+
+def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per = "run") -> T:
+    """Run `function` on rank 0 (or on the first rank of each node) and return its value on every rank it serves.
+
+    Values travel pickled through the store: use it for paths, numbers and settings rather than gigabytes.
+    """
+    if per not in ("run", "node"):
+        raise CommunicationError(f"run.once: per={per!r} is not valid; use per='run' or per='node'")
+    comm.once_calls += 1
+    number, world = comm.once_calls, comm.world
+    operation = f"run.once({getattr(function, '__name__', type(function).__name__)})"
+    if comm.alone:
+        comm.refuse_inside_once(operation)
+        with comm.running_once(operation):
+            return function(*args)
+    # no rank starts before all are here
+    nodes = comm.exchange(operation, [float(world.node), float(world.is_node_main)])
+    _delete(comm.store, f"once/{number - 1}/{world.rank}")  # all ranks have read it, since they are here
+    runners = {0: 0} if per == "run" else _first_rank_of_nodes(nodes)
+    if world.rank in runners.values():
+        _post(comm.store, f"once/{number}/{world.rank}", _run(comm, operation, function, *args))
+    with comm.collective(operation):
+        outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            _raise_on_every_rank(operation, outcome)
+    value = outcomes[runners[0 if per == "run" else world.node]].value
+    assert value is not None
+    return pickle.loads(value)
+
+
+def run_on_every_rank(
+    comm: Communicator,
+    operation: str,
+    function: Callable[..., T],
+    *args: object,
+    error_type: type[SamestepError] = TeacherError,
+) -> T:
+    """Run `function(*args)` on every rank; if it fails on some, every rank raises.
+
+    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise `error_type`.
+    """
+    value, failure = None, None
+    try:
+        value = function(*args)
+    except Exception as error:  # noqa: BLE001  # the other ranks must know of any failure before it propagates
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"[:1500]
+    failures = {rank: text for rank, text in enumerate(comm.exchange_objects(operation, text)) if text is not None}
+    if failure is not None:
+        raise failure
+    if failures:
+        rank, text = next(iter(failures.items()))
+        raise error_type(
+            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
+        )
+    return value  # pyright: ignore[reportReturnType]  # there was no failure, so the function has returned
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of the function on the rank that ran it."""
+    """What the function returned or raised on the rank that ran it, pickled."""
 
     rank: int
     value: bytes | None
@@ -28,120 +88,61 @@ class _Outcome:
     trace: str = ""
 
 
-def once(link: Communicator, number: int, per: Per, function: Callable[..., T], *args: object) -> T:
-    """Run `function` on the first rank of all (or of each node) and give its value to every rank it serves.
-
-    Values travel pickled through the store: meant for paths, numbers and settings rather than gigabytes.
-    """
-    if per not in ("run", "node"):
-        raise CommunicationError(f"run.once does not know per={per!r}: use per='run' or per='node'")
-    act = f"run.once({getattr(function, '__name__', type(function).__name__)})"
-    if link.alone:
-        link.refuse_inside_once(act)
-        with link.doing_for_all(act):
-            return function(*args)
-    world = link.world
-    everyone = link.exchange(act, [float(world.node), float(world.is_node_main)])  # nobody starts before all are here
-    _forget(link.store, f"once/{number - 1}/{world.rank}")  # all have read it: they came here
-    doers = {0: 0} if per == "run" else _first_of_nodes(everyone)
-    if world.rank in doers.values():
-        _post(link.store, f"once/{number}/{world.rank}", _do(link, act, function, *args))
-    mine = doers[0 if per == "run" else world.node]
-    with link.together(act):
-        outcomes = {rank: _await(link, f"once/{number}/{rank}") for rank in sorted(set(doers.values()))}
-    for outcome in outcomes.values():
-        if outcome.error is not None:
-            _raise_everywhere(act, outcome)
-    value = outcomes[mine].value
-    assert value is not None
-    return pickle.loads(value)
+def _first_rank_of_nodes(nodes: list[torch.Tensor]) -> dict[int, int]:
+    return {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
 
 
-def _first_of_nodes(everyone: list[torch.Tensor]) -> dict[int, int]:
-    firsts: dict[int, int] = {}
-    for rank, (node, first) in enumerate(everyone):
-        if first:
-            firsts[int(node)] = rank
-    return firsts
-
-
-def _do(link: Communicator, act: str, function: Callable[..., object], *args: object) -> _Outcome:
+def _run(comm: Communicator, operation: str, function: Callable[..., object], *args: object) -> _Outcome:
     try:
-        with link.doing_for_all(act):
+        with comm.running_once(operation):
             value = function(*args)
-        return _Outcome(link.world.rank, pickle.dumps(value), None)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to every rank
-        return _Outcome(link.world.rank, None, _pickled(error), traceback.format_exc())
+        return _Outcome(comm.world.rank, pickle.dumps(value), None)
+    except Exception as error:  # noqa: BLE001  # every rank raises it, whatever it is
+        return _Outcome(comm.world.rank, None, _pickle_error(error), traceback.format_exc())
 
 
-def _pickled(error: Exception) -> bytes:
-    """The error as bytes that come back as the same error, or none where it cannot travel."""
+def _pickle_error(error: Exception) -> bytes:
+    """The pickled error, or nothing if it does not unpickle to the same class."""
     try:
-        frozen = pickle.dumps(error)
-        return frozen if type(pickle.loads(frozen)) is type(error) else b""
-    except Exception:  # noqa: BLE001  # its own constructor, a local class, an open file inside: its text will do
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else b""
+    except Exception:  # noqa: BLE001  # a constructor of its own, a local class, an open file inside: the traceback is sent
         return b""
 
 
-def _raise_everywhere(act: str, outcome: _Outcome) -> NoReturn:
-    place = f"raised on rank {outcome.rank} in {act}, for every rank:\n{outcome.trace}"
+def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
+    origin = f"raised on rank {outcome.rank} in {operation}, for every rank:\n{outcome.trace}"
     if outcome.error:
         error: Exception = pickle.loads(outcome.error)
-        error.add_note(place)
+        error.add_note(origin)
         raise error
-    raise OnceFailed(place)
+    raise OnceFailed(origin)
 
 
 def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
     data = pickle.dumps(outcome)
-    chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
+    chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     for index, chunk in enumerate(chunks):
-        store.set(f"{key}/{index}", chunk)  # pyright: ignore[reportArgumentType]  # bytes too, whatever the stub says
+        store.set(f"{key}/{index}", chunk)  # pyright: ignore[reportArgumentType]  # the stub lacks bytes
     store.set(key, str(len(chunks)))
 
 
-def _await(link: Communicator, key: str) -> _Outcome:
-    """Wait for the doer as long as it takes to start: it may download for minutes while all others stand by."""
+def _await(comm: Communicator, key: str) -> _Outcome:
+    """Wait up to `start_timeout`: the function may download for minutes while all other ranks wait."""
     since, pause, seen = time.monotonic(), 0.001, dict[int, RankStatus]()
-    looked = since
-    while not link.store.check([key]):
+    checked = since
+    while not comm.store.check([key]):
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
-        if time.monotonic() - looked > 1.0:
-            seen, looked = link.look_around(since, seen, link.start_timeout), time.monotonic()
-    chunks = int(link.store.get(key))
-    return pickle.loads(b"".join(link.store.get(f"{key}/{index}") for index in range(chunks)))
+        if time.monotonic() - checked > _CHECK_SECONDS:
+            seen, checked = comm.check_peers(since, seen, comm.start_timeout), time.monotonic()
+    chunks = int(comm.store.get(key))
+    return pickle.loads(b"".join(comm.store.get(f"{key}/{index}") for index in range(chunks)))
 
 
-def _forget(store: dist.Store, key: str) -> None:
-    """Free what this rank left in the store at the call before."""
+def _delete(store: dist.Store, key: str) -> None:
+    """Free what this rank posted at the previous call."""
     if store.check([key]):
         for index in range(int(store.get(key))):
             store.delete_key(f"{key}/{index}")
         store.delete_key(key)
-
-
-def run_on_every_rank(link: Communicator, act: str, function: Callable[..., T], *args: object) -> T:
-    """Run `function(*args)` on this rank as all others do; where it fails on some, every rank raises with the reason.
-
-    `function` must not wait for other ranks. Where all ranks fail, each raises its own error.
-    """
-    value, failure = None, None
-    try:
-        value = function(*args)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others must hear of it before it goes on
-        failure = error
-    told = link.exchange_objects(act, None if failure is None else _text(failure))
-    if failure is not None:
-        raise failure
-    failed = {rank: text for rank, text in enumerate(told) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise TeacherError(
-            f"{act} failed on rank(s) {sorted(failed)} and not on rank {link.world.rank}; rank {rank}: {text}"
-        )
-    return value  # pyright: ignore[reportReturnType]  # there was no failure, so the function has returned
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1500]

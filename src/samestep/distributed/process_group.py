@@ -1,4 +1,4 @@
-"""Opening the connection between ranks: the store they share and the process group over it."""
+"""The store and the process groups of a run: rendezvous of all ranks, then gloo or NCCL."""
 
 import socket
 import time
@@ -15,28 +15,28 @@ from samestep.environment.world import World
 from samestep.errors import WorldError
 
 _FIRST_PAUSE: Final = 0.002
-_LONGEST_PAUSE: Final = 0.25  # a thousand ranks that wait for the last one must not wear the store out
+_LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must not overload the store
 
 
 def connect_store(world: World, timeout: float) -> dist.Store:
-    """The store of a world: served by the launcher's agent or by the first rank."""
+    """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
     hosts = world.is_main and not world.agent_store
     try:
         return _open_store(world.address, world.port, hosts, timeout)
     except RuntimeError as error:
         what = (
-            f"rank 0 cannot listen at {world.address}:{world.port}: set MASTER_PORT to a free port"
+            f"rank 0 cannot listen on {world.address}:{world.port}: set MASTER_PORT to a free port"
             if hosts
-            else f"rank {world.rank} cannot reach the first rank at {world.address}:{world.port} (waited {timeout:g} "
-            "s): check "
-            "that it started, that MASTER_ADDR and MASTER_PORT are right and that no firewall stands between"
+            else f"rank {world.rank} cannot connect to rank 0 at {world.address}:{world.port} within {timeout:g} s: "
+            "check that rank 0 has started, that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks "
+            "the port"
         )
         raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error
 
 
 @lru_cache(maxsize=1)
 def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.Store:
-    """A store that outlives a run: others may still read there, and the next run of these processes meets there."""
+    """Cached: the store outlives a run, since peers may still read from it and the next run of this process uses it."""
     left = timeout if hosts else max(1.0, timeout - _wait_for_listener(address, port, timeout))
     store = dist.TCPStore(
         address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
@@ -46,9 +46,9 @@ def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.St
 
 
 def _wait_for_listener(address: str, port: int, timeout: float) -> float:
-    """The seconds until somebody listened there. Torch, once refused, would sleep a whole second before it asks again.
+    """Poll until the port accepts connections; returns the seconds waited.
 
-    Whatever else keeps a connection from being made is left to torch, which tells it.
+    TCPStore sleeps a full second after a refused connection. Any other error is left for TCPStore to report.
     """
     since, pause = time.monotonic(), _FIRST_PAUSE
     while (waited := time.monotonic() - since) < timeout:
@@ -64,68 +64,69 @@ def _wait_for_listener(address: str, port: int, timeout: float) -> float:
     return waited
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Wait for all ranks; a name for this meeting, the same on all of them, that no earlier meeting had.
+def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Wait for all ranks; returns a name for this generation, the same on all of them and never used before.
 
-    A store may outlive the ranks that met there, and no launcher numbers meetings: of two nodes the one whose rank was
-    killed counts a restart, the other only sees that nodes changed. So every rank brings a token of its own, the first
-    one draws up a roll of the tokens it finds, and the meeting stands once each rank has found itself on that roll. A
-    token of the dead never signs; when its successor comes, there is a new roll.
+    A store may outlive the processes that used it, and no launcher numbers the generations: of two nodes, the one whose
+    rank was killed counts a restart and the other only sees a membership change. So every rank posts a random token,
+    rank 0 publishes a membership list of the tokens it finds, and the generation is complete once every rank has found
+    its token in the list and confirmed it. The token of a dead process is never confirmed. When its successor posts a
+    new token, rank 0 publishes a new list.
     """
-    place, token = dist.PrefixStore(f"samestep/meet/{size}", store), uuid4().hex
-    place.set(f"came/{rank}", token)
-    since, pause, roll, signed = time.monotonic(), _FIRST_PAUSE, b"", ""
+    board, token = dist.PrefixStore(f"samestep/rendezvous/{size}", store), uuid4().hex
+    board.set(f"token/{rank}", token)
+    since, pause, members, confirmed = time.monotonic(), _FIRST_PAUSE, b"", ""
     while True:
         if rank == 0:
-            roll = _call_the_roll(place, size, roll)
-        if place.check([f"roll/{token}"]):
-            name = place.get(f"roll/{token}").decode()
-            signatures = place.add(f"signed/{name}", int(name != signed))
-            if signatures == size:
+            members = _publish_membership(board, size, members)
+        if board.check([f"generation/{token}"]):
+            name = board.get(f"generation/{token}").decode()
+            confirmations = board.add(f"confirmed/{name}", int(name != confirmed))
+            if confirmations == size:
                 return name
-            signed = name
+            confirmed = name
         if time.monotonic() - since > timeout:
-            raise _nobody_came(place, rank, size, timeout)
+            raise _rendezvous_timeout(board, rank, size, timeout)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _call_the_roll(place: dist.Store, size: int, before: bytes) -> bytes:
-    """On the first rank: tell every token that is there which roll it stands on, where the tokens have changed."""
-    keys = [f"came/{each}" for each in range(size)]
-    if not place.check(keys):
+def _publish_membership(board: dist.Store, size: int, before: bytes) -> bytes:
+    """On rank 0: if the tokens have changed, publish the name of the generation to each of them."""
+    keys = [f"token/{rank}" for rank in range(size)]
+    if not board.check(keys):
         return before
-    tokens = place.multi_get(keys)
-    roll = b"".join(tokens)
-    if roll != before:
-        name = sha256(roll).hexdigest()[:32]
+    tokens = board.multi_get(keys)
+    members = b"".join(tokens)
+    if members != before:
+        name = sha256(members).hexdigest()[:32]
         for token in tokens:
-            place.set(f"roll/{token.decode()}", name)
-    return roll
+            board.set(f"generation/{token.decode()}", name)
+    return members
 
 
-def _nobody_came(place: dist.Store, rank: int, size: int, timeout: float) -> WorldError:
-    absent = [each for each in range(size) if not place.check([f"came/{each}"])]
+def _rendezvous_timeout(board: dist.Store, rank: int, size: int, timeout: float) -> WorldError:
+    absent = [each for each in range(size) if not board.check([f"token/{each}"])]
     shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    who = f"rank(s) {shown} did not come" if absent else "one of them came and has gone"
+    who = f"rank(s) {shown} did not connect" if absent else "one of them connected and has exited"
     return WorldError(
-        f"rank {rank} has waited {timeout:g} s for {size} ranks to meet, and {who}: look for their last lines, check "
-        "that as many were started as WORLD_SIZE says, or give slow ones time with Run(start_timeout=...)"
+        f"rank {rank} waited {timeout:g} s for {size} ranks, and {who}: look for their last lines, check that "
+        "WORLD_SIZE processes were started, or raise the timeout with Run(start_timeout=...)"
     )
 
 
-def store_beside_group(world: World) -> dist.Store:
-    """A store of our own beside a group that somebody else opened: the first rank serves it and tells where."""
-    served: dist.TCPStore | None = None
+def store_for_existing_group(world: World) -> dist.Store:
+    """A store next to a process group that the script created: rank 0 hosts it and broadcasts the port."""
+    hosted: dist.TCPStore | None = None
     if dist.get_rank() == 0:
-        served = dist.TCPStore(world.address, 0, is_master=True, wait_for_workers=False)
-    told = [served.port if served is not None else 0]
-    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-    return served or dist.TCPStore(world.address, told[0], is_master=False, wait_for_workers=False)
+        hosted = dist.TCPStore(world.address, 0, is_master=True, wait_for_workers=False)
+    port = [hosted.port if hosted is not None else 0]
+    dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
+    return hosted or dist.TCPStore(world.address, port[0], is_master=False, wait_for_workers=False)
 
 
-def open_group(store: dist.Store, world: World, backend: str, device: torch.device, timeout: float) -> None:
-    """The process group: NCCL for tensors on the GPU and gloo for small things on the CPU, or gloo for both."""
+def init_process_group(store: dist.Store, world: World, backend: str, device: torch.device, timeout: float) -> None:
+    """Create the default process group: NCCL for CUDA tensors and gloo for CPU tensors, or gloo for both."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         store=store,
@@ -136,14 +137,14 @@ def open_group(store: dist.Store, world: World, backend: str, device: torch.devi
     )
 
 
-def open_talk(backend: str, timeout: float) -> dist.ProcessGroup | None:
-    """A group for small things alone, where training uses gloo too; a common act of all ranks. None: none is needed.
+def new_control_group(backend: str, timeout: float) -> dist.ProcessGroup | None:
+    """A group for small exchanges if training uses gloo too; a collective of all ranks. None: not needed.
 
-    In one group with training a small thing could meet weights that FSDP gathers there, and gloo ends a process that is
-    sent more than it has room for.
+    In one group with training, a small exchange could match an all-gather of FSDP, and gloo aborts a process that
+    receives more bytes than it has allocated.
     """
     if backend != "gloo":
         return None
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+    assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group

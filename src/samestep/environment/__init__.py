@@ -1,1 +1,1 @@
-"""What is true of this process and its machine: frozen dataclasses, without torch."""
+"""This process and its machine: environment variables, torchrun, SLURM, hardware and network."""

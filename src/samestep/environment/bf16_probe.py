@@ -1,7 +1,7 @@
-"""Whether bfloat16 kills a process on this CPU, tried out in a child.
+"""Check in a child process whether bfloat16 crashes on this CPU.
 
-Some virtual machines advertise AMX instructions that they do not have. oneDNN believes them, and the first bfloat16
-product ends the process with SIGILL. A limit on the instructions that oneDNN may use cures it.
+Some virtual machines advertise AMX instructions that they do not have. oneDNN then uses them, and the first bfloat16
+matrix product ends the process with SIGILL. Limiting the instruction set that oneDNN may use works around it.
 """
 
 import hashlib
@@ -17,66 +17,68 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.disk import write_atomically
-from samestep.environment.world import read_environ
+from samestep.environment.world import cache_folder, read_environ
 
-Verdict = Literal["works", "cured", "dies", "unknown"]
-CURE = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+WORKAROUND = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 _SIZE = 64
 _PRODUCT = f"import torch; a = torch.ones({_SIZE}, {_SIZE}, dtype=torch.bfloat16); print(float((a @ a).float().sum()))"
-_SECONDS = 120.0
+_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Bf16:
-    """What became of one bfloat16 product on this CPU."""
+class Bf16Support:
+    """The result of one bfloat16 matrix product on this CPU."""
 
-    verdict: Verdict
-    """It works; it kills with SIGILL but works with the cure; it kills even so; or nobody knows."""
+    status: Literal["works", "workaround", "crashes", "unknown"]
+    """`workaround`: crashes with SIGILL unless WORKAROUND is set. `crashes`: WORKAROUND does not help either."""
     detail: str
-    """What was seen, in words for a person."""
+    """The result as a sentence."""
 
     @property
-    def cure(self) -> dict[str, str]:
-        """Variables to set for processes that are to survive bfloat16; empty where nothing is needed or helps."""
-        return dict(CURE) if self.verdict == "cured" else {}
+    def workaround(self) -> dict[str, str]:
+        """Environment variables that prevent the crash; empty if none are needed or none help."""
+        return dict(WORKAROUND) if self.status == "workaround" else {}
 
 
-def probe_bf16(environ: Mapping[str, str] | None = None) -> Bf16:
-    """Try one product; the answer for this CPU, torch and environment is kept, since trying costs seconds."""
+def probe_bf16(environ: Mapping[str, str] | None = None) -> Bf16Support:
+    """Run one bfloat16 product in a child process, which takes seconds; the result is cached per CPU and torch."""
     variables = read_environ() if environ is None else environ
-    kept = _answer_path(variables)
-    answer = _read(kept)
-    if answer is None:
-        answer = _try(variables)
-        if answer.verdict != "unknown":
-            _keep(kept, answer)
-    return answer
+    cached = _cache_path(variables)
+    support = _read_cache(cached)
+    if support is None:
+        support = _probe(variables)
+        if support.status != "unknown":
+            _write_cache(cached, support)
+    return support
 
 
-def _try(environ: Mapping[str, str]) -> Bf16:
+def _probe(environ: Mapping[str, str]) -> Bf16Support:
     first = _multiply(environ)
     if first == 0:
-        return Bf16("works", "a bfloat16 product works on this CPU")
+        return Bf16Support("works", "a bfloat16 product works on this CPU")
     if first != -signal.SIGILL:
-        return Bf16("unknown", f"a trial of bfloat16 ended with {first}, which says nothing about the CPU")
-    told = " ".join(f"{name}={value}" for name, value in CURE.items())
-    if _multiply({**environ, **CURE}) == 0:
-        return Bf16(
-            "cured", f"bfloat16 kills a process on this CPU (SIGILL: it advertises AMX and lacks it); {told} cures it"
+        return Bf16Support("unknown", f"the bfloat16 probe ended with {first}, which does not show a CPU problem")
+    workaround = " ".join(f"{name}={value}" for name, value in WORKAROUND.items())
+    if _multiply({**environ, **WORKAROUND}) == 0:
+        return Bf16Support(
+            "workaround",
+            f"bfloat16 crashes on this CPU (SIGILL: it advertises AMX but lacks it); {workaround} prevents this",
         )
-    return Bf16("dies", f"bfloat16 kills a process on this CPU (SIGILL), even with {told}: use float32 or float16")
+    return Bf16Support(
+        "crashes", f"bfloat16 crashes on this CPU (SIGILL), even with {workaround}: use float32 or float16"
+    )
 
 
 def _multiply(environ: Mapping[str, str]) -> int | str:
-    """Exit status of the child (negative: the signal that ended it), or what went wrong instead."""
+    """The child's exit code (negative: the signal that ended it), or what went wrong instead."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _PRODUCT],
             env={**environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -86,12 +88,11 @@ def _multiply(environ: Mapping[str, str]) -> int | str:
     return child.returncode
 
 
-def _answer_path(environ: Mapping[str, str]) -> Path:
-    """Where the answer is kept: one file for each kind of CPU, since a home folder is shared by unlike nodes."""
-    asked = (_cpu(), version("torch"), platform.python_version(), environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    name = hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
-    cache = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
-    return Path(cache) / "samestep" / f"bf16-{name}.json"
+def _cache_path(environ: Mapping[str, str]) -> Path:
+    """One file per kind of CPU, since nodes with different CPUs may share a home directory."""
+    key = (_cpu(), version("torch"), platform.python_version(), environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    return cache_folder(environ) / f"bf16-{digest}.json"
 
 
 def _cpu() -> str:
@@ -99,21 +100,21 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
         return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-    return "\n".join(sorted({line for line in lines if line.partition("\t")[0].strip() in wanted}))
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+    return "\n".join(sorted({line for line in lines if line.partition("\t")[0].strip() in names}))
 
 
-def _read(path: Path) -> Bf16 | None:
+def _read_cache(path: Path) -> Bf16Support | None:
     try:
-        kept = json.loads(path.read_text())
-        return Bf16(kept["verdict"], kept["detail"])
-    except (OSError, ValueError, KeyError, TypeError):  # not tried yet, or not our file: try again
+        cached = json.loads(path.read_text())
+        return Bf16Support(cached["status"], cached["detail"])
+    except (OSError, ValueError, KeyError, TypeError):  # not probed yet, or not our file: probe again
         return None
 
 
-def _keep(path: Path, answer: Bf16) -> None:
+def _write_cache(path: Path, support: Bf16Support) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"verdict": answer.verdict, "detail": answer.detail}))
-    except OSError:  # a home that cannot be written costs the next launch two seconds, no more
+        write_atomically(path, json.dumps({"status": support.status, "detail": support.detail}))
+    except OSError:  # without a writable home the next launch probes again, which costs two seconds
         return

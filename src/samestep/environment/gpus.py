@@ -1,4 +1,4 @@
-"""What torch and nvidia-smi tell of this machine: versions, GPUs, and what joins them."""
+"""Versions and GPUs as torch and nvidia-smi report them; imports torch."""
 
 import platform
 import re
@@ -14,24 +14,24 @@ from torch.cuda import nccl
 
 from samestep.environment.hardware import Gpu, GpuLink, Software
 
-_PATIENCE_SECONDS = 5
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TIMEOUT_SECONDS = 5
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _PAIR = re.compile(r"GPU\d+ GPU\d+ (NV\d+|PIX|PXB|PHB|NODE|SYS)")
 
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """One GPU as nvidia-smi tells of it, which also sees those that are hidden from this process."""
+    """One GPU in the output of nvidia-smi, which also lists GPUs that are hidden from this process."""
 
     index: int
-    """Its number among all GPUs of the machine."""
+    """Index among all GPUs of the machine."""
     memory_free: int
-    """Bytes that nobody has taken."""
+    """Free bytes."""
 
 
 def detect_software() -> Software:
-    """The versions of this process, asking CUDA whether it works."""
-    # Torch warns of what goes into `cuda_error` here.
+    """The versions that this process uses, and whether CUDA works."""
+    # torch warns about what goes into `cuda_error` here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         usable = torch.cuda.is_available()
@@ -48,31 +48,33 @@ def detect_software() -> Software:
 
 
 def detect_gpus() -> tuple[Gpu, ...]:
-    """The GPUs this process may use.
+    """The GPUs that this process may use.
 
-    Free memory is asked of nvidia-smi where it is there: torch must take some hundred MiB of a GPU to ask, and cannot
-    where another process holds it all.
+    Free memory comes from nvidia-smi if it is installed: torch needs a few hundred MiB of a GPU to query it, and fails
+    if another process uses all of it.
     """
-    seen = parse_memory(_ask_smi("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"))
-    return tuple(_gpu(index, seen) for index in range(torch.cuda.device_count()))
+    reported = _query_memory()
+    return tuple(_gpu(index, reported) for index in range(torch.cuda.device_count()))
 
 
 def detect_links() -> tuple[GpuLink, ...]:
-    """What joins the GPUs this process may use; nothing where nvidia-smi does not tell."""
+    """The links between the GPUs that this process may use; empty if nvidia-smi does not report them."""
     if torch.cuda.device_count() < 2:
         return ()
-    seen = parse_memory(_ask_smi("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"))
-    visible = {seen[uuid].index: index for index in range(torch.cuda.device_count()) if (uuid := _uuid(index)) in seen}
+    reported = _query_memory()
+    visible = {
+        reported[uuid].index: index for index in range(torch.cuda.device_count()) if (uuid := _uuid(index)) in reported
+    }
     pairs = {
         (visible[first], visible[second]): kind
-        for (first, second), kind in parse_links(_ask_smi("topo", "-m")).items()
+        for (first, second), kind in parse_links(_run_smi("topo", "-m")).items()
         if first in visible and second in visible
     }
     return tuple(GpuLink(min(pair), max(pair), kind) for pair, kind in sorted(pairs.items()))
 
 
 def parse_memory(text: str) -> dict[str, SmiGpu]:
-    """Lines of `index, uuid, free MiB` by uuid; a GPU that does not tell its memory is left out.
+    """Lines of `index, uuid, free MiB` by uuid; a GPU without a memory value is omitted.
 
     >>> parse_memory("0, GPU-5ba3, 80000")
     {'5ba3': SmiGpu(index=0, memory_free=83886080000)}
@@ -86,28 +88,28 @@ def parse_memory(text: str) -> dict[str, SmiGpu]:
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
-    """The upper half of the matrix that `nvidia-smi topo -m` prints, by the machine's own numbers of the GPUs."""
-    rows = [[cell.strip() for cell in row.split("\t")] for row in _COLOUR.sub("", text).splitlines()]
-    heads = next((row for row in rows if "GPU0" in row[1:]), [])
-    cells = [(row[0], head, cell) for row in rows for head, cell in zip(heads, row, strict=False)]
-    # Network cards have rows and columns too; and what stands on the diagonal is no link.
+    """The upper half of the matrix that `nvidia-smi topo -m` prints, by the GPU indices of the machine."""
+    rows = [[cell.strip() for cell in row.split("\t")] for row in _COLOR.sub("", text).splitlines()]
+    header = next((row for row in rows if "GPU0" in row[1:]), [])
+    cells = [(row[0], name, cell) for row in rows for name, cell in zip(header, row, strict=False)]
+    # The matrix also has rows and columns for network cards.
     links = {(int(a[3:]), int(b[3:])): cell for a, b, cell in cells if _PAIR.fullmatch(f"{a} {b} {cell}")}
     return {pair: kind for pair, kind in links.items() if pair[0] < pair[1]}
 
 
-def _gpu(index: int, seen: Mapping[str, SmiGpu]) -> Gpu:
+def _gpu(index: int, reported: Mapping[str, SmiGpu]) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    told = seen.get(_uuid(index))
+    smi = reported.get(_uuid(index))
     return Gpu(
         index=index,
         name=properties.name,
         memory_total=properties.total_memory,
-        memory_free=told.memory_free if told else _free(index),
+        memory_free=smi.memory_free if smi else _free_memory(index),
         capability=(properties.major, properties.minor),
     )
 
 
-def _free(index: int) -> int:
+def _free_memory(index: int) -> int:
     try:
         return torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:
@@ -121,7 +123,7 @@ def _uuid(index: int) -> str:
 
 
 def _cuda_error() -> str:
-    """Why CUDA does not work: `is_available` says no without a reason, and starting it gives one."""
+    """Why CUDA does not work: `is_available` gives no reason, but initializing CUDA does."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -129,15 +131,19 @@ def _cuda_error() -> str:
     return "torch.cuda.is_available() is false"
 
 
-def _ask_smi(*arguments: str) -> str:
-    """What nvidia-smi answers, or nothing where it is missing or fails: it only adds to what torch tells."""
+def _query_memory() -> dict[str, SmiGpu]:
+    return parse_memory(_run_smi("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"))
+
+
+def _run_smi(*arguments: str) -> str:
+    """The output of nvidia-smi; empty if it is missing or fails, since it only adds to what torch reports."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
     try:
-        asked = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+        done = subprocess.run(
+            [command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout
+    return done.stdout

@@ -1,4 +1,4 @@
-"""Which Python, torch, CUDA and NCCL a run would use."""
+"""Cores, memory, GPUs and versions that this process can use, within the limits of its control group (cgroup)."""
 
 import os
 import platform
@@ -11,95 +11,15 @@ from pathlib import Path
 
 import psutil
 
-# Version 1 writes "no limit" as the largest number of pages it can count.
+OLDEST_TORCH = (2, 11)
+"""The oldest torch that samestep supports."""
+# cgroup v1 writes "no limit" as the largest number of pages it can count.
 _UNLIMITED = 2**60
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The tightest limits that this process is under; None where there is none."""
-
-    cores: float | None = None
-    """Cores' worth of time in a second, e.g. 1.5."""
-    memory: int | None = None
-    """Bytes that the group may hold."""
-    memory_left: int | None = None
-    """Bytes that it may still take, counting file caches that would be given up as free."""
-
-
-@dataclass(frozen=True)
-class _Names:
-    """How one version of control groups calls the files that are read here."""
-
-    limit: str
-    used: str
-    cache: str
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
-
-
-def read_limits(root: Path = Path("/")) -> Limits:
-    """Read the limits of this process; a system without control groups has none."""
-    groups = _groups(root)
-    quotas = [quota for folder in _folders(root, groups, "cpu") if (quota := _quota(folder)) is not None]
-    rooms = [room for folder in _folders(root, groups, "memory") for room in _rooms(folder)]
-    return Limits(
-        cores=min(quotas, default=None),
-        memory=min((limit for limit, _ in rooms), default=None),
-        memory_left=min((left for _, left in rooms), default=None),
-    )
-
-
-def _groups(root: Path) -> dict[str, str]:
-    """The group of this process by controller; version 2 has one for all, under the empty name."""
-    lines = (_text(root / "proc/self/cgroup") or "").splitlines()
-    fields = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    return {name: path for _, names, path in fields for name in names.split(",")}
-
-
-def _folders(root: Path, groups: dict[str, str], controller: str) -> Iterator[Path]:
-    """The folders that limit this process: its own group's and those above, whose limits hold for it as well."""
-    for mount, path in (
-        (root / "sys/fs/cgroup" / controller, groups.get(controller)),
-        (root / "sys/fs/cgroup/unified", groups.get("")),
-        (root / "sys/fs/cgroup", groups.get("")),
-    ):
-        if path is None or not mount.is_dir():
-            continue
-        # In a container the path may be told as the host sees it, while only the container's own group is mounted.
-        below = Path(path.lstrip("/"))
-        known = ".." not in below.parts and (mount / below).is_dir()
-        yield from (mount / part for part in ((below, *below.parents) if known else (Path(),)))
-
-
-def _quota(folder: Path) -> float | None:
-    both = _text(folder / "cpu.max")
-    if both is not None:
-        quota, period = both.split()
-    else:
-        quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    if quota is None or period is None or quota == "max" or int(quota) <= 0:
-        return None
-    return int(quota) / int(period)
-
-
-def _rooms(folder: Path) -> Iterator[tuple[int, int]]:
-    """Limit and rest of one group, if it has a limit."""
-    for names in (_V1, _V2):
-        limit, used = _text(folder / names.limit), _text(folder / names.used)
-        if limit is None or used is None or limit == "max" or int(limit) >= _UNLIMITED:
-            continue
-        cache = dict(line.split(" ", 1) for line in (_text(folder / "memory.stat") or "").splitlines())
-        yield int(limit), max(0, int(limit) - int(used) + int(cache.get(names.cache, "0")))
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+# Files of cgroup v1 and v2: the memory limit, the memory in use, and the entry of memory.stat for file caches.
+_MEMORY_FILES = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -107,86 +27,129 @@ class Gpu:
     """One GPU that this process may use."""
 
     index: int
-    """Its number among the visible ones, as in `cuda:0`."""
+    """Index among the visible GPUs, as in `cuda:0`."""
     name: str
-    """What its maker calls it."""
+    """Product name."""
     memory_total: int
-    """Bytes it has."""
+    """Bytes."""
     memory_free: int
-    """Bytes that nobody had taken when it was asked."""
+    """Bytes that were free when it was queried."""
     capability: tuple[int, int]
-    """CUDA's compute capability, e.g. (9, 0)."""
+    """CUDA compute capability, e.g. (9, 0)."""
 
 
 @dataclass(frozen=True)
 class GpuLink:
-    """What joins two GPUs."""
+    """The connection between two GPUs."""
 
     first: int
-    """Index of the one."""
+    """Index of one GPU."""
     second: int
-    """Index of the other, which is larger."""
+    """Index of the other GPU, which is larger."""
     kind: str
-    """As `nvidia-smi topo -m` writes it: NV18 (18 NVLinks), PIX, PXB, PHB, NODE, SYS (ever longer ways over PCIe)."""
+    """As in `nvidia-smi topo -m`: NV18 (18 NVLinks), or PIX, PXB, PHB, NODE, SYS for PCIe with growing distance."""
 
 
 @dataclass(frozen=True)
 class Cores:
-    """How many cores this process may keep busy."""
+    """How many cores this process may use."""
 
     usable: int
-    """Whole cores, at least 1."""
+    """At least 1."""
     installed: int
     """Cores of the machine."""
     reason: str
-    """What makes them fewer, or that nothing does."""
+    """Why fewer are usable, or `no limit`."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this process can count on, which may be less than the machine has."""
+    """What this process can use, which may be less than the machine has."""
 
     cores: Cores
     """Processor cores."""
     memory_total: int
-    """Bytes of memory, or the limit of the control group where that is less."""
+    """Bytes of memory, or the limit of the cgroup if that is lower."""
     memory_available: int
-    """Bytes of it that can still be taken."""
+    """Bytes of memory that are available."""
     shm_total: int | None
-    """Bytes that /dev/shm can hold, through which DataLoader workers hand over batches; None where there is none."""
+    """Size of /dev/shm, which DataLoader workers use to pass batches; None if it does not exist."""
     shm_free: int | None
-    """Bytes of it that are free."""
+    """Free bytes of /dev/shm."""
     nvidia_devices: int
-    """Device files that NVIDIA's driver made, whether or not torch can use them."""
+    """Device files of NVIDIA's driver, whether or not torch can use them."""
     nvidia_smi: bool
-    """Whether the command nvidia-smi is here."""
+    """Whether the command nvidia-smi is installed."""
     gpus: tuple[Gpu, ...] = ()
     """GPUs that torch can use."""
     links: tuple[GpuLink, ...] = ()
-    """What joins them, as far as nvidia-smi tells."""
+    """Connections between them, if nvidia-smi reports them."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions, and what torch supports."""
+
+    python: str
+    """Version of Python."""
+    system: str
+    """Operating system and kernel."""
+    torch: str | None
+    """Version of torch; None if it cannot be imported."""
+    torch_error: str | None = None
+    """Why it cannot be imported."""
+    cuda: str | None = None
+    """CUDA (or ROCm) version of the torch build; None for a CPU build."""
+    cuda_error: str | None = None
+    """Why torch cannot use CUDA although it was built for it."""
+    nccl: str | None = None
+    """NCCL version of the torch build; None for a build without."""
+    gloo: bool = False
+    """Whether torch has gloo."""
+    mps: bool = False
+    """Whether torch can use Apple's GPU."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of this process's cgroup; None for no limit."""
+
+    cores: float | None = None
+    """CPU time per second, e.g. 1.5 cores."""
+    memory: int | None = None
+    """Maximum bytes."""
+    memory_left: int | None = None
+    """Bytes that are left, counting file caches that the kernel can drop as free."""
 
 
 def read_hardware(gpus: tuple[Gpu, ...] = (), links: tuple[GpuLink, ...] = (), root: Path = Path("/")) -> Hardware:
-    """Look at this machine; the GPUs are given, since only torch can see them all."""
+    """Read the hardware without importing torch; samestep.environment.gpus detects the GPUs."""
     limits, memory = read_limits(root), psutil.virtual_memory()
     total, available = usable_memory(memory.total, memory.available, limits)
     shm = root / "dev/shm"
-    room = shutil.disk_usage(shm) if shm.is_dir() else None
+    usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices = [path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     return Hardware(
-        cores=usable_cores(os.cpu_count() or 1, _affinity(), limits.cores),
+        cores=usable_cores(os.cpu_count() or 1, affinity, limits.cores),
         memory_total=total,
         memory_available=available,
-        shm_total=room.total if room else None,
-        shm_free=room.free if room else None,
-        nvidia_devices=_count_nvidia(root / "dev"),
+        shm_total=usage.total if usage else None,
+        shm_free=usage.free if usage else None,
+        nvidia_devices=len(devices),
         nvidia_smi=shutil.which("nvidia-smi") is not None,
         gpus=gpus,
         links=links,
     )
 
 
+def software_without_torch(error: str) -> Software:
+    """The versions if torch cannot be imported."""
+    return Software(platform.python_version(), platform.platform(), None, error)
+
+
 def usable_cores(installed: int, affinity: int, quota: float | None) -> Cores:
-    """The cores that remain under affinity and quota; a part of a core is not counted, but one always is.
+    """The whole cores, but at least one, that the CPU affinity and the quota of the cgroup allow.
 
     >>> usable_cores(64, 64, 4.5)
     Cores(usable=4, installed=64, reason='the control group allows 4.5')
@@ -194,53 +157,69 @@ def usable_cores(installed: int, affinity: int, quota: float | None) -> Cores:
     if quota is not None and quota < affinity:
         return Cores(max(1, floor(quota)), installed, f"the control group allows {quota:g}")
     if affinity < installed:
-        return Cores(affinity, installed, "this process is bound to them")
+        return Cores(affinity, installed, "CPU affinity of this process")
     return Cores(installed, installed, "no limit")
 
 
 def usable_memory(total: int, available: int, limits: Limits) -> tuple[int, int]:
-    """Total and available bytes under the limits of the control group."""
+    """Total and available bytes within the limits of the cgroup."""
     if limits.memory is None or limits.memory_left is None:
         return total, available
     return min(total, limits.memory), min(available, limits.memory_left)
 
 
-def _affinity() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def read_limits(root: Path = Path("/")) -> Limits:
+    """Read the lowest limits of this process's cgroups, v1 or v2; a system without cgroups has none."""
+    lines = (_read(root / "proc/self/cgroup") or "").splitlines()
+    rows = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    cgroups = {name: path for _, names, path in rows for name in names.split(",")}  # v2 has the empty name
+    quotas = [quota for folder in _folders(root, cgroups, "cpu") if (quota := _quota(folder)) is not None]
+    memory = [limit for folder in _folders(root, cgroups, "memory") for limit in _memory_limits(folder)]
+    return Limits(
+        cores=min(quotas, default=None),
+        memory=min((limit for limit, _ in memory), default=None),
+        memory_left=min((left for _, left in memory), default=None),
+    )
 
 
-def _count_nvidia(folder: Path) -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in folder.glob("nvidia*"))
+def _folders(root: Path, cgroups: dict[str, str], controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and of its parents, whose limits apply too."""
+    for mount, path in (
+        (root / "sys/fs/cgroup" / controller, cgroups.get(controller)),
+        (root / "sys/fs/cgroup/unified", cgroups.get("")),
+        (root / "sys/fs/cgroup", cgroups.get("")),
+    ):
+        if path is None or not mount.is_dir():
+            continue
+        # In a container the path may be the host's, although only the container's own cgroup is mounted.
+        below = Path(path.lstrip("/"))
+        known = ".." not in below.parts and (mount / below).is_dir()
+        yield from (mount / part for part in ((below, *below.parents) if known else (Path(),)))
 
 
-OLDEST_TORCH = (2, 11)
-"""The oldest torch that samestep supports."""
+def _quota(folder: Path) -> float | None:
+    both = _read(folder / "cpu.max")
+    if both is not None:
+        quota, period = both.split()
+    else:
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota is None or period is None or quota == "max" or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
 
 
-@dataclass(frozen=True)
-class Software:
-    """Versions, and what torch says of itself."""
-
-    python: str
-    """Python's version."""
-    system: str
-    """The operating system and its kernel."""
-    torch: str | None
-    """Torch's version, or None where it cannot be imported."""
-    torch_error: str | None = None
-    """Why it cannot be imported."""
-    cuda: str | None = None
-    """The CUDA (or ROCm) version that torch was built for, or None for a build without."""
-    cuda_error: str | None = None
-    """Why torch cannot use CUDA although it was built for it."""
-    nccl: str | None = None
-    """The NCCL version inside torch, or None for a build without."""
-    gloo: bool = False
-    """Whether torch has gloo."""
-    mps: bool = False
-    """Whether Apple's GPU can be used."""
+def _memory_limits(folder: Path) -> Iterator[tuple[int, int]]:
+    """Limit and remaining bytes of one cgroup, if it has a limit."""
+    for limit_file, usage_file, cache in _MEMORY_FILES:
+        limit, used = _read(folder / limit_file), _read(folder / usage_file)
+        if limit is None or used is None or limit == "max" or int(limit) >= _UNLIMITED:
+            continue
+        stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
+        yield int(limit), max(0, int(limit) - int(used) + int(stat.get(cache, "0")))
 
 
-def software_without_torch(error: str) -> Software:
-    """What is left to tell where torch cannot be imported."""
-    return Software(platform.python_version(), platform.platform(), None, error)
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

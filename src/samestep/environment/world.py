@@ -1,4 +1,7 @@
-"""Which rank this process is among its peers; the only module that touches the environment."""
+"""Which rank this process is among its peers, from the variables of torchrun or SLURM.
+
+This is the only module that reads and sets environment variables.
+"""
 
 import os
 import shlex
@@ -12,116 +15,57 @@ from samestep.environment.slurm_variables import expand_nodes, expand_tasks, in_
 from samestep.errors import PlanError, WorldError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Variables:
-    """The variables of one launcher.
-
-    >>> Variables({"RANK": "3"}, ("RANK",), remedy="unset RANK").number("RANK")
-    3
-    """
-
-    environ: Mapping[str, str]
-    """Where they are looked up."""
-    names: tuple[str, ...]
-    """Which of them a complaint shows."""
-    remedy: str
-    """What a person should type where a complaint knows nothing better."""
-
-    def number(self, name: str) -> int | None:
-        """A whole number from 0 up, or None where the variable is not set."""
-        text = self.environ.get(name)
-        if text is None:
-            return None
-        if not text.strip().isdecimal():
-            raise self.error(
-                f"{name}={shlex.quote(text)} is not a whole number from 0 up", f"type `unset {name}`, or {self.remedy}"
-            )
-        return int(text)
-
-    def count(self, name: str, otherwise: int = 0) -> int:
-        """A whole number from 0 up, with the value it has where the variable is not set."""
-        found = self.number(name)
-        return otherwise if found is None else found
-
-    def text(self, name: str) -> str | None:
-        """The text, or None where the variable is not set or empty."""
-        return self.environ.get(name) or None
-
-    def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """The variable as `parse` reads it; what `parse` complains of is told with all variables."""
-        try:
-            return parse(self.environ[name])
-        except ValueError as error:
-            raise self.error(f"{name}: {error}", self.remedy) from error
-
-    def pick(self, *names: str) -> str:
-        """The first of several names for one thing that is set; the first name where none is."""
-        return next((name for name in names if self.text(name)), names[0])
-
-    def error(self, problem: str, remedy: str) -> WorldError:
-        """A complaint that shows what is set to what, and what to type instead."""
-        known = [name for name in self.names if name in self.environ]
-        told = ", ".join(f"{name}={shlex.quote(self.environ[name])}" for name in known) or "nothing"
-        missing = ", ".join(name for name in self.names if name not in known)
-        return WorldError(f"{problem}. Set: {told}. Not set: {missing or 'nothing'}. To repair it: {remedy}")
-
-    def refuse(self, *checks: tuple[bool, str]) -> None:
-        """Raise for the first check that is true."""
-        for wrong, problem in checks:
-            if wrong:
-                raise self.error(problem, self.remedy)
-
-
 Launcher = Literal["none", "torchrun", "slurm"]
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+MICRO_BATCH_HALVINGS = "SAMESTEP_MICRO_BATCH_HALVINGS"
+"""The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
+FIX = " To fix it: "
+"""Separates the problem from the remedy in the message of a WorldError."""
+
+_IMPORT_ONLY = "SAMESTEP_IMPORT_ONLY"
+_LOCALHOST = "127.0.0.1"
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = (*_RANKS, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", *_MASTER)
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-# What SLURM tells under several names: of the step first, of the whole job where the step's is not set.
+# SLURM's variables of the step, then those of the job, which apply if the step's are not set.
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-_SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
-_HERE = "127.0.0.1"
-MICRO_BATCH_HALVINGS = "SAMESTEP_HALVINGS"
-"""The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
-
-_LOOKED_AT = "SAMESTEP_LOOKED_AT"
 
 
 @dataclass(frozen=True)
 class World:
-    """Which rank this process is, of how many, and where the ranks meet.
+    """Which rank this process is, and how the ranks reach each other.
 
     >>> World().is_main, World().size
     (True, 1)
     """
 
     rank: int = 0
-    """This process's number among all ranks, from 0."""
+    """Global rank."""
     size: int = 1
-    """How many ranks there are."""
+    """Number of ranks."""
     local_rank: int = 0
-    """This process's number among the ranks of its node, from 0."""
+    """Rank among the ranks of this node."""
     local_size: int = 1
-    """How many ranks run on this node."""
+    """Number of ranks on this node."""
     node: int = 0
-    """This node's number, from 0."""
+    """Number of this node, from 0."""
     nodes: int = 1
-    """How many nodes there are."""
-    address: str = _HERE
-    """Host where the ranks meet: the first rank's node."""
+    """Number of nodes."""
+    address: str = _LOCALHOST
+    """Host of rank 0, to which all ranks connect."""
     port: int = 0
-    """Port where the ranks meet; 0 where one rank needs none."""
+    """Port of rank 0; 0 if there is one rank only."""
     launcher: Launcher = "none"
-    """Whose variables were read. Variables set by hand as torchrun sets them count as torchrun's."""
+    """Whose variables were read; variables set by hand count as torchrun's."""
     restart: int = 0
-    """How often the ranks were started anew: by torchrun's agent, or by SLURM that requeued the job."""
+    """How often torchrun's agent restarted the ranks, or SLURM requeued the job."""
     job: str = ""
-    """Name of the job: torchrun's run id or SLURM's job id; empty where there is none."""
+    """torchrun's run id or SLURM's job id; empty without a launcher."""
     agent_store: bool = False
     """Whether torchrun's agent already serves the store at address:port, so that no rank may."""
 
@@ -136,106 +80,168 @@ class World:
         return self.local_rank == 0
 
 
+def read_world(environ: Mapping[str, str] | None = None) -> World:
+    """Read the variables of torchrun or srun; raises WorldError if they contradict each other.
+
+    torchrun inside of srun counts as torchrun, since its agent numbers the ranks. A Python process started directly in
+    an sbatch script is a single rank, however many tasks the job has.
+
+    >>> read_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).local_rank
+    1
+    """
+    source = _environ(environ)
+    if in_step(source) and "TORCHELASTIC_RUN_ID" not in source:
+        return _from_slurm(source)
+    if any(name in source for name in _RANKS):
+        return _from_torchrun(source)
+    return World()
+
+
 def read_environ() -> dict[str, str]:
     """A copy of this process's environment, for modules that may not read it themselves."""
     return dict(os.environ)
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and for every process that it starts from now on."""
+    """Set variables for this process and for the processes that it starts from now on."""
     os.environ.update(variables)
 
 
 @contextmanager
 def import_without_running() -> Generator[None]:
-    """Mark this process, and those it starts inside, as one that looks at a script and does not train it."""
-    os.environ[_LOOKED_AT] = "1"
+    """Mark this process and its children as ones that import a script and must not train."""
+    os.environ[_IMPORT_ONLY] = "1"
     try:
         yield
     finally:
-        os.environ.pop(_LOOKED_AT, None)
+        os.environ.pop(_IMPORT_ONLY, None)
 
 
 def refuse_if_only_imported(what: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise where a script that is only looked at does `what`, which belongs to training."""
-    if _LOOKED_AT in (read_environ() if environ is None else environ):
+    """Raise PlanError if a script that `samestep plan` only imports does `what`, which belongs to training."""
+    if _IMPORT_ONLY in _environ(environ):
         raise PlanError(
-            f"{what} by a script that `samestep plan` only looks at: put what trains into a function, main(), and call "
-            'it under `if __name__ == "__main__":`'
+            f"{what} while `samestep plan` imported the script: move the training into a function, main(), and call it "
+            'under `if __name__ == "__main__":`'
         )
 
 
 def run_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of this run, which the launcher exports as SAMESTEP_FOLDER; None where no launcher gave one."""
-    folder = (read_environ() if environ is None else environ).get("SAMESTEP_FOLDER")
+    """The folder of this run, from SAMESTEP_FOLDER; None without a launcher."""
+    folder = _environ(environ).get("SAMESTEP_FOLDER")
     return Path(folder) if folder else None
 
 
 def run_folder_is_explicit(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether somebody named SAMESTEP_FOLDER, by --folder or by hand; else the launcher made up a name."""
-    return (read_environ() if environ is None else environ).get("SAMESTEP_FOLDER_TYPED", "1") != "0"
+    """Whether the user chose the folder of this run; False if the launcher generated its name."""
+    return _environ(environ).get("SAMESTEP_FOLDER_IS_EXPLICIT", "1") != "0"
 
 
 def launch_name(environ: Mapping[str, str] | None = None) -> str:
-    """What torch's agent calls this launch, the same after a restart of its ranks; empty where it has no name."""
-    name = (read_environ() if environ is None else environ).get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name  # which is torchrun's own default, for every launch
+    """The run id of torchrun's agent, which stays the same when the ranks restart; empty without one."""
+    name = _environ(environ).get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name  # torchrun's default for every launch
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where this user keeps what can be made again: XDG_CACHE_HOME, or ~/.cache."""
-    values = read_environ() if environ is None else environ
-    return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
+    """The user's folder for files that can be created again: XDG_CACHE_HOME, or ~/.cache."""
+    return Path(_environ(environ).get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
 def micro_batch_halvings(environ: Mapping[str, str] | None = None) -> int:
-    """How often the micro-batch was halved, since the first steps ran out of memory, as `samestep run` exports it."""
-    return int((read_environ() if environ is None else environ).get(MICRO_BATCH_HALVINGS, "0"))
+    """How often `samestep run` halved the micro-batch because the first steps ran out of memory."""
+    return int(_environ(environ).get(MICRO_BATCH_HALVINGS, "0"))
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:
-    """When this run should have ended, in seconds since the epoch, as `samestep run --time-limit` exports it."""
-    told = (read_environ() if environ is None else environ).get("SAMESTEP_DEADLINE")
-    return float(told) if told else None
+    """When this run must have ended, in seconds since the epoch, as `samestep run --time-limit` exports it."""
+    text = _environ(environ).get("SAMESTEP_DEADLINE")
+    return float(text) if text else None
 
 
-def read_world(environ: Mapping[str, str] | None = None) -> World:
-    """Understand what torchrun, srun or nobody has set; raise WorldError where it does not make one world.
+def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    return os.environ if environ is None else environ
 
-    torchrun started by srun counts as torchrun, since its agent numbers the ranks. A python started directly in an
-    sbatch script is one rank, however many tasks the job has.
 
-    >>> read_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).local_rank
-    1
+@dataclass(frozen=True)
+class LauncherVariables:
+    """The variables of one launcher, and what to do if they are wrong.
+
+    >>> LauncherVariables({"RANK": "3"}, ("RANK",), remedy="unset RANK").number("RANK")
+    3
     """
-    source = read_environ() if environ is None else environ
-    if in_step(source) and "TORCHELASTIC_RUN_ID" not in source:
-        return _from_slurm(source)
-    if any(name in source for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _from_torchrun(source)
-    return World()
 
+    environ: Mapping[str, str]
+    """The environment."""
+    names: tuple[str, ...]
+    """The variables that an error shows."""
+    remedy: str
+    """What to do, unless an error has a better remedy."""
 
-def _start(ranks: int) -> str:
-    return (
-        f"start all ranks with `samestep run train.py` or `torchrun --nproc-per-node={ranks} train.py`, "
-        "or type `unset RANK WORLD_SIZE LOCAL_RANK` for one process alone"
-    )
+    def number(self, name: str) -> int | None:
+        """A non-negative integer, or None if the variable is not set."""
+        text = self.environ.get(name)
+        if text is None:
+            return None
+        if not text.strip().isdecimal():
+            remedy = f"run `unset {name}`, or {self.remedy}"
+            raise self.error(f"{name}={shlex.quote(text)} is not a non-negative integer", remedy)
+        return int(text)
+
+    def count(self, name: str, default: int = 0) -> int:
+        """A non-negative integer, or `default` if the variable is not set."""
+        found = self.number(name)
+        return default if found is None else found
+
+    def port(self) -> int:
+        """MASTER_PORT, or 0 if it is not set."""
+        port = self.count("MASTER_PORT")
+        self.check(
+            (
+                "MASTER_PORT" in self.environ and not 0 < port < 65536,
+                f"MASTER_PORT={port} is not a port from 1 to 65535",
+            )
+        )
+        return port
+
+    def parse(self, name: str, function: Callable[[str], T]) -> T:
+        """The variable as `function` parses it; its ValueError becomes a WorldError."""
+        try:
+            return function(self.environ[name])
+        except ValueError as error:
+            raise self.error(f"{name}: {error}", self.remedy) from error
+
+    def first_set(self, *names: str) -> str:
+        """The first of several names for the same value that is set; the first name if none is."""
+        return next((name for name in names if self.environ.get(name)), names[0])
+
+    def check(self, *checks: tuple[bool, str]) -> None:
+        """Raise the error of the first check that is true."""
+        for wrong, problem in checks:
+            if wrong:
+                raise self.error(problem, self.remedy)
+
+    def error(self, problem: str, remedy: str) -> WorldError:
+        """An error that shows the variables and what to do."""
+        known = [name for name in self.names if name in self.environ]
+        values = ", ".join(f"{name}={shlex.quote(self.environ[name])}" for name in known) or "nothing"
+        missing = ", ".join(name for name in self.names if name not in known)
+        return WorldError(f"{problem}. Set: {values}. Not set: {missing or 'nothing'}.{FIX}{remedy}")
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> World:
-    rank, size = _rank_and_size(Variables(environ, _TORCHRUN + _MEETING, _start(4)))
-    given = Variables(environ, _TORCHRUN + _MEETING, _start(size))
-    address, port = _meeting_place(given, size)
-    local_rank, local_size = _place_on_node(given, rank, size, address)
+    rank, size = _rank_and_size(LauncherVariables(environ, _TORCHRUN, _start_remedy(4)))
+    given = LauncherVariables(environ, _TORCHRUN, _start_remedy(size))
+    address, port = _master(given, size)
+    local_rank, local_size = _local_rank_and_size(given, rank, size, address)
     nodes = given.count("GROUP_WORLD_SIZE", -(-size // local_size))
     node = given.count("GROUP_RANK", (rank - local_rank) // local_size)
-    given.refuse(
-        (local_size > size, f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}"),
-        (local_rank >= local_size, f"LOCAL_RANK={local_rank} is not one of the {local_size} rank(s) of this node"),
-        (local_rank > rank, f"LOCAL_RANK={local_rank} is more than RANK={rank}"),
-        (node >= nodes, f"GROUP_RANK={node} is not one of the {nodes} node(s)"),
-        (nodes == 1 and local_size != size, f"{local_size} rank(s) on the only node do not make WORLD_SIZE={size}"),
+    given.check(
+        (local_size > size, f"LOCAL_WORLD_SIZE={local_size} is larger than WORLD_SIZE={size}"),
+        (local_rank >= local_size, f"LOCAL_RANK={local_rank} is out of range for {local_size} rank(s) on this node"),
+        (local_rank > rank, f"LOCAL_RANK={local_rank} is larger than RANK={rank}"),
+        (node >= nodes, f"GROUP_RANK={node} is out of range for {nodes} node(s)"),
+        (nodes == 1 and local_size != size, f"the only node has {local_size} rank(s), but WORLD_SIZE={size}"),
     )
     return World(
         rank=rank,
@@ -253,47 +259,49 @@ def _from_torchrun(environ: Mapping[str, str]) -> World:
     )
 
 
-def _rank_and_size(given: Variables) -> tuple[int, int]:
+def _start_remedy(ranks: int) -> str:
+    return (
+        f"start all ranks with `samestep run train.py` or `torchrun --nproc-per-node={ranks} train.py`, "
+        "or run `unset RANK WORLD_SIZE LOCAL_RANK` for a single process"
+    )
+
+
+def _rank_and_size(given: LauncherVariables) -> tuple[int, int]:
     rank, size = given.number("RANK"), given.number("WORLD_SIZE")
-    given.refuse(
-        (
-            rank is None and size is None,
-            "LOCAL_RANK without RANK and WORLD_SIZE gives a place on a node, none among all",
-        ),
-        (rank is None, f"WORLD_SIZE={size} without RANK does not say which of the {size} rank(s) this process is"),
-        (size is None, f"RANK={rank} without WORLD_SIZE does not say how many ranks there are"),
-        (size == 0, "WORLD_SIZE=0 leaves no rank, not even this one"),
+    given.check(
+        (rank is None and size is None, "LOCAL_RANK is set, but RANK and WORLD_SIZE are missing"),
+        (rank is None, f"WORLD_SIZE={size} is set, but RANK is missing"),
+        (size is None, f"RANK={rank} is set, but WORLD_SIZE is missing"),
+        (size == 0, "WORLD_SIZE must be at least 1, got 0"),
     )
     assert rank is not None
     assert size is not None
-    given.refuse((rank >= size, f"RANK={rank} is not one of the ranks 0 to {size - 1} of WORLD_SIZE={size}"))
+    given.check((rank >= size, f"RANK={rank} is out of range for WORLD_SIZE={size}"))
     return rank, size
 
 
-def _meeting_place(given: Variables, size: int) -> tuple[str, int]:
-    address, port = given.text("MASTER_ADDR"), given.count("MASTER_PORT")
-    missing = [name for name in _MEETING if given.text(name) is None]
+def _master(given: LauncherVariables, size: int) -> tuple[str, int]:
+    missing = [name for name in _MASTER if not given.environ.get(name)]
     if size > 1 and missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise given.error(
-            f"{' and '.join(missing)} missing: {size} ranks do not know where to meet",
-            "type `export MASTER_ADDR=HOST MASTER_PORT=29500` with the first rank's host (127.0.0.1 where all run on "
+            f"{' and '.join(missing)} {verb} missing, so {size} ranks cannot reach each other",
+            "run `export MASTER_ADDR=HOST MASTER_PORT=29500` with the host of rank 0 (127.0.0.1 if all ranks run on "
             f"one machine), or {given.remedy}",
         )
-    given.refuse((size > 1 and not 0 < port < 65536, f"MASTER_PORT={port} is not a port from 1 to 65535"))
-    return address or _HERE, port
+    return given.environ.get("MASTER_ADDR") or _LOCALHOST, given.port() if size > 1 else given.count("MASTER_PORT")
 
 
-def _place_on_node(given: Variables, rank: int, size: int, address: str) -> tuple[int, int]:
+def _local_rank_and_size(given: LauncherVariables, rank: int, size: int, address: str) -> tuple[int, int]:
     local_rank, local_size = given.number("LOCAL_RANK"), given.number("LOCAL_WORLD_SIZE")
-    # Ranks that meet at a loopback address cannot be on several nodes.
+    # Ranks that use a loopback address are all on one node.
     loopback = address in ("localhost", "::1") or address.startswith("127.")
-    one_node = size == 1 or loopback or local_size == size or given.number("GROUP_WORLD_SIZE") == 1
-    if one_node:
+    if size == 1 or loopback or local_size == size or given.number("GROUP_WORLD_SIZE") == 1:
         return rank if local_rank is None else local_rank, local_size or size
     if local_rank is None or not local_size:
         raise given.error(
-            "LOCAL_RANK and LOCAL_WORLD_SIZE are both needed: they follow from RANK and WORLD_SIZE on one node only",
-            "type `export LOCAL_RANK=... LOCAL_WORLD_SIZE=...` with this rank's number on its node and the number of "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE are both needed with several nodes",
+            "run `export LOCAL_RANK=... LOCAL_WORLD_SIZE=...` with this rank's number on its node and the number of "
             f"ranks there, or {given.remedy}",
         )
     return local_rank, local_size
@@ -302,13 +310,13 @@ def _place_on_node(given: Variables, rank: int, size: int, address: str) -> tupl
 def _from_slurm(environ: Mapping[str, str]) -> World:
     given = _slurm_variables(environ)
     rank, local_rank, node = (given.count(name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
-    tasks = given.pick(*_TASKS)
-    size, nodes = given.count(tasks), given.count(given.pick(*_NODES), 1)
-    given.refuse(
-        (size == 0, f"srun started this process, but {tasks} does not say how many there are"),
-        (rank >= size, f"SLURM_PROCID={rank} is not one of the tasks 0 to {size - 1}"),
-        (size > 1 and "SLURM_LOCALID" not in environ, f"SLURM_LOCALID is missing for one of {size} ranks"),
-        (nodes > 1 and "SLURM_NODEID" not in environ, f"SLURM_NODEID is missing on one of {nodes} nodes"),
+    tasks = given.first_set(*_TASKS)
+    size, nodes = given.count(tasks), given.count(given.first_set(*_NODES), 1)
+    given.check(
+        (size == 0, f"srun started this process, but {tasks}, the number of tasks, is missing"),
+        (rank >= size, f"SLURM_PROCID={rank} is out of range for {size} task(s)"),
+        (size > 1 and "SLURM_LOCALID" not in environ, f"SLURM_LOCALID is missing, but there are {size} ranks"),
+        (nodes > 1 and "SLURM_NODEID" not in environ, f"SLURM_NODEID is missing, but there are {nodes} nodes"),
     )
     for name, slurm_name, value in (
         ("RANK", "SLURM_PROCID", rank),
@@ -317,7 +325,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
     ):
         if given.count(name, value) != value:
             raise given.error(
-                f"{name}={environ[name]} contradicts {slurm_name}={value}", f"type `unset {name}`, and {given.remedy}"
+                f"{name}={environ[name]} contradicts {slurm_name}={value}", f"run `unset {name}`, and {given.remedy}"
             )
     return World(
         rank=rank,
@@ -330,50 +338,49 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         port=_slurm_port(given),
         launcher="slurm",
         restart=given.count("SLURM_RESTART_COUNT"),
-        job=environ.get(given.pick(*_JOB), ""),
+        job=environ.get(given.first_set(*_JOB), ""),
     )
 
 
-def _slurm_variables(environ: Mapping[str, str]) -> Variables:
+def _slurm_variables(environ: Mapping[str, str]) -> LauncherVariables:
     remedy = "let srun number the ranks: `srun --ntasks=4 python train.py`, or `srun samestep run train.py`"
-    given = Variables(environ, (), remedy)
-    by_hand = tuple(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *_MEETING) if name in environ)
-    return Variables(environ, (*_SLURM, *(given.pick(*names) for names in (_TASKS, _SPREAD, _HOSTS)), *by_hand), remedy)
+    given = LauncherVariables(environ, (), remedy)
+    by_hand = tuple(name for name in (*_RANKS, *_MASTER) if name in environ)
+    of_step = tuple(given.first_set(*names) for names in (_TASKS, _TASKS_PER_NODE, _HOSTS))
+    return LauncherVariables(environ, (*_SLURM, *of_step, *by_hand), remedy)
 
 
-def _slurm_address(given: Variables, size: int, nodes: int) -> str:
-    address, hosts = given.text("MASTER_ADDR"), given.pick(*_HOSTS)
-    if address is not None:
+def _slurm_address(given: LauncherVariables, size: int, nodes: int) -> str:
+    hosts = given.first_set(*_HOSTS)
+    if address := given.environ.get("MASTER_ADDR"):
         return address
     if nodes == 1:
-        return _HERE  # the name of the only node may not resolve on it; the loopback address always does
-    if given.text(hosts) is None:
+        return _LOCALHOST  # always resolves, unlike the name of the node
+    if not given.environ.get(hosts):
         raise given.error(
-            f"{hosts} is missing: {size} ranks do not know where to meet",
-            "type `export MASTER_ADDR=HOST` with the first node's name before srun",
+            f"{hosts} is missing, so {size} ranks cannot reach each other",
+            "run `export MASTER_ADDR=HOST` with the name of node 0 before srun",
         )
-    return given.parsed(hosts, expand_nodes)[0]
+    return given.parse(hosts, expand_nodes)[0]
 
 
-def _slurm_port(given: Variables) -> int:
-    job = given.number(given.pick(*_JOB))
+def _slurm_port(given: LauncherVariables) -> int:
+    job = given.number(given.first_set(*_JOB))
     if "MASTER_PORT" in given.environ:
-        port = given.count("MASTER_PORT")
-        given.refuse((not 0 < port < 65536, f"MASTER_PORT={port} is not a port from 1 to 65535"))
-        return port
+        return given.port()
     if job is None:
         raise given.error(
             "SLURM_JOB_ID is missing, from which the ranks derive their port",
-            "type `export MASTER_PORT=29500` before srun",
+            "run `export MASTER_PORT=29500` before srun",
         )
     return port_of(job, given.count("SLURM_STEP_ID"))
 
 
-def _slurm_local_size(given: Variables, size: int, node: int, nodes: int) -> int:
-    spread = given.pick(*_SPREAD)
-    if given.text(spread) is None:
-        given.refuse((nodes > 1, f"{spread} is missing: the ranks of this node cannot be counted"))
+def _slurm_local_size(given: LauncherVariables, size: int, node: int, nodes: int) -> int:
+    name = given.first_set(*_TASKS_PER_NODE)
+    if not given.environ.get(name):
+        given.check((nodes > 1, f"{name} is missing, so the ranks of this node cannot be counted"))
         return size
-    counts = given.parsed(spread, expand_tasks)
-    given.refuse((node >= len(counts), f"SLURM_NODEID={node} is not one of the {len(counts)} node(s) of {spread}"))
+    counts = given.parse(name, expand_tasks)
+    given.check((node >= len(counts), f"SLURM_NODEID={node} is out of range for the {len(counts)} node(s) of {name}"))
     return counts[node]

@@ -1,1 +1,1 @@
-"""Starting ranks: what to start, where, and what to say when one of them fails."""
+"""Start the ranks of a job on this node or on SLURM, watch them, and report failures."""

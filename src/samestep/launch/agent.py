@@ -1,4 +1,8 @@
-"""torch's elastic agent in our manner: ranks that have saved or were stopped are not started anew."""
+"""The ranks of this node under torchrun's elastic agent, with samestep's rules about which ranks to restart.
+
+torch's `elastic_launch` creates the agent itself. samestep subclasses the agent instead, so that ranks that saved, were
+stopped or ran out of memory are not restarted as they were.
+"""
 
 import inspect
 import os
@@ -6,162 +10,187 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from samestep.environment.world import export
 from samestep.errors import LaunchError
-from samestep.launch.failure_report import OUT_OF_MEMORY, is_told_to_end
-from samestep.launch.processes import living, signal_all
-from samestep.launch.signal_handler import Stop
+from samestep.launch.failure_report import OUT_OF_MEMORY, is_requested_exit
+from samestep.launch.job import Job
+from samestep.launch.processes import running, send_signal
+from samestep.launch.rank_logs import RankLogs
+from samestep.launch.signal_handler import SignalHandler
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousHandler
-    from torch.distributed.launcher.api import LaunchConfig
 
-_NEWS_SECONDS = 2.0  # after which a launcher has heard of a node that waits: what it knows of others is a second old
-_NEWS_PAUSE = 0.1
-_LOOK_PAUSE = 0.1
-_OTHER_NODES_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
+_MONITOR_SECONDS = 0.1
+_JOIN_TIMEOUT_SECONDS = 900  # torchrun's default for the rendezvous
+_NEW_NODE_SECONDS = 2.0  # how long a launcher may take to learn of a waiting node: it refreshes its state every second
+_EXIT_BARRIER_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
 
 
-def run_agent(config: "LaunchConfig", arguments: list[str], stop: Stop) -> None:
-    """Run ranks to their end, as torch's elastic_launch does; ChildFailedError where one of them did not end well.
+def run_agent(job: Job, logs: RankLogs, signals: SignalHandler, on_restart: Callable[[], None]) -> None:
+    """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails.
 
-    elastic_launch makes its agent itself, and only an agent of our own knows why it should not restart its ranks.
+    `on_restart` is called before each attempt but the first.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    signals = getattr(config, "signals_to_handle", None)
-    export({} if signals is None else {"TORCHELASTIC_SIGNALS_TO_HANDLE": signals})
-    spec = _spec(config, arguments)
-    agent = _agent(config, spec, stop)
-    shut_down = True
+    export({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})  # SignalHandler handles the others
+    spec = _worker_spec(job)
+    agent = _create_agent(job, spec, _logs_specs(logs, signals, on_restart), signals)
+    shutdown = True
     try:
         result = cast("RunResult | None", agent.run())
     except SignalException:
-        shut_down = False  # that would close the meeting for nodes which go on
+        shutdown = False  # it would close the rendezvous for the nodes that continue
         raise
     finally:
-        if shut_down:
+        if shutdown:
             spec.rdzv_handler.shutdown()
     if result is not None and result.is_failed():
         raise ChildFailedError(name=spec.get_entrypoint_name(), failures=result.failures)
 
 
-def _spec(config: "LaunchConfig", arguments: list[str]) -> "WorkerSpec":
+def _worker_spec(job: Job) -> "WorkerSpec":
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    static = config.rdzv_backend == "static"
-    address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if static else (None, None)
-    meeting = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
+    rendezvous = job.rendezvous
+    static = rendezvous.backend == "static"
+    address, port = parse_rendezvous_endpoint(rendezvous.endpoint, default_port=-1) if static else (None, None)
+    parameters = RendezvousParameters(
+        backend=rendezvous.backend,
+        endpoint=rendezvous.endpoint,
+        run_id=rendezvous.id,
+        min_nodes=rendezvous.min_nodes,
+        max_nodes=rendezvous.max_nodes,
+        local_addr=rendezvous.local_address,
+        **{"timeout": _JOIN_TIMEOUT_SECONDS, **rendezvous.settings},
     )
     try:
-        handler = get_rendezvous_handler(meeting)
+        handler = get_rendezvous_handler(parameters)
     except ValueError as error:
         raise LaunchError(
-            f"torch does not take --rdzv-conf: {str(error).rstrip('.')}; type whole seconds for a timeout, as in "
+            f"torch rejects --rdzv-conf: {str(error).rstrip('.')}; pass timeouts in whole seconds, as in "
             "--rdzv-conf join_timeout=600"
         ) from error
     return WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
+        role="rank",
+        local_world_size=job.processes,
         entrypoint=sys.executable,
-        args=tuple(arguments),
+        # torch substitutes ${local_rank} as string.Template does; each $ is doubled to keep the arguments unchanged.
+        args=tuple(argument.replace("$", "$$") for argument in job.command),
         rdzv_handler=handler,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
+        max_restarts=job.max_restarts,
+        monitor_interval=_MONITOR_SECONDS,
         master_addr=address,
         master_port=port,
-        local_addr=config.local_addr,
+        local_addr=rendezvous.local_address,
     )
 
 
-def _agent(config: "LaunchConfig", spec: "WorkerSpec", stop: Stop) -> "LocalElasticAgent":
+def _logs_specs(logs: RankLogs, signals: SignalHandler, on_restart: Callable[[], None]) -> "LogsSpecs":
+    """The object that torch asks for the log files before it starts the ranks of each attempt."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class RankLogsSpecs(LogsSpecs):
+        """RankLogs in torch's interface."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            """Open the files of an attempt."""
+            signals.raise_if_received()
+            if logs.files:
+                signals.end_descendants()
+                on_restart()
+            paths = logs.open(envs)
+            for local_rank, path in paths.error_files.items():
+                envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
+            return LogsDest(paths.stdouts, paths.stderrs, {}, {}, paths.error_files)
+
+        @property
+        def root_log_dir(self) -> str:
+            """The folder of all attempts."""
+            return str(logs.folder)
+
+    return RankLogsSpecs()
+
+
+def _create_agent(job: Job, spec: "WorkerSpec", logs_specs: "LogsSpecs", signals: SignalHandler) -> "LocalElasticAgent":
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    elastic = config.min_nodes < config.max_nodes
-    parent: Any = LocalElasticAgent  # the decorators that torch puts around its methods hide their types
+    elastic = job.rendezvous.min_nodes < job.rendezvous.max_nodes
+    parent: Any = LocalElasticAgent  # the decorators on torch's methods hide their types
 
     class Agent(parent):
-        """Tells the launcher which ranks live, and asks it before it starts them anew."""
+        """Torch's agent, which tells the SignalHandler the ranks' pids and restarts only ranks that failed."""
 
         def _start_workers(self, worker_group: "WorkerGroup") -> dict[int, Any]:
             started = super()._start_workers(worker_group)
-            stop.ranks = frozenset(started.values())
+            signals.rank_pids = frozenset(started.values())
             return started
 
         def _stop_workers(self, worker_group: "WorkerGroup", *rest: Any, **named: Any) -> None:
-            let_save(stop)
+            save_and_stop_ranks(signals)
             super()._stop_workers(worker_group, *rest, **named)
-            stop.ranks = frozenset()
+            signals.rank_pids = frozenset()
 
         def _monitor_workers(self, worker_group: "WorkerGroup") -> "RunResult":
-            with _impatience(stop):
+            with _kill_others_after_failure(signals):
                 result = super()._monitor_workers(worker_group)
             codes = [failure.exitcode for failure in result.failures.values()]
-            if elastic and _has_made_room(stop, codes, worker_group.spec.rdzv_handler):
-                return RunResult(state=WorkerState.HEALTHY)  # so that the agent looks who waits, and lets them in
-            if codes and _is_final(stop, codes):
+            if elastic and _ended_for_new_node(signals, codes, worker_group.spec.rdzv_handler):
+                return RunResult(state=WorkerState.HEALTHY)  # the agent then sees the waiting node and restarts
+            if codes and _is_final(signals, codes):
                 self._remaining_restarts = 0
-                if is_told_to_end(codes):  # on all nodes, whose launchers may still ask this one's store
-                    self._exit_barrier_timeout = _OTHER_NODES_SECONDS
+                if is_requested_exit(codes):  # on all nodes; other launchers may still use the store of this one
+                    self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
                     self._exit_barrier()
             return result
 
         def _exit_barrier(self) -> None:
-            stop.ranks = frozenset()
-            if config.max_nodes == 1:
-                stop.raise_as(None)  # nobody is waited for, and how the ranks ended stands
+            signals.rank_pids = frozenset()
+            if job.rendezvous.max_nodes == 1:
+                signals.raise_as(None)  # there is nothing to wait for, and the result is final
             super()._exit_barrier()
 
     known = inspect.signature(LocalElasticAgent.__init__).parameters
-    newer = {"shutdown_timeout": getattr(config, "shutdown_timeout", None)}  # since torch 2.12
-    return Agent(
-        spec=spec,
-        logs_specs=config.logs_specs,  # pyright: ignore[reportArgumentType]  # ours is never None
-        start_method=config.start_method,
-        **{name: value for name, value in newer.items() if name in known and value is not None},
-    )
+    since_2_12 = {"shutdown_timeout": signals.shutdown_timeout} if "shutdown_timeout" in known else {}
+    return Agent(spec=spec, logs_specs=logs_specs, start_method="spawn", **since_2_12)
 
 
-def let_save(stop: Stop) -> None:
-    """Ask ranks that live to end, as those of a world that a node joins, and give them the grace that a signal gives.
+def save_and_stop_ranks(signals: SignalHandler) -> None:
+    """Send SIGTERM to the running ranks, for example because a node joins, and wait up to the grace period.
 
-    torch kills them after half a minute, or five seconds by some of its versions, in the midst of a long save.
+    torch by itself kills them after 30 seconds, or 5 in some versions, which may be in the middle of a long save.
     """
-    signal_all(living(stop.ranks), signal.SIGTERM)
-    until = time.monotonic() + stop.grace
-    while living(stop.ranks) and time.monotonic() < until:
-        time.sleep(_LOOK_PAUSE)
-    signal_all(living(stop.ranks), signal.SIGKILL)
+    send_signal(running(signals.rank_pids), signal.SIGTERM)
+    deadline = time.monotonic() + signals.grace_period
+    while running(signals.rank_pids) and time.monotonic() < deadline:
+        time.sleep(_MONITOR_SECONDS)
+    send_signal(running(signals.rank_pids), signal.SIGKILL)
 
 
 @contextmanager
-def _impatience(stop: Stop) -> Generator[None]:
-    """Kill the other ranks soon where one has failed.
+def _kill_others_after_failure(signals: SignalHandler) -> Generator[None]:
+    """If a rank has failed, kill the others after the shutdown timeout.
 
-    torch asks them to end and waits for half a minute; a rank that takes it for a signal to save waits in vain.
+    torch sends them SIGTERM and waits for 30 seconds, in which a rank that takes SIGTERM as a request to save waits for
+    the failed rank.
     """
-    if stop.received is not None or not any(_has_failed(pid) for pid in stop.ranks):
+    if signals.received is not None or not any(_has_failed(pid) for pid in signals.rank_pids):
         yield
         return
-    timer = threading.Timer(stop.patience, stop.end_ranks)
+    timer = threading.Timer(signals.shutdown_timeout, signals.kill_remaining_ranks)
     timer.start()
     try:
         yield
@@ -169,24 +198,8 @@ def _impatience(stop: Stop) -> Generator[None]:
         timer.cancel()
 
 
-def _is_final(stop: Stop, codes: list[int]) -> bool:
-    """Whether ranks that ended so are not to be started anew as they were: saved, stopped, or too large."""
-    warned = stop.warned is not None and -stop.warned in codes
-    return stop.received is not None or stop.time_is_over or warned or OUT_OF_MEMORY in codes or is_told_to_end(codes)
-
-
-def _has_made_room(stop: Stop, codes: list[int], meeting: "RendezvousHandler") -> bool:
-    """Whether ranks saved and ended because another node's launcher, which saw a new node first, asked its own to."""
-    if not is_told_to_end(codes) or stop.received is not None or stop.time_is_over or stop.warned is not None:
-        return False
-    until = time.monotonic() + _NEWS_SECONDS
-    while not meeting.num_nodes_waiting() and time.monotonic() < until:
-        time.sleep(_NEWS_PAUSE)
-    return meeting.num_nodes_waiting() > 0
-
-
 def _has_failed(pid: int) -> bool:
-    """Whether a rank has ended, and not because it was told to; its exit is left for the agent to collect."""
+    """Whether a rank has ended with a failure; its exit status is left for the agent to collect."""
     if sys.platform != "linux":
         return False
     try:
@@ -196,4 +209,21 @@ def _has_failed(pid: int) -> bool:
     if ended is None:
         return False
     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return code != 0 and not is_told_to_end([code])
+    return code != 0 and not is_requested_exit([code])
+
+
+def _ended_for_new_node(signals: SignalHandler, codes: list[int], rendezvous: "RendezvousHandler") -> bool:
+    """Whether the ranks saved and ended because the launcher of another node, which saw a new node first, asked."""
+    if not is_requested_exit(codes) or signals.received or signals.time_limit_reached or signals.warning:
+        return False
+    deadline = time.monotonic() + _NEW_NODE_SECONDS
+    while not rendezvous.num_nodes_waiting() and time.monotonic() < deadline:
+        time.sleep(_MONITOR_SECONDS)
+    return rendezvous.num_nodes_waiting() > 0
+
+
+def _is_final(signals: SignalHandler, codes: list[int]) -> bool:
+    """Whether ranks with these exit codes are not restarted: they saved, were stopped, or ran out of memory."""
+    stopped = signals.received is not None or signals.time_limit_reached
+    died_of_warning = signals.warning is not None and -signals.warning in codes
+    return stopped or died_of_warning or OUT_OF_MEMORY in codes or is_requested_exit(codes)

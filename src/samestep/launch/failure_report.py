@@ -1,4 +1,4 @@
-"""Which rank's failure ended the job, and how that is told: a short table, then that rank's own traceback."""
+"""The report of a failed job: which rank failed first, how, and that rank's own traceback last on the screen."""
 
 import json
 import re
@@ -10,100 +10,24 @@ from typing import Literal
 
 from samestep.launch.rank_logs import RankFiles
 
-# EX_TEMPFAIL of sysexits.h, "try again later": the ranks were warned, have saved what they had, and go on when started
-# anew. No signal and no Python error gives this code by itself.
 PREEMPTED = 75
-# As a shell tells that SIGTERM ended a process: the ranks were asked to end and had nothing to save, so that starting
-# them anew would begin at the beginning.
+"""Exit code of ranks that were asked to end and have saved (EX_TEMPFAIL): starting the job again resumes it."""
 STOPPED = 143
-# The next one, which no signal and no Python error gives either: the first steps ran out of memory, and half the
-# micro-batch may fit.
+"""Exit code of ranks that were asked to end and had nothing to save, as a shell reports SIGTERM."""
 OUT_OF_MEMORY = 76
-# As timeout(1) has it: the launcher ended ranks that had not ended by themselves when their time was over.
+"""Exit code of ranks that ran out of memory in their first steps: half the micro-batch may fit."""
 TIME_LIMIT_REACHED = 124
+"""Exit code of the launcher if it killed ranks at the time limit, as timeout(1) has it."""
 
-
-_HEADER = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-# torch puts the rank before each line of a traceback once a process group stands.
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-# Messages of native code, such as the one about a process group that was not destroyed: true, but not the cause.
-_NATIVE = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_ENDED_EARLY = "EndedEarly"  # as samestep.training.preemption has it
-_LONGEST = 200
-_TAIL = 20
-
-
-def last_words(files: RankFiles, crashed: bool) -> tuple[str, bool]:
-    """What to show of a failed rank, and whether it is a traceback.
-
-    The error file comes first, since it holds nothing else; then the last traceback of its log; then the log's end. A
-    rank that crashed, which a signal shows, did not end by an exception: a traceback in its log is an older matter.
-    """
-    recorded = _recorded(files.error)
-    if recorded:
-        return recorded, True
-    text = "\n".join(_lines(path) for path in (files.screen, files.out, files.err) if path.exists())
-    lines = [line for line in text.splitlines() if not _NATIVE.match(line)]
-    trace = None if crashed else last_traceback(lines)
-    if trace:
-        return "\n".join(trace), True
-    return "\n".join([line for line in lines if line.strip()][-_TAIL:]), False
-
-
-def last_traceback(lines: list[str]) -> list[str]:
-    """The last traceback with the exceptions it grew from, to the end of the lines; empty where there is none."""
-    lines = [_RANK_PREFIX.sub("", line) for line in lines]
-    headers = [at for at, line in enumerate(lines) if _HEADER.match(line)]
-    if not headers:
-        return []
-    start = headers.pop()
-    while headers and any(line.startswith(_CHAIN) for line in lines[headers[-1] : start]):
-        start = headers.pop()
-    trace = lines[start:]
-    while trace and not trace[-1].strip():
-        trace.pop()
-    return trace if len(trace) <= _LONGEST else [*trace[: _LONGEST // 2], "  ...", *trace[-_LONGEST // 2 :]]
-
-
-def recorded_message(files: RankFiles) -> str:
-    """What a rank that was told to end has to say, from its error file; empty where it said nothing."""
-    try:
-        kind, _, text = str(json.loads(files.error.read_text())["message"]["message"]).partition(": ")
-    except (OSError, ValueError, KeyError, TypeError):  # a script without a Run writes none
-        return ""
-    return text if kind == _ENDED_EARLY else ""
-
-
-def _recorded(path: Path) -> str:
-    """The traceback in an error file as torch writes it; empty where there is none."""
-    try:
-        message = json.loads(path.read_text())["message"]
-        return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message).rstrip()
-    except (OSError, ValueError, KeyError, TypeError):  # none was written, or the rank died while writing it
-        return ""
-
-
-def _lines(path: Path) -> str:
-    """A log's text as a person would have seen it; of a very long log only the end is read."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 20)))
-        text = file.read().decode(errors="replace")
-    return _CONTROL.sub("", text.replace("\r\n", "\n"))
-
-
-Kind = Literal["own", "lost", "ended"]
-
-_WORDS = {
+_SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
     signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "often shared memory (/dev/shm) that is full",
-    signal.SIGABRT: "native code gave up",
-    signal.SIGILL: "an instruction that this CPU lacks; `samestep doctor` looks for it",
+    signal.SIGBUS: "often a full /dev/shm (shared memory)",
+    signal.SIGABRT: "native code aborted",
+    signal.SIGILL: "an instruction that this CPU lacks; run `samestep doctor`",
     signal.SIGFPE: "an arithmetic error in native code",
 }
-# How a rank puts it that a peer has gone. Its own code is not to blame; the peer's failure is the cause.
+# Messages of a rank whose connection to another rank broke. The other rank's failure is the cause.
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -117,116 +41,181 @@ _LOST_PEER = (
     "connectFullMesh failed",
     "samestep.errors.RankMissing",
 )
-_AGENT_WAITS = 29  # seconds, one less than the agent gives ranks to end: times are known to the second
-_ORDER: tuple[Kind, ...] = ("own", "lost", "ended")
+_AGENT_TIMEOUT = 29  # one second less than torch's agent gives ranks to end, since its timestamps are whole seconds
+
+Kind = Literal["failed", "lost peer", "ended by launcher"]
+_KINDS: tuple[Kind, ...] = ("failed", "lost peer", "ended by launcher")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended that did not end well."""
+    """How one rank ended that did not end with exit code 0."""
 
     rank: int
-    """Its number among all ranks."""
+    """Global rank."""
     pid: int
-    """Its process."""
+    """Process id."""
     code: int
-    """Its exit code, or the negative number of the signal that ended it."""
-    when: float
-    """When it failed, in seconds since the epoch; known to the second only."""
-    ended: bool
-    """Whether the launcher ended it, because another rank had failed."""
-    said: str
-    """Its own traceback, or the last lines of its log; may be empty."""
-    traceback: bool
-    """Whether `said` is a traceback."""
-    shown: bool = False
-    """Whether all that it printed was shown while it ran, just where the report comes."""
+    """Exit code, or the negative number of the signal that ended the process."""
+    time: float
+    """When it failed, in whole seconds since the epoch."""
+    ended_by_launcher: bool
+    """Whether the launcher or torch's agent ended it because another rank had failed."""
+    output: str
+    """Its traceback, or the last lines of its log; may be empty."""
+    is_traceback: bool
+    """Whether `output` is a traceback."""
+    already_shown: bool = False
+    """Whether everything it printed was shown on the console, directly above the report."""
 
     @property
     def kind(self) -> Kind:
-        """Whether it failed by itself, because it lost a peer, or because the launcher ended it after another."""
-        if self.ended:
-            return "ended"
-        return "lost" if self.traceback and is_lost_peer(self.said) else "own"
+        """Whether it failed by itself, lost the connection to another rank, or was ended by the launcher."""
+        if self.ended_by_launcher:
+            return "ended by launcher"
+        return "lost peer" if self.is_traceback and is_lost_peer(self.output) else "failed"
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """`exit code 1`, or the name of the signal with its usual cause."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
             number = signal.Signals(-self.code)
         except ValueError:
             return f"killed by signal {-self.code}"
-        return f"killed by {number.name}{f': {_WORDS[number]}' if number in _WORDS else ''}"
+        return f"killed by {number.name}{f': {_SIGNAL_HINTS[number]}' if number in _SIGNAL_HINTS else ''}"
 
     @property
     def exit_code(self) -> int:
-        """What a shell would call it: its own code, or 128 and the signal."""
+        """The exit code as a shell reports it: 128 plus the signal if one ended the process."""
         return 128 - self.code if self.code < 0 else self.code
 
 
-def is_agents_doing(code: int, seconds_after_first: float) -> bool:
-    """Whether torch's agent ended a rank after another had failed: asked it to, or killed it when it did not."""
-    return code == -signal.SIGTERM or (code == -signal.SIGKILL and seconds_after_first >= _AGENT_WAITS)
-
-
-def is_told_to_end(codes: Collection[int]) -> bool:
-    """Whether ranks ended because they were told to: after saving, or at a step boundary with nothing to save.
-
-    The agent asks the others to end as soon as it has seen the first one's end.
-    """
-    return bool({PREEMPTED, STOPPED} & set(codes)) and set(codes) <= {PREEMPTED, STOPPED, -signal.SIGTERM}
-
-
-def is_lost_peer(traceback: str) -> bool:
-    """Whether a traceback ends in an error that says no more than that another rank has gone.
-
-    Only the message counts: the frames above it name functions, and a name proves nothing.
-    """
-    lines = traceback.splitlines()
-    indented = [at for at, line in enumerate(lines) if line.startswith("  ")]
-    message = "\n".join(lines[indented[-1] + 1 :] if indented else lines)
-    return any(words in message for words in _LOST_PEER)
-
-
-def by_cause(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures with the root cause first: a rank that failed by itself before ranks that only lost it.
-
-    Failures of the same second keep the order in which the agent noticed them.
-    """
-    return sorted(failures, key=lambda failure: (_ORDER.index(failure.kind), failure.when))
-
-
-def tell(failures: Sequence[Failure], ranks: int, host: str, logs: str, other_nodes: bool) -> str:
-    """The report of a failed attempt; its last line is the last line of the first failing rank's own words."""
-    ordered = by_cause(failures)
+def format_report(failures: Sequence[Failure], ranks: int, host: str, logs: str, several_nodes: bool) -> str:
+    """The table of failed ranks, followed by the output of the rank that failed first."""
+    ordered = sort_by_cause(failures)
     root = ordered[0]
-    failed = sum(failure.kind != "ended" for failure in failures) or len(failures)
-    lines = [f"samestep: {failed} of {ranks} rank(s) on {host} failed; what each of them printed is in {logs}"]
+    failed = sum(failure.kind != "ended by launcher" for failure in failures) or len(failures)
+    lines = [f"samestep: {failed} of {ranks} rank(s) on {host} failed; logs of all ranks: {logs}"]
     lines += [f"  rank {failure.rank:<4} pid {failure.pid:<8} {_row(failure, root)}" for failure in ordered]
-    if root.kind == "lost" and other_nodes:
-        lines.append("  No rank failed by itself here: look for the cause in the logs of the other nodes.")
-    lines += ["", f"rank {root.rank} on {host}, {root.ending}{_introduce(root)}"]
-    return "\n".join([*lines, root.said] if root.said and not _is_above(root) else lines)
+    if root.kind == "lost peer" and several_nodes:
+        lines.append("  No rank on this node failed by itself: look for the cause in the logs of the other nodes.")
+    title = f"rank {root.rank} on {host}, {root.ending}"
+    if not root.output:
+        return "\n".join([*lines, "", f"{title}; it printed nothing"])
+    if root.already_shown and not root.is_traceback:  # for example the usage message of the script
+        return "\n".join([*lines, "", f"{title}; its last lines are above"])
+    return "\n".join([*lines, "", f"{title}{':' if root.is_traceback else '; its last lines:'}", root.output])
 
 
 def _row(failure: Failure, root: Failure) -> str:
     if failure is root:
         return f"{failure.ending}  <- first failure"
-    if failure.kind == "ended":
+    if failure.kind == "ended by launcher":
         return f"ended by the launcher after the first failure ({signal.Signals(-failure.code).name})"
-    return f"{failure.ending}{', when it lost a peer' if failure.kind == 'lost' else ''}"
+    return f"{failure.ending}{', lost the connection to another rank' if failure.kind == 'lost peer' else ''}"
 
 
-def _is_above(root: Failure) -> bool:
-    """Whether its words, such as the usage of its script, would stand there twice; a traceback comes last anyway."""
-    return root.shown and not root.traceback
+def sort_by_cause(failures: Sequence[Failure]) -> list[Failure]:
+    """The failures with the root cause first: ranks that failed by themselves before ranks that lost a peer.
+
+    Failures of the same second keep the order in which the agent noticed them.
+    """
+    return sorted(failures, key=lambda failure: (_KINDS.index(failure.kind), failure.time))
 
 
-def _introduce(root: Failure) -> str:
-    if not root.said:
-        return "; it printed nothing"
-    if _is_above(root):
-        return "; its last lines are above"
-    return ":" if root.traceback else "; its last lines:"
+def is_lost_peer(traceback: str) -> bool:
+    """Whether a traceback ends in an error that only says that the connection to another rank broke.
+
+    Only the message counts, not the frames above it: source lines may contain the same words.
+    """
+    lines = traceback.splitlines()
+    indented = [index for index, line in enumerate(lines) if line.startswith("  ")]
+    message = "\n".join(lines[indented[-1] + 1 :] if indented else lines)
+    return any(words in message for words in _LOST_PEER)
+
+
+def is_ended_by_agent(code: int, seconds_after_first: float) -> bool:
+    """Whether torch's agent ended a rank after another one had failed: by SIGTERM, or later by SIGKILL."""
+    return code == -signal.SIGTERM or (code == -signal.SIGKILL and seconds_after_first >= _AGENT_TIMEOUT)
+
+
+def is_requested_exit(codes: Collection[int]) -> bool:
+    """Whether the ranks ended because they were asked to, after saving or with nothing to save.
+
+    The agent sends SIGTERM to the other ranks as soon as the first one has ended, so that code may appear too.
+    """
+    return bool({PREEMPTED, STOPPED} & set(codes)) and set(codes) <= {PREEMPTED, STOPPED, -signal.SIGTERM}
+
+
+_TRACEBACK_HEADER = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
+_TRACEBACK_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+# torch prefixes each line of a traceback with the rank if there is a process group.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+# Log lines of native code, for example about a process group that was not destroyed; they are not the cause.
+_NATIVE_LOG = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REQUESTED_EXIT = "StoppedEarly"  # the exception of samestep.training.preemption
+_MAX_TRACEBACK_LINES = 200
+_MAX_LOG_LINES = 20
+_MAX_LOG_BYTES = 1 << 20
+
+
+def read_last_output(files: RankFiles, crashed: bool) -> tuple[str, bool]:
+    """What to show of a failed rank, and whether it is a traceback.
+
+    The error file is preferred, then the last traceback in the log, then the end of the log. A rank that crashed by a
+    signal did not end with an exception, so a traceback in its log is older and not shown.
+    """
+    recorded = _read_error_file(files.error)
+    if recorded:
+        return recorded, True
+    text = "\n".join(_read_log(path) for path in (files.screen, files.out, files.err) if path.exists())
+    lines = [line for line in text.splitlines() if not _NATIVE_LOG.match(line)]
+    traceback = None if crashed else last_traceback(lines)
+    if traceback:
+        return "\n".join(traceback), True
+    return "\n".join([line for line in lines if line.strip()][-_MAX_LOG_LINES:]), False
+
+
+def read_stop_message(files: RankFiles) -> str:
+    """The message of a rank that ended because it was asked to, from its error file; empty if it wrote none."""
+    try:
+        kind, _, text = str(json.loads(files.error.read_text())["message"]["message"]).partition(": ")
+    except (OSError, ValueError, KeyError, TypeError):  # a script without a Run writes none
+        return ""
+    return text if kind == _REQUESTED_EXIT else ""
+
+
+def last_traceback(lines: list[str]) -> list[str]:
+    """The last traceback, including the exceptions that it was raised from, up to the last line; empty if none."""
+    lines = [_RANK_PREFIX.sub("", line) for line in lines]
+    headers = [index for index, line in enumerate(lines) if _TRACEBACK_HEADER.match(line)]
+    if not headers:
+        return []
+    start = headers.pop()
+    while headers and any(line.startswith(_TRACEBACK_CHAIN) for line in lines[headers[-1] : start]):
+        start = headers.pop()
+    trace = lines[start:]
+    while trace and not trace[-1].strip():
+        trace.pop()
+    half = _MAX_TRACEBACK_LINES // 2
+    return trace if len(trace) <= _MAX_TRACEBACK_LINES else [*trace[:half], "  ...", *trace[-half:]]
+
+
+def _read_error_file(path: Path) -> str:
+    """The traceback in an error file as torch writes it; empty if there is none."""
+    try:
+        message = json.loads(path.read_text())["message"]
+        return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message).rstrip()
+    except (OSError, ValueError, KeyError, TypeError):  # none was written, or the rank died while writing it
+        return ""
+
+
+def _read_log(path: Path) -> str:
+    """The end of a log, without terminal control codes."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MAX_LOG_BYTES))
+        text = file.read().decode(errors="replace")
+    return _TERMINAL_CODE.sub("", text.replace("\r\n", "\n"))

@@ -1,4 +1,4 @@
-"""A rank whose launcher is gone ends itself: nobody would restart it, stop it, or hear of its failure."""
+"""Process trees: how the launcher ends everything it started, and how a rank notices that its launcher is gone."""
 
 import ctypes
 import os
@@ -12,183 +12,164 @@ from typing import Final
 
 import psutil
 
+LAUNCHER: Final = "SAMESTEP_LAUNCHER"
+"""The variable that `samestep run` sets for its ranks: its process id and PID namespace."""
+
 _PR_SET_CHILD_SUBREAPER = 36
-_ROUNDS = 3
+_KILL_ROUNDS = 3
+# Variables that torchrun and srun set for their ranks. The nearest ancestor without such a variable is the launcher;
+# processes in between, such as a shell, inherit it.
+_RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+_POLL_SECONDS: Final = 0.5
+_STDERR: Final = 2  # not sys.stderr, whose lock may be held by a thread that prints
 
 
-def adopt_orphans(wanted: bool) -> None:
-    """Make this process the parent of every descendant whose own parent dies, so that none can slip away.
+def adopt_orphans(enabled: bool) -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that none can escape.
 
-    Linux alone knows this. Elsewhere a data worker whose rank was killed is found only while its rank still lives.
+    Linux only. Elsewhere a data worker whose rank was killed is no longer found.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
-def children() -> set[int]:
-    """Process ids of all descendants of this process, and of those that have ended unnoticed."""
+def descendant_pids() -> set[int]:
+    """Process ids of all descendants of this process, zombies included."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def living(pids: Collection[int]) -> set[int]:
+def running(pids: Collection[int]) -> set[int]:
     """Those of these descendants that have not ended."""
-    return {each.pid for each in _living(()) if each.pid in pids}
+    return {process.pid for process in _running_descendants() if process.pid in pids}
 
 
-def end_children(spare: Collection[int], patience: float) -> None:
-    """End every descendant but those to spare: ask, wait `patience` seconds, then kill.
+def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
+    """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left.
 
-    A process stuck in the kernel, as on a hung network drive, survives even that and is left after a few seconds.
+    A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
+    it after a few seconds.
     """
-    asked = _living(spare)
-    for process in asked:
-        _signal(process, ask=True)
-    psutil.wait_procs(asked, timeout=patience)
-    for _ in range(_ROUNDS):  # a process that was just ending may have started another
-        alive = _living(spare)
-        if not alive:
-            break
-        for process in alive:
-            _signal(process, ask=False)
-        psutil.wait_procs(alive, timeout=1.0)
-    _reap(spare)
-
-
-def kill_children(spare: Collection[int]) -> None:
-    """Kill every descendant but those to spare, at once and without waiting."""
-    for process in _living(spare):
-        _signal(process, ask=False)
-
-
-def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes of which some may have ended."""
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:  # it went by itself meanwhile
-            continue
-
-
-def _living(spare: Collection[int]) -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if each.pid not in spare and _is_alive(each)]
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _signal(process: psutil.Process, ask: bool) -> None:
-    try:
-        if ask:
+    processes = _running_descendants(exclude)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
             process.terminate()
-        else:
+    psutil.wait_procs(processes, timeout=timeout)
+    for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
+        processes = kill_descendants(exclude)
+        if not processes:
+            break
+        psutil.wait_procs(processes, timeout=1.0)
+    _reap_zombies(exclude)
+
+
+def kill_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
+    """Send SIGKILL to every descendant not in `exclude`, without waiting; returns them."""
+    processes = _running_descendants(exclude)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-    except psutil.NoSuchProcess:  # it went by itself meanwhile
-        return
+    return processes
 
 
-def _reap(spare: Collection[int]) -> None:
-    """Collect the exit of ended children, adopted ones too: the first process of a container may not."""
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if process.pid not in exclude and not process_is_gone(process)]
+
+
+def _reap_zombies(exclude: Collection[int]) -> None:
+    """Collect the exit status of ended children, adopted ones too: the init process of a container may not do it."""
     for child in psutil.Process().children():
-        if child.pid not in spare and not _is_alive(child):
-            try:
+        if child.pid not in exclude and process_is_gone(child):
+            with suppress(ChildProcessError):  # collected already
                 os.waitpid(child.pid, os.WNOHANG)
-            except ChildProcessError:  # collected already
-                continue
 
 
-LAUNCHER: Final = "SAMESTEP_LAUNCHER"
-"""The variable in which `samestep run` names itself to its ranks."""
-# What a launcher sets for its ranks alone: the nearest process above that does not carry it is the launcher itself, and
-# those between, such as a shell, are only in the way.
-_MARKS: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
-_LOOK_SECONDS: Final = 0.5
-_EXIT_CODE: Final = 1
-_STDERR: Final = 2  # not sys.stderr, whose lock a thread that prints may hold
+def process_is_gone(process: psutil.Process | int) -> bool:
+    """Whether a process has ended, including one whose exit status was not collected; a bare pid counts as gone."""
+    if isinstance(process, int):
+        return True
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class LauncherWatch:
-    """A thread that ends this process, and all that it started, once its launcher has gone.
+    """A thread that ends this rank and its descendants if the launcher is gone, since nothing would restart or stop it.
 
-    It acts between two bytecodes: code that holds the interpreter for minutes delays it as long.
+    The thread needs the GIL: native code that holds it for minutes delays the end by as long.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
         self._rank, self._environ = rank, environ
         self.launched = False
-        """Whether a launcher was found, which kills what does not end."""
+        """Whether this rank has a launcher, which kills ranks that do not end."""
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Watch from now on, where there is a launcher to watch; one that is gone already ends this process at once."""
+        """Start watching if there is a launcher. If it is gone already, this process ends at once."""
         launcher = find_launcher(self._environ)
         self.launched = launcher is not None
         if launcher is not None:
-            watch = threading.Thread(target=self._watch, args=[launcher], name="samestep launcher watch", daemon=True)
-            watch.start()
+            threading.Thread(target=self._watch, args=[launcher], name="samestep launcher watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Let this process live on without its launcher."""
+        """Stop watching: this process may outlive its launcher."""
         self._stopped.set()
 
-    def _watch(self, launcher: "psutil.Process | int") -> None:
+    def _watch(self, launcher: psutil.Process | int) -> None:
         while not process_is_gone(launcher):
-            if self._stopped.wait(_LOOK_SECONDS):
+            if self._stopped.wait(_POLL_SECONDS):
                 return
         pid = launcher if isinstance(launcher, int) else launcher.pid
         text = (
-            f"samestep: rank {self._rank} ends itself: its launcher, process {pid}, is gone, and nobody would restart "
-            "it or hear of its failure; what the last checkpoint holds is safe, so start the job again to go on\n"
+            f"samestep: rank {self._rank} exits because its launcher (process {pid}) is gone and cannot restart it or "
+            "report a failure; the last checkpoint is intact: start the job again to resume\n"
         )
-        with suppress(OSError):  # whoever read what this rank prints may be gone as well
+        with suppress(OSError):  # the reader of this rank's stderr may be gone as well
             os.write(_STDERR, text.encode())
-        kill_children(())
-        os._exit(_EXIT_CODE)  # nothing may run on, and exit handlers could wait for other ranks
+        kill_descendants()
+        os._exit(1)  # exit handlers could wait for other ranks
 
 
-def name_launcher() -> dict[str, str]:
-    """The variable by which the ranks of this process will know it."""
+def launcher_variable() -> dict[str, str]:
+    """The variable by which the ranks of this process recognize it as their launcher."""
     return {LAUNCHER: f"{os.getpid()} {process_namespace()}"}
 
 
-def find_launcher(environ: Mapping[str, str]) -> "psutil.Process | int | None":
-    """The process that started this rank; its bare number where it is gone already, None where nobody can tell.
+def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:
+    """The process that started this rank, its bare pid if it is gone already, or None if it is unknown.
 
-    A rank that no launcher started, or one whose variables were set by hand, has none: its parent is a shell, which may
-    leave.
+    A process that no launcher started, or whose variables were set by hand, has none: its parent is a shell, which may
+    exit.
     """
-    above = psutil.Process().parents()
+    ancestors = psutil.Process().parents()
     pid, _, namespace = environ.get(LAUNCHER, "").partition(" ")
-    if pid.isdecimal() and namespace == process_namespace():  # in another container the number means another process
-        return next((each for each in above if each.pid == int(pid)), int(pid))
-    marks = [(mark, environ[mark]) for mark in _MARKS if mark in environ]
-    return next((each for each in above if not _carries(each, *marks[0])), None) if marks else None
-
-
-def process_is_gone(launcher: "psutil.Process | int") -> bool:
-    """Whether it has ended, be it that nobody has asked for its exit code yet."""
-    if isinstance(launcher, int):
-        return True
-    try:
-        return not launcher.is_running() or launcher.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _carries(process: psutil.Process, mark: str, value: str) -> bool:
-    try:
-        return process.environ().get(mark) == value
-    except (psutil.Error, OSError):  # another user's, such as the cluster's own daemon
-        return False
+    if pid.isdecimal() and namespace == process_namespace():  # in another container the pid means another process
+        return next((process for process in ancestors if process.pid == int(pid)), int(pid))
+    name = next((name for name in _RANK_VARIABLES if name in environ), None)
+    if name is None:
+        return None
+    return next((process for process in ancestors if _variable(process, name) != environ[name]), None)
 
 
 def process_namespace() -> str:
-    """In which numbering of processes this one lives; empty where there is one for all."""
+    """The PID namespace of this process; empty if the system has none."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except (psutil.Error, OSError):  # another user's process, such as slurmd
+        return None

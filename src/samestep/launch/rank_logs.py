@@ -1,4 +1,4 @@
-"""Where each rank's output goes: its own files in the run's folder, and for some ranks the console too."""
+"""The log files of each rank, and which of their output the console shows."""
 
 import fcntl
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from samestep.errors import LaunchError
-from samestep.launch.job import Show
+from samestep.launch.job import ShowRanks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -24,148 +24,99 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 16
 
 
-class Mirror(threading.Thread):
-    """Copies one pseudo-terminal to a screen and to a file, until closed."""
-
-    def __init__(self, screen: int, log: Path) -> None:
-        super().__init__(name="samestep-mirror", daemon=True)
-        self._screen, self._screen_is_there = screen, True
-        self._inner, self._outer = pty.openpty()
-        tty.setraw(self._outer)  # the real terminal translates line ends; twice would be once too often
-        self.path = os.ttyname(self._outer)
-        self._log = log.open("wb", buffering=0)
-        self._ending = threading.Event()
-        self._copy_size()
-
-    def run(self) -> None:
-        """Copy until closed and nothing is left to read."""
-        while True:
-            ending = self._ending.is_set()
-            ready, _, _ = select.select([self._inner], [], [], 0.0 if ending else 0.2)
-            if ready:
-                self._copy(os.read(self._inner, _CHUNK))
-            elif ending:
-                return
-            else:
-                self._copy_size()
-
-    def close(self) -> None:
-        """Copy what is still on its way, then give the pseudo-terminal back."""
-        self._ending.set()
-        self.join()
-        self._log.close()
-        os.close(self._inner)
-        os.close(self._outer)
-
-    def _copy(self, data: bytes) -> None:
-        self._log.write(data)
-        try:
-            while data and self._screen_is_there:
-                data = data[os.write(self._screen, data) :]
-        except OSError:  # the terminal was closed; under nohup the ranks go on, and their log with them
-            self._screen_is_there = False
-
-    def _copy_size(self) -> None:
-        try:
-            size = fcntl.ioctl(self._screen, termios.TIOCGWINSZ, bytes(8))
-        except OSError:  # closed, as above
-            return
-        if size != fcntl.ioctl(self._outer, termios.TIOCGWINSZ, bytes(8)):
-            fcntl.ioctl(self._outer, termios.TIOCSWINSZ, size)
-
-
 @dataclass(frozen=True)
 class RankFiles:
     """The files of one rank in one attempt."""
 
     folder: Path
-    """Where they lie: the attempt's folder."""
+    """The attempt's folder."""
     rank: int
-    """Its number among all ranks."""
+    """Global rank."""
 
     @property
     def out(self) -> Path:
-        """What it printed on stdout."""
+        """Its stdout."""
         return self.folder / f"rank-{self.rank}.out"
 
     @property
     def err(self) -> Path:
-        """What it printed on stderr."""
+        """Its stderr."""
         return self.folder / f"rank-{self.rank}.err"
 
     @property
     def screen(self) -> Path:
-        """What it printed on its terminal, where it has one."""
+        """Both, if the rank is connected to a terminal."""
         return self.folder / f"rank-{self.rank}.log"
 
     @property
     def error(self) -> Path:
-        """The exception that ended it, in torch's form, where it wrote one."""
+        """The exception that ended the rank, in torch's JSON format, if it wrote one."""
         return self.folder / f"rank-{self.rank}.error.json"
 
-    def set_aside(self) -> None:
-        """Keep the files of an earlier run or attempt of the same name, by another name."""
+    def rename_existing(self) -> None:
+        """Rename the files of an earlier run in the same folder to `NAME.1`, `NAME.2` and so on."""
         for path in (self.out, self.err, self.screen, self.error):
             if path.exists():
-                taken = sum(1 for _ in self.folder.glob(f"{path.name}.*"))
-                path.rename(path.with_name(f"{path.name}.{taken + 1}"))
+                count = sum(1 for _ in self.folder.glob(f"{path.name}.*"))
+                path.rename(path.with_name(f"{path.name}.{count + 1}"))
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Paths of one attempt's output by local rank, in torch's terms; an empty path is the launcher's own stream."""
+class OutputPaths:
+    """Where the output of an attempt goes, by local rank; an empty path is the launcher's own stream."""
 
     stdouts: dict[int, str]
-    """Where stdout goes."""
+    """Stdout."""
     stderrs: dict[int, str]
-    """Where stderr goes."""
+    """Stderr."""
     error_files: dict[int, str]
-    """Where a rank may write the exception that ended it."""
+    """The exception that ended a rank."""
 
 
 class AgentLog(logging.FileHandler):
-    """A file for what torch's agent says, of which a disk that is full loses a part, and no more is said of that."""
+    """The log file of torch's agent; records that a full disk loses are ignored."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
-        """Pass over it: logging would print a stack of its own for every record."""
+        """Do nothing: logging would print a stack trace for every lost record."""
 
 
 class RankLogs:
-    """Opens the files of each attempt, and shows the console what was asked for while the ranks write them."""
+    """Opens the files of each attempt, and copies the ranks that are to be shown to the console."""
 
-    def __init__(self, folder: Path, show: Show) -> None:
+    def __init__(self, folder: Path, show: ShowRanks) -> None:
         self.folder = folder
         self.files: dict[int, RankFiles] = {}
+        """Files of the current attempt by global rank."""
+        self._show: ShowRanks = show
         self._shown: RankFiles | None = None
-        self._show: Show = show
-        self._mirror: Mirror | None = None
+        self._mirror: TerminalMirror | None = None
         self._tails: list[TailLog] = []
 
-    def open_agents(self, host: str) -> AgentLog:
-        """The file for what torch's agent says on this host; makes the folder."""
-        with self._writing():
+    def open_agent_log(self, host: str) -> AgentLog:
+        """Create the folder and the log file of torch's agent on this host."""
+        with self._explain_os_error():
             self.folder.mkdir(exist_ok=True)
             return AgentLog(self.folder / f"launcher-{host}.log")
 
-    def open(self, envs: Mapping[int, Mapping[str, str]]) -> Streams:
-        """Prepare an attempt, whose ranks are given by their variables; an attempt before it is closed."""
+    def open(self, envs: Mapping[int, Mapping[str, str]]) -> OutputPaths:
+        """Open the files of a new attempt, given the variables of its ranks by local rank."""
         self.close()
-        attempt = self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
-        local = {local_rank: RankFiles(attempt, int(env["RANK"])) for local_rank, env in envs.items()}
+        folder = self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
+        local = {local_rank: RankFiles(folder, int(env["RANK"])) for local_rank, env in envs.items()}
         self.files = {files.rank: files for files in local.values()}
         self._shown = local[0] if self._show == "first" else None
-        with self._writing():
-            attempt.mkdir(parents=True, exist_ok=True)
+        with self._explain_os_error():
+            folder.mkdir(parents=True, exist_ok=True)
             for files in local.values():
-                files.set_aside()
-            return Streams(
+                files.rename_existing()
+            return OutputPaths(
                 stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
                 stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
                 error_files={each: str(files.error) for each, files in local.items()},
             )
 
     def has_shown(self, rank: int) -> bool:
-        """Whether all that a rank printed stands where the launcher's own words go, and as it is."""
+        """Whether the console shows everything a rank printed, unchanged, where the launcher's messages go too."""
         files = self._shown
         if files is None or files.rank != rank:
             return False
@@ -173,7 +124,7 @@ class RankLogs:
         return printed == [files.screen] or [path for path in printed if path.stat().st_size] == [files.err]
 
     def close(self) -> None:
-        """Show what has been written up to now, then stop following."""
+        """Show what has been written up to now, then stop following the files."""
         for tail in self._tails:
             tail.stop()
         self._tails = []
@@ -182,33 +133,82 @@ class RankLogs:
             self._mirror = None
 
     @contextmanager
-    def _writing(self) -> Generator[None]:
+    def _explain_os_error(self) -> Generator[None]:
         try:
             yield
         except OSError as error:
             raise LaunchError(
-                f"what the ranks print cannot be kept in {self.folder} ({error.strerror}): name another --folder"
+                f"cannot write the logs of the ranks to {self.folder} ({error.strerror}): choose another --folder"
             ) from error
 
     def _connect(self, paths: dict[int, Path], console: TextIO, local: dict[int, RankFiles]) -> dict[int, str]:
-        """Where one stream of each local rank goes, with those that are shown joined to the console."""
-        streams = {each: str(path) for each, path in paths.items()}
+        """Where one stream of each local rank goes; starts copying those that are shown."""
+        from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+        streams = {local_rank: str(path) for local_rank, path in paths.items()}
         if self._show == "first" and console.isatty():
-            return streams | {0: self._terminal(console, local[0])}
-        prefixes = {each: f"[rank {files.rank}] " if self._show == "all" else "" for each, files in local.items()}
-        self._follow(streams if self._show == "all" else {0: streams[0]}, console, prefixes)
+            return streams | {0: self._open_terminal(console, local[0])}
+        show_all = self._show == "all"
+        prefixes = {each: f"[rank {files.rank}] " if show_all else "" for each, files in local.items()}
+        followed = streams if show_all else {0: streams[0]}
+        self._tails.append(TailLog("rank", followed, console, prefixes).start())
         return streams
 
-    def _terminal(self, console: TextIO, files: RankFiles) -> str:
+    def _open_terminal(self, console: TextIO, files: RankFiles) -> str:
         if self._mirror is None:
             try:
-                self._mirror = Mirror(console.fileno(), files.screen)
-            except OSError:  # no pseudo-terminal to be had: the rank gets the real one, and no log of its own
+                self._mirror = TerminalMirror(console.fileno(), files.screen)
+            except OSError:  # no pseudo-terminal available: the rank gets the real terminal, and no log file
                 return ""
             self._mirror.start()
         return self._mirror.path
 
-    def _follow(self, paths: dict[int, str], console: TextIO, prefixes: dict[int, str]) -> None:
-        from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-        self._tails.append(TailLog("rank", paths, console, prefixes).start())
+class TerminalMirror(threading.Thread):
+    """Gives a rank a pseudo-terminal and copies its output to the real terminal and to a file."""
+
+    def __init__(self, screen: int, log: Path) -> None:
+        super().__init__(name="samestep-mirror", daemon=True)
+        self._screen, self._screen_is_open = screen, True
+        self._master, self._slave = pty.openpty()
+        tty.setraw(self._slave)  # the real terminal translates line ends already
+        self.path = os.ttyname(self._slave)
+        self._log = log.open("wb", buffering=0)
+        self._closing = threading.Event()
+        self._copy_size()
+
+    def run(self) -> None:
+        """Copy until closed and nothing is left to read."""
+        while True:
+            closing = self._closing.is_set()
+            ready, _, _ = select.select([self._master], [], [], 0.0 if closing else 0.2)
+            if ready:
+                self._copy(os.read(self._master, _CHUNK))
+            elif closing:
+                return
+            else:
+                self._copy_size()
+
+    def close(self) -> None:
+        """Copy what is left, then close the pseudo-terminal."""
+        self._closing.set()
+        self.join()
+        self._log.close()
+        os.close(self._master)
+        os.close(self._slave)
+
+    def _copy(self, data: bytes) -> None:
+        self._log.write(data)
+        try:
+            while data and self._screen_is_open:
+                data = data[os.write(self._screen, data) :]
+        except OSError:  # the terminal was closed; under nohup the ranks continue, and so does their log
+            self._screen_is_open = False
+
+    def _copy_size(self) -> None:
+        try:
+            size = fcntl.ioctl(self._screen, termios.TIOCGWINSZ, bytes(8))
+        except OSError:  # the terminal was closed
+            return
+        if size != fcntl.ioctl(self._slave, termios.TIOCGWINSZ, bytes(8)):
+            fcntl.ioctl(self._slave, termios.TIOCSWINSZ, size)

@@ -1,24 +1,30 @@
-"""Where the launchers of a job's nodes meet: decided from what was typed, before anything is started."""
+"""How the launchers of several nodes find each other: decided from the command line before anything is started."""
 
+import errno
 import shlex
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
+
+import psutil
 
 from samestep.errors import LaunchError
 
-_DEFAULT_STATIC_PORT = 29500
-_SHORT = 8  # letters of a fresh name, which a person may have to type
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
+_STATIC_PORT = 29500  # torch's default
+_DYNAMIC_PORTS = range(29400, _STATIC_PORT)  # from torch's default upwards
+_ID_LENGTH = 8  # of a generated id, which a person may have to type
 
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What the command line said about nodes and their meeting place; None where it said nothing."""
+    """The options of `samestep run` about nodes; None if an option was not given."""
 
     nodes: str = "1"
     """Number of nodes, or MIN:MAX."""
     standalone: bool = False
-    """Whether this machine alone was asked for."""
+    """Use this machine only."""
     backend: str | None = None
     """Rendezvous backend."""
     endpoint: str | None = None
@@ -30,11 +36,11 @@ class RendezvousOptions:
     node_rank: int | None = None
     """This node's number, for the static backend."""
     address: str | None = None
-    """First node's host, for the static backend."""
+    """Host of node 0, for the static backend."""
     port: int | None = None
-    """First node's port, for the static backend."""
+    """Port of node 0, for the static backend."""
     local_address: str | None = None
-    """Address under which the other nodes reach this one."""
+    """Address at which other nodes reach this one."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +50,29 @@ class Rendezvous:
     backend: str
     """One of torch's rendezvous backends."""
     endpoint: str
-    """HOST:PORT; port 0 lets the agent take any free one."""
+    """HOST:PORT; with port 0 the agent uses any free one."""
     id: str
     """Name that the launchers of one job share."""
     settings: dict[str, str | int]
     """Further settings of the backend."""
-    nodes_min: int
-    """Fewest nodes that make a world."""
-    nodes_max: int
-    """Most nodes that may join."""
+    min_nodes: int
+    """Start with at least this many nodes."""
+    max_nodes: int
+    """Let at most this many nodes join."""
     local_address: str | None
-    """Address under which the other nodes reach this one; None lets torch find it."""
+    """Address at which other nodes reach this one; None lets torch find it."""
 
     @property
     def hosted_port(self) -> int | None:
-        """The port that must be free on this node, or None where another may hold it or any will do."""
-        alone = self.nodes_max == 1 and self.backend in ("c10d", "static")
-        hosts = (
-            alone or self.settings.get("rank") == 0 or str(self.settings.get("is_host", "")).lower() in ("1", "true")
-        )
-        return _port_of(self.endpoint) or None if hosts else None
+        """The port that must be free on this node, or None if another node hosts it or any port will do."""
+        single = self.max_nodes == 1 and self.backend in ("c10d", "static")
+        is_host = str(self.settings.get("is_host", "")).lower() in ("1", "true")
+        hosts = single or is_host or self.settings.get("rank") == 0
+        return _parse_port(self.endpoint) or None if hosts else None
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Fewest and most nodes, from `N` or `MIN:MAX`.
+    """Minimum and maximum number of nodes, from `N` or `MIN:MAX`.
 
     >>> parse_nodes("2"), parse_nodes("1:4")
     ((2, 2), (1, 4))
@@ -76,141 +81,140 @@ def parse_nodes(text: str) -> tuple[int, int]:
     most = most if colon else fewest
     if not (fewest.isdecimal() and most.isdecimal()) or not 0 < int(fewest) <= int(most):
         raise LaunchError(
-            f"--nnodes {text} is not a number of nodes: type one number from 1 up, or MIN:MAX with MIN not above MAX, "
-            "as in --nnodes 1:4"
+            f"--nnodes {text} is not a number of nodes: pass a number of at least 1, or MIN:MAX as in --nnodes 1:4"
         )
     return int(fewest), int(most)
 
 
-def host_here(asked: RendezvousOptions, fresh_id: str, find_place: Callable[[], str]) -> RendezvousOptions:
-    """Let this node host the meeting, at the place that is found, where it may begin alone and no place was named.
+def host_on_this_node(
+    options: RendezvousOptions, generated_id: str, find_endpoint: Callable[[], str]
+) -> RendezvousOptions:
+    """Host the rendezvous on this node if the job may start with one node and no endpoint was given.
 
-    `fresh_id` names the job, so that nobody who only knows the place comes into it by mistake.
+    The generated id keeps launchers of other jobs out that use the same endpoint by mistake.
     """
-    fewest, most = parse_nodes(asked.nodes)
-    named = (asked.endpoint, asked.address, asked.port, asked.node_rank)
-    if asked.standalone or not fewest == 1 < most or asked.backend not in (None, "c10d"):
-        return asked
-    if "is_host" in _parse_settings(asked.settings) or any(each is not None for each in named):
-        return asked
-    settings = f"is_host=1,{asked.settings}"
-    return replace(asked, endpoint=find_place(), id=asked.id or fresh_id[:_SHORT], settings=settings)
+    fewest, most = parse_nodes(options.nodes)
+    given = (options.endpoint, options.address, options.port, options.node_rank)
+    if options.standalone or not fewest == 1 < most or options.backend not in (None, "c10d"):
+        return options
+    if "is_host" in _parse_settings(options.settings) or any(value is not None for value in given):
+        return options
+    settings = f"is_host=1,{options.settings}"
+    return replace(options, endpoint=find_endpoint(), id=options.id or generated_id[:_ID_LENGTH], settings=settings)
 
 
-def invitation(asked: RendezvousOptions) -> str:
-    """What another node types to join a meeting that this node hosts; the dots stand for what was typed here.
+def join_command(options: RendezvousOptions) -> str:
+    """The command with which another node joins a rendezvous that this node hosts.
 
-    >>> invitation(Asked(nodes="1:4", endpoint="node1:29400", id="3f1c"))
+    >>> join_command(RendezvousOptions(nodes="1:4", endpoint="node1:29400", id="3f1c"))
     'samestep run --nnodes 1:4 --rdzv-endpoint node1:29400 --rdzv-id 3f1c ...'
     """
-    place = ["--nnodes", asked.nodes, "--rdzv-endpoint", asked.endpoint or "", "--rdzv-id", asked.id or ""]
-    return f"{shlex.join(['samestep', 'run', *place])} ..."
+    arguments = ["--nnodes", options.nodes, "--rdzv-endpoint", options.endpoint or "", "--rdzv-id", options.id or ""]
+    return f"{shlex.join(['samestep', 'run', *arguments])} ..."
 
 
-def choose_rendezvous(asked: RendezvousOptions, fresh_id: str) -> Rendezvous:
-    """Decide how the launchers meet; `fresh_id` names a job that runs on this machine alone.
+def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvous:
+    """Decide how the launchers find each other. `generated_id` names a job that runs on this machine only.
 
-    One machine needs nothing: a free port is taken, so that two jobs never meet by mistake.
+    A single machine needs no options: it uses a free port, so that two jobs never join each other.
     """
-    fewest, most = parse_nodes(asked.nodes)
-    settings = _parse_settings(asked.settings)
-    nobody = asked.endpoint is None and asked.address is None and asked.port is None and asked.backend is None
-    if asked.standalone or (most == 1 and nobody):
-        _refuse_beside_standalone(asked, most)
-        return Rendezvous("c10d", "localhost:0", asked.id or fresh_id, settings, 1, 1, asked.local_address)
-    backend = _choose_backend(asked)
+    fewest, most = parse_nodes(options.nodes)
+    settings = _parse_settings(options.settings)
+    given = (options.endpoint, options.address, options.port, options.backend)
+    if options.standalone or (most == 1 and all(value is None for value in given)):
+        _check_standalone(options, most)
+        return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, options.local_address)
+    backend = options.backend or ("c10d" if options.endpoint is not None and options.node_rank is None else "static")
+    if backend not in _BACKENDS:
+        raise LaunchError(f"--rdzv-backend {backend} is unknown: use one of {', '.join(_BACKENDS)}")
     if backend == "static":
-        endpoint = _static_endpoint(asked)
-        settings |= {"rank": _static_rank(asked, fewest, most)}
+        endpoint = _static_endpoint(options, most)
+        settings |= {"rank": _static_rank(options, fewest, most)}
     else:
-        endpoint = _dynamic_endpoint(asked, backend, most)
-    _port_of(endpoint)  # a port that is none is told here, not by torch
-    return Rendezvous(backend, endpoint, asked.id or "samestep", settings, fewest, most, asked.local_address)
+        endpoint = _dynamic_endpoint(options, backend, most)
+    _parse_port(endpoint)  # rejects an invalid port here rather than in torch
+    return Rendezvous(backend, endpoint, options.id or "samestep", settings, fewest, most, options.local_address)
 
 
-def serve_where_named(meeting: Rendezvous, can_serve: Callable[[str, int], bool]) -> Rendezvous:
-    """Let this node serve the meeting place where the endpoint is an address of its own.
+def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], bool]) -> Rendezvous:
+    """Let this node serve the rendezvous if the endpoint is one of its own addresses.
 
-    torch knows its own address by the host's name alone. Where the endpoint is that of a second network card, or
-    several nodes bear one name, all of them would wait for a host and none would be it.
+    torch recognizes its own address by the host name only. If the endpoint belongs to a second network card, or if
+    several nodes have the same name, all nodes would wait for a host.
     """
-    host, port = meeting.endpoint.rpartition(":")[0].strip("[]"), _port_of(meeting.endpoint)
-    if meeting.backend != "c10d" or "is_host" in meeting.settings or not host or not port or not can_serve(host, port):
-        return meeting
-    return replace(meeting, settings={**meeting.settings, "is_host": "1"})
+    host, port = rendezvous.endpoint.rpartition(":")[0].strip("[]"), _parse_port(rendezvous.endpoint)
+    if rendezvous.backend != "c10d" or "is_host" in rendezvous.settings:
+        return rendezvous
+    if not host or not port or not can_listen(host, port):
+        return rendezvous
+    return replace(rendezvous, settings={**rendezvous.settings, "is_host": "1"})
 
 
-def _choose_backend(asked: RendezvousOptions) -> str:
-    if asked.backend is not None:
-        if asked.backend not in _BACKENDS:
-            raise LaunchError(f"--rdzv-backend {asked.backend} is unknown: use one of {', '.join(_BACKENDS)}")
-        return asked.backend
-    return "c10d" if asked.endpoint is not None and asked.node_rank is None else "static"
-
-
-def _refuse_beside_standalone(asked: RendezvousOptions, most: int) -> None:
+def _check_standalone(options: RendezvousOptions, most: int) -> None:
     if most > 1:
         raise LaunchError(
-            f"--standalone is for this machine alone, and --nnodes {asked.nodes} asks for more: leave one of them out"
+            f"--standalone uses this machine only, but --nnodes is {options.nodes}: leave out one of the two"
         )
     given = {
-        "--rdzv-backend": asked.backend,
-        "--rdzv-endpoint": asked.endpoint,
-        "--master-addr": asked.address,
-        "--master-port": asked.port,
+        "--rdzv-backend": options.backend,
+        "--rdzv-endpoint": options.endpoint,
+        "--master-addr": options.address,
+        "--master-port": options.port,
     }
     extra = [name for name, value in given.items() if value is not None]
     if extra:
-        raise LaunchError(f"--standalone finds a free port by itself: leave out {' and '.join(extra)}")
+        raise LaunchError(f"--standalone chooses a free port itself: leave out {' and '.join(extra)}")
 
 
-def _static_endpoint(asked: RendezvousOptions) -> str:
-    if asked.endpoint is not None:
-        return asked.endpoint if _port_of(asked.endpoint) is not None else f"{asked.endpoint}:{_DEFAULT_STATIC_PORT}"
-    if asked.port is not None and not 0 < asked.port < 65536:
-        raise LaunchError(f"--master-port {asked.port} is not a port: type a number from 1 to 65535")
-    if asked.address is None and parse_nodes(asked.nodes)[1] > 1:
+def _static_endpoint(options: RendezvousOptions, most: int) -> str:
+    if options.endpoint is not None:
+        has_port = _parse_port(options.endpoint) is not None
+        return options.endpoint if has_port else f"{options.endpoint}:{_STATIC_PORT}"
+    if options.port is not None and not 0 < options.port < 65536:
+        raise LaunchError(f"--master-port {options.port} is not a port: pass a number from 1 to 65535")
+    if options.address is None and most > 1:
         raise LaunchError(
-            f"--nnodes {asked.nodes} needs a place where the nodes meet: type the same "
-            "--rdzv-endpoint FIRST_NODE:29400 on every node"
+            f"--nnodes {options.nodes} needs an endpoint for the rendezvous: pass the same "
+            "--rdzv-endpoint NODE_0:29400 on every node"
         )
-    return f"{asked.address or '127.0.0.1'}:{asked.port or _DEFAULT_STATIC_PORT}"
+    return f"{options.address or '127.0.0.1'}:{options.port or _STATIC_PORT}"
 
 
-def _static_rank(asked: RendezvousOptions, fewest: int, most: int) -> int:
+def _static_rank(options: RendezvousOptions, fewest: int, most: int) -> int:
     if fewest != most:
         raise LaunchError(
-            f"--nnodes {asked.nodes} may change, and a static rendezvous cannot: use --rdzv-endpoint HOST:PORT without "
-            "--node-rank, --master-addr and --master-port"
+            f"--nnodes {options.nodes} is elastic, which a static rendezvous does not support: use --rdzv-endpoint "
+            "HOST:PORT without --node-rank, --master-addr and --master-port"
         )
-    if asked.node_rank is None and most > 1:
-        raise LaunchError(f"--master-addr on {most} nodes needs --node-rank 0 to {most - 1}, another on each node")
-    rank = asked.node_rank or 0
+    if options.node_rank is None and most > 1:
+        raise LaunchError(
+            f"--master-addr with {most} nodes needs --node-rank: pass a different number from 0 to {most - 1} on each "
+            "node"
+        )
+    rank = options.node_rank or 0
     if not 0 <= rank < most:
-        raise LaunchError(f"--node-rank {rank} is not one of the {most} node(s): type a number from 0 to {most - 1}")
+        raise LaunchError(f"--node-rank {rank} is out of range for {most} node(s): pass a number from 0 to {most - 1}")
     return rank
 
 
-def _dynamic_endpoint(asked: RendezvousOptions, backend: str, most: int) -> str:
-    if asked.endpoint is not None:
-        return asked.endpoint
+def _dynamic_endpoint(options: RendezvousOptions, backend: str, most: int) -> str:
+    if options.endpoint is not None:
+        return options.endpoint
     if backend == "c10d" and most == 1:
         return "localhost:0"
     raise LaunchError(
-        f"--rdzv-backend {backend} with --nnodes {asked.nodes} needs a place where the nodes meet: type the same "
-        "--rdzv-endpoint FIRST_NODE:29400 on every node"
+        f"--rdzv-backend {backend} with --nnodes {options.nodes} needs an endpoint: pass the same "
+        "--rdzv-endpoint NODE_0:29400 on every node"
     )
 
 
-def _port_of(endpoint: str) -> int | None:
-    """The port of HOST:PORT or [IPV6]:PORT; None where there is none."""
+def _parse_port(endpoint: str) -> int | None:
+    """The port of HOST:PORT or [IPV6]:PORT; None if it has none."""
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):
         return None
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise LaunchError(
-            f"{endpoint} is not a meeting place: type HOST:PORT with a port up to 65535, as in node1:29400"
-        )
+        raise LaunchError(f"{endpoint} is not an endpoint: pass HOST:PORT with a port up to 65535, as in node1:29400")
     return int(port)
 
 
@@ -219,6 +223,86 @@ def _parse_settings(text: str) -> dict[str, str | int]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (side.strip() for side in item.partition("="))
         if not key or not value:
-            raise LaunchError(f"--rdzv-conf {text} is not a list of settings: type KEY=VALUE,KEY=VALUE")
+            raise LaunchError(f"--rdzv-conf {text} is not a list of settings: pass KEY=VALUE,KEY=VALUE")
         settings[key] = value
     return settings
+
+
+def find_endpoint(address: str | None) -> str:
+    """HOST:PORT at which this node can host a rendezvous: `address` or its host name, port 29400 or the next free."""
+    host = address or socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise LaunchError(
+            f"this machine would host the rendezvous, but its name {host} cannot be resolved ({error.strerror}): pass "
+            "--local-addr ADDRESS, at which other nodes reach it, or --nnodes 1 to use this machine only"
+        ) from error
+    port = next((port for port in _DYNAMIC_PORTS if _port_error(port) is None), None)
+    if port is None:
+        raise LaunchError(
+            f"this machine would host the rendezvous, but its ports {_DYNAMIC_PORTS[0]} to {_DYNAMIC_PORTS[-1]} are "
+            f"all in use: pass --rdzv-endpoint {host}:PORT with a free port"
+        )
+    return f"{host}:{port}"
+
+
+def can_resolve(host: str) -> bool:
+    """Whether a host name or address can be resolved on this node."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):  # UnicodeError: a name such as a..b
+        return False
+
+
+def can_listen(host: str, port: int) -> bool:
+    """Whether `host` is a free address of this machine; False for loopback addresses, which every machine has."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in addresses:
+        if ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            continue
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError:  # an address of another machine, or in use
+            continue
+        return True
+    return False
+
+
+def check_port(port: int) -> None:
+    """Raise if this user cannot listen on a port of this machine."""
+    error = _port_error(port)
+    if isinstance(error, PermissionError):
+        raise LaunchError(f"this user may not listen on port {port}: use a port from 1024 up") from error
+    if error is not None:
+        raise LaunchError(
+            f"port {port} is in use{_port_owner(port)}: choose another port, or leave it out to use a free one"
+        ) from error
+
+
+def _port_error(port: int) -> OSError | None:
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:  # else a machine without IPv6
+                return error
+    return None
+
+
+def _port_owner(port: int) -> str:
+    try:
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pids = {each.pid for each in listening if each.pid and (*each.laddr, 0, 0)[1] == port}
+        owners = [f"{psutil.Process(pid).name()}, pid {pid}" for pid in sorted(pids)]
+    except psutil.Error:  # the owner may be hidden from this user
+        return ""
+    return f" (by {'; '.join(owners)})" if owners else ""

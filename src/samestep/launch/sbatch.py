@@ -1,4 +1,4 @@
-"""The file that sbatch gets: what is asked of SLURM, then a shell script that starts one launcher a node."""
+"""The sbatch script of a job: SLURM directives, the job's values, then shell code that starts one launcher per node."""
 
 import re
 import shlex
@@ -9,99 +9,122 @@ from samestep.errors import LaunchError
 from samestep.launch.failure_report import PREEMPTED
 from samestep.messages import format_duration
 
-# Options of sbatch that would contradict what the script below relies on, and what to do instead.
-_OWN = {
-    "array": "submit each training by itself, with a --folder of its own",
+# sbatch options that would contradict the script below, and what to use instead.
+_RESERVED = {
+    "array": "submit each training separately, with its own --folder",
     "error": "the log of a job is in its --folder",
-    "nodes": "type --nodes N",
-    "ntasks": "each node runs one launcher: type --nproc-per-node for the ranks it starts",
-    "ntasks-per-node": "each node runs one launcher: type --nproc-per-node for the ranks it starts",
-    "open-mode": "a job that is requeued writes on in its log",
+    "nodes": "use --nodes N",
+    "ntasks": "each node runs one launcher; use --nproc-per-node for the number of ranks",
+    "ntasks-per-node": "each node runs one launcher; use --nproc-per-node for the number of ranks",
+    "open-mode": "a requeued job appends to its log",
     "output": "the log of a job is in its --folder",
-    "requeue": "type --requeue or --no-requeue",
-    "no-requeue": "type --requeue or --no-requeue",
-    "signal": "type --signal-before SECONDS",
-    "wait": "type --follow",
-    "wrap": "name a script",
+    "requeue": "use --requeue or --no-requeue",
+    "no-requeue": "use --requeue or --no-requeue",
+    "signal": "use --signal-before SECONDS",
+    "wait": "use --follow",
+    "wrap": "pass a script",
 }
-_NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+", re.ASCII)
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_UNQUOTED = re.compile(r"[\w@%+=:,./\[\]*-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to run on a SLURM cluster, and what to ask the cluster for."""
+    """What to run on a SLURM cluster, and with which resources."""
 
     target: str
     """Path of a script, or name of a module."""
     module: bool
     """Whether `target` is a module, as in `python -m`."""
     arguments: tuple[str, ...]
-    """What the script gets, untouched."""
+    """Arguments of the script."""
     name: str
-    """What SLURM calls the job."""
+    """Name of the job."""
     nodes: int
-    """How many nodes it gets."""
+    """Number of nodes."""
     processes: str
-    """Ranks on each node: auto, gpu, cpu or a number, as for `samestep run`."""
+    """Ranks per node: auto, gpu, cpu or a number, as for `samestep run`."""
     folder: Path
-    """Absolute path of the run's folder; the log lies there too."""
+    """Absolute path of the run's folder, which also contains the log."""
     directory: Path
-    """Absolute path of the folder in which the script starts."""
+    """Absolute path of the working directory."""
     python: str
     """Absolute path of the interpreter."""
-    folder_typed: bool = True
-    """Whether the user named the folder; else run.checkpoint may move what the ranks write to its own."""
+    folder_is_explicit: bool = True
+    """Whether the user chose the folder; if not, run.checkpoint may choose another one for the run's files."""
     seconds: int | None = None
-    """Time limit; None takes the partition's own."""
-    warning: int = 120
-    """Seconds before the time limit at which the ranks are warned; 0 for no warning."""
+    """Time limit; None uses the default of the partition."""
+    signal_before: int = 120
+    """Seconds before the time limit at which SLURM warns the ranks; 0 for no warning."""
     requeue: bool = True
-    """Whether the job goes back into the queue after preemption, a failed node, or a warning that its ranks obeyed."""
-    asked: tuple[tuple[str, str | None], ...] = ()
-    """Further options of sbatch, by their long names; None for one without a value."""
+    """Whether the job is requeued after preemption, a node failure, or a warning after which its ranks saved."""
+    options: tuple[tuple[str, str | None], ...] = ()
+    """Further sbatch options by their long names; None for an option without a value."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Variables of the job's environment."""
+    """Environment variables of the job."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that run before the ranks start, as they are."""
+    """Shell lines that run before the ranks start."""
+
+    def __post_init__(self) -> None:
+        if "\\" in str(self.folder) or "\n" in str(self.folder):
+            raise LaunchError(
+                f"SLURM cannot write a log into {str(self.folder)!r}, since its name contains a backslash or a line "
+                "break: choose another --folder"
+            )
+        if self.seconds is not None and self.signal_before >= self.seconds:
+            raise LaunchError(
+                f"--signal-before {self.signal_before} is not less than --time {format_duration(self.seconds)} "
+                f"({self.seconds} s): pass a smaller number, or 0 for no warning"
+            )
 
 
-def read_asked(text: str) -> tuple[str, str | None]:
-    """Name and value of a further option of sbatch, from NAME=VALUE or NAME.
+def parse_sbatch_option(text: str) -> tuple[str, str | None]:
+    """Name and value of an sbatch option, from NAME=VALUE or NAME.
 
-    >>> read_asked("reservation=night"), read_asked("--contiguous")
+    >>> parse_sbatch_option("reservation=night"), parse_sbatch_option("--contiguous")
     (('reservation', 'night'), ('contiguous', None))
     """
     name, equals, value = text.removeprefix("--").partition("=")
-    if _NAME.fullmatch(name) is None:
+    if _OPTION_NAME.fullmatch(name) is None:
         raise LaunchError(
-            f"--sbatch {text} is not an option of sbatch: type NAME=VALUE with its long name, as in "
+            f"--sbatch {text} is not an sbatch option: pass NAME=VALUE with its long name, as in "
             "--sbatch reservation=night"
         )
-    if name in _OWN:
-        raise LaunchError(f"--sbatch {text} is for samestep to decide: {_OWN[name]}")
+    if name in _RESERVED:
+        raise LaunchError(f"--sbatch {text} is set by samestep: {_RESERVED[name]}")
     return name, value if equals else None
 
 
-def read_variable(text: str) -> tuple[str, str]:
-    """Name and value from NAME=VALUE; the value may hold anything.
+def parse_variable(text: str) -> tuple[str, str]:
+    """Name and value from NAME=VALUE; the value may contain anything.
 
-    >>> read_variable("FLAGS=-O2 # fast")
+    >>> parse_variable("FLAGS=-O2 # fast")
     ('FLAGS', '-O2 # fast')
     """
     name, equals, value = text.partition("=")
-    if not equals or _VARIABLE.fullmatch(name) is None:
-        raise LaunchError(f"--env {text} is not a variable: type NAME=VALUE, as in --env NCCL_DEBUG=INFO")
+    if not equals or _VARIABLE_NAME.fullmatch(name) is None:
+        raise LaunchError(f"--env {text} is not a variable: pass NAME=VALUE, as in --env NCCL_DEBUG=INFO")
     return name, value
 
 
-def sbatch_text(job: SlurmJob) -> str:
-    """The file for sbatch. What belongs to one job stands above; the rest is the same for every job."""
-    _check(job)
-    directives = [f"#SBATCH --{name}{'' if value is None else f'={_quote(name, value)}'}" for name, value in _ask(job)]
+def log_path(folder: Path, job_id: str) -> Path:
+    """The log of a job: the output of the script and of srun, also after a requeue."""
+    return folder / f"slurm-{job_id}.log"
+
+
+def events_path(folder: Path, job_id: str) -> Path:
+    """The file in which a job records its start and its end, one JSON object per line."""
+    return folder / f"slurm-{job_id}.jsonl"
+
+
+def format_sbatch(job: SlurmJob) -> str:
+    """The script for sbatch. Its beginning depends on the job; the rest is the same for every job."""
+    directives = [
+        f"#SBATCH --{name}{'' if value is None else f'={_quote(name, value)}'}" for name, value in _directives(job)
+    ]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables]
-    flags = {"--folder-is-default": not job.folder_typed, "--module": job.module}
+    flags = {"--folder-is-default": not job.folder_is_explicit, "--module": job.module}
     options = ["--nproc-per-node", job.processes, "--folder", str(job.folder), *(name for name in flags if flags[name])]
     values = [
         f"_python={shlex.quote(job.python)}",
@@ -110,87 +133,64 @@ def sbatch_text(job: SlurmJob) -> str:
         f"_script=({shlex.join([job.target, *job.arguments])})",
         f"_requeue={'yes' if job.requeue else 'no'}",
     ]
-    before = [f"cd -- {shlex.quote(str(job.directory))} || exit 1", *exports, *job.setup]
-    head = ["#!/bin/bash", *directives, "# Written by `samestep submit`; sbatch takes it again.", ""]
-    return "\n".join([*head, *before, "", *values, "", _BODY])
+    setup = [f"cd -- {shlex.quote(str(job.directory))} || exit 1", *exports, *job.setup]
+    head = ["#!/bin/bash", *directives, "# Written by `samestep submit`; you can submit it again with sbatch.", ""]
+    return "\n".join([*head, *setup, "", *values, "", _BODY])
 
 
-def log_of(folder: Path, job: str) -> Path:
-    """Where a job's log lies: what the script and srun print, also after a requeue."""
-    return folder / f"slurm-{job}.log"
-
-
-def notes_of(folder: Path, job: str) -> Path:
-    """Where a job notes when it started and how it ended, one line of JSON each."""
-    return folder / f"slurm-{job}.jsonl"
-
-
-def _check(job: SlurmJob) -> None:
-    if "\\" in str(job.folder) or "\n" in str(job.folder):
-        raise LaunchError(
-            f"SLURM cannot write a log into {str(job.folder)!r}, whose name holds a backslash or a line break: name "
-            "another --folder"
-        )
-    if job.seconds is not None and job.warning >= job.seconds:
-        raise LaunchError(
-            f"--signal-before {job.warning} leaves nothing of --time {format_duration(job.seconds)}, which is "
-            f"{job.seconds} s: type a smaller number, or 0 for no warning"
-        )
-
-
-def _ask(job: SlurmJob) -> list[tuple[str, str | None]]:
+def _directives(job: SlurmJob) -> list[tuple[str, str | None]]:
     return [
         ("job-name", job.name),
         ("nodes", str(job.nodes)),
         ("ntasks-per-node", "1"),
         *([("time", format_duration(job.seconds))] if job.seconds is not None else []),
-        *job.asked,
-        ("output", str(log_of(Path(str(job.folder).replace("%", "%%")), "%j"))),
+        *job.options,
+        ("output", str(log_path(Path(str(job.folder).replace("%", "%%")), "%j"))),
         ("open-mode", "append"),
-        *([("signal", f"B:USR1@{job.warning}")] if job.warning else []),
+        *([("signal", f"B:USR1@{job.signal_before}")] if job.signal_before else []),
         ("requeue" if job.requeue else "no-requeue", None),
     ]
 
 
 def _quote(name: str, value: str) -> str:
-    """A value as sbatch reads it: no shell, but quotes, backslashes and a # that begins a comment."""
+    """Quote a value for sbatch, which is not a shell but handles quotes, backslashes and comments (#)."""
     if "\n" in value or "\r" in value:
-        raise LaunchError(f"--{name} {value!r} has a line break, which no option of sbatch can hold: leave it out")
-    if _PLAIN.fullmatch(value):
+        raise LaunchError(f"--{name} {value!r} contains a line break, which sbatch does not support: remove it")
+    if _UNQUOTED.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-# The batch shell runs on the first node only. It keeps srun in the background, since a shell that waits for a child in
-# the foreground sees no signal before the child ends. Its variables begin with _, so that they are none of the user's.
+# The batch shell runs on node 0 only. It keeps srun in the background, since a shell that waits for a foreground child
+# handles no signal before the child ends. Its variables begin with _ so that they do not collide with the user's.
 _BODY = f"""\
-note() {{
+record() {{
   printf '{{"event": "%s", "code": %d, "restart": %d, "time": %d}}\\n' \\
     "$1" "$2" "${{SLURM_RESTART_COUNT:-0}}" "$(date +%s)" >> "$_folder/slurm-$SLURM_JOB_ID.jsonl"
 }}
-note started 0
+record started 0
 
-# The launchers meet on the first node: by its name, or by the address that SLURM uses where the name means nothing.
+# Node 0 hosts the rendezvous: by its name, or by SLURM's address for it if the name cannot be resolved.
 _host=${{SAMESTEP_HOST:-}}
 if [ -z "$_host" ]; then
   _host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   getent hosts "$_host" > /dev/null || _host=$(scontrol show node "$_host" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 fi
-_port=${{SAMESTEP_PORT:-$((10000 + SLURM_JOB_ID * 97 % 19000))}}  # another for each job, below those of other programs
+_port=${{SAMESTEP_PORT:-$((10000 + SLURM_JOB_ID * 97 % 19000))}}  # differs per job; below the ephemeral ports
 
-# The warning reaches every process of a step. Whoever does not listen for it must ignore it, or would die of it.
+# The warning reaches every process of a step. A process that does not handle it must ignore it, or it would die.
 _launcher='trap "" USR1; exec "$0" -m samestep run --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"'
 
 _step= _interrupted= _stopped=
 warn() {{
   _interrupted=yes
-  echo "samestep: warned by SLURM; the ranks are told" >&2
+  echo "samestep: SLURM sent a warning; forwarding it to the ranks" >&2
   [ -z "$_step" ] || kill -USR1 "$_step"
 }}
 trap warn USR1
 trap '_interrupted=yes _stopped=yes' TERM
-# One task holds all ranks of its node, so it must not be bound to one core. When a launcher has failed, the others get
-# a minute to end by themselves: their exit codes say more than a kill.
+# One task runs all ranks of its node, so it must not be bound to one core. After a launcher has failed, the others get
+# a minute to end by themselves, so that their exit codes are kept.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --export=ALL \\
   ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --kill-on-bad-exit=0 --wait=60 \\
   bash -c "$_launcher" "$_python" --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$_host:$_port" \\
@@ -199,16 +199,16 @@ _step=$!
 while :; do
   _interrupted= _code=0
   wait "$_step" || _code=$?
-  [ -n "$_interrupted" ] || break  # else a signal ended the wait, not srun
+  [ -n "$_interrupted" ] || break  # if interrupted, a signal ended the wait, not srun
 done
 
 running() {{ scontrol show job "$SLURM_JOB_ID" | grep -q '^ *JobState=RUNNING '; }}
-# Ranks may obey SIGTERM as they obey the warning, but a job that was cancelled must not come back.
+# Ranks also save after SIGTERM, but a cancelled job must not be requeued.
 if [ "$_code" -eq {PREEMPTED} ] && [ "$_requeue" = yes ] && [ -z "$_stopped" ] && running; then
-  note requeued "$_code"
-  echo "samestep: the ranks were warned and can go on: job $SLURM_JOB_ID goes back into the queue" >&2
+  record requeued "$_code"
+  echo "samestep: the ranks have saved after the warning; requeueing job $SLURM_JOB_ID" >&2
   scontrol requeue "$SLURM_JOB_ID" && exit "$_code"
 fi
-if [ -n "$_stopped" ]; then note stopped "$_code"; else note ended "$_code"; fi
+if [ -n "$_stopped" ]; then record stopped "$_code"; else record ended "$_code"; fi
 exit "$_code"
 """

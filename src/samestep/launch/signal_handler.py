@@ -1,4 +1,4 @@
-"""Stopping by a signal: the first is passed on to the ranks with time to save or end, the second ends them at once."""
+"""Signals to the launcher: the first gives the ranks time to save or end, the second kills them at once."""
 
 import atexit
 import os
@@ -9,61 +9,71 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from samestep.launch.processes import adopt_orphans, children, end_children, kill_children, living, signal_all
+from samestep.launch.processes import (
+    adopt_orphans,
+    descendant_pids,
+    kill_descendants,
+    running,
+    send_signal,
+    terminate_descendants,
+)
 
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SIGNALS = (*_ENDINGS, *_WARNINGS)
-# A cluster may send SIGTERM to the launcher twice for one reason: what follows so soon is the same.
-_ECHO_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
-_Exception = Callable[[str, signal.Signals], BaseException]
+_WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (*_STOP_SIGNALS, *_WARNING_SIGNALS)
+# A cluster may send SIGTERM twice for the same reason; a second one within this time is ignored.
+_DUPLICATE_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_ExceptionFactory = Callable[[str, signal.Signals], BaseException]
 
 
-class Stopped(BaseException):
-    """A signal asked the launcher to stop while no rank was there to pass it on to."""
+class StoppedBySignal(BaseException):
+    """A signal asked the launcher to stop while it had no ranks to forward the signal to."""
 
     def __init__(self, text: str, sigval: signal.Signals) -> None:
         super().__init__(text)
         self.sigval = sigval
 
 
-class Stop:
-    """Holds the launcher's signals while ranks run, and ends what they leave behind.
+class SignalHandler:
+    """Handles the launcher's signals while ranks run, and ends the processes that ranks leave behind.
 
-    SIGTERM gives ranks `grace` seconds to save and end; Ctrl-C and SIGHUP give them `patience`, to end only. SIGUSR1
-    and SIGUSR2 are warnings: passed on, nothing more. A signal that was ignored before, as under `nohup`, stays so.
+    SIGTERM is forwarded and gives the ranks `grace_period` seconds to save and end. Ctrl-C and SIGHUP give them
+    `shutdown_timeout` seconds to end. SIGUSR1 and SIGUSR2 are forwarded as warnings. A signal that was ignored before,
+    as under `nohup`, stays ignored.
     """
 
-    def __init__(self, patience: int, grace: int) -> None:
-        self.patience, self.grace = patience, grace
+    def __init__(self, shutdown_timeout: int, grace_period: int) -> None:
+        self.shutdown_timeout, self.grace_period = shutdown_timeout, grace_period
         self.received: signal.Signals | None = None
-        self.warned: signal.Signals | None = None
-        self.time_is_over = False
-        """Whether the time limit, and no signal before it, ends the ranks."""
-        self.ranks: frozenset[int] = frozenset()
-        """Processes of the ranks that live, as far as the agent knows."""
-        self.ended: set[int] = set()
-        """Those of them that were killed because another had failed."""
-        self._since = self._deadline = 0.0
-        self.if_deaf: Callable[[signal.Signals], int] = _shells_code
-        """Says what ended the launcher, and gives its exit code, where its first thread cannot hear a signal."""
-        self._spare: set[int] = set()
-        self._before: dict[signal.Signals, Any] = {}
-        self._arrivals, self._woken_before = -1, -1
-        self._raise: _Exception | None = Stopped
+        """The first signal that asked the launcher to stop."""
+        self.warning: signal.Signals | None = None
+        """The last warning that was forwarded."""
+        self.time_limit_reached = False
+        """Whether the time limit ended the ranks, and no signal before it."""
+        self.rank_pids: frozenset[int] = frozenset()
+        """Processes of the running ranks, as far as the agent knows."""
+        self.killed_pids: set[int] = set()
+        """Ranks that were killed because another rank had failed."""
+        self.on_blocked_main_thread: Callable[[signal.Signals], int] = lambda number: 128 + number
+        """Called if a signal arrives while native code blocks the main thread; returns the launcher's exit code."""
+        self._received_at = self._deadline = 0.0
+        self._earlier_pids: set[int] = set()
+        self._earlier_handlers: dict[signal.Signals, Any] = {}
+        self._wakeup_fd, self._earlier_wakeup_fd = -1, -1
+        self._exception: _ExceptionFactory | None = StoppedBySignal
         self._timers: list[threading.Timer] = []
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "SignalHandler":
         adopt_orphans(True)
-        self._spare = children()
+        self._earlier_pids = descendant_pids()
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
-        heard, self._arrivals = os.pipe()
-        os.set_blocking(self._arrivals, False)
-        self._woken_before = signal.set_wakeup_fd(self._arrivals, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, args=[heard], name="samestep signals", daemon=True).start()
+                self._earlier_handlers[number] = signal.signal(number, self._handle)
+        arrivals, self._wakeup_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        self._earlier_wakeup_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch_arrivals, args=[arrivals], name="samestep signals", daemon=True).start()
         return self
 
     def __exit__(
@@ -71,100 +81,96 @@ class Stop:
     ) -> None:
         for timer in self._timers:
             timer.cancel()
-        signal.set_wakeup_fd(self._woken_before)
-        os.close(self._arrivals)
-        for number, handler in self._before.items():
+        signal.set_wakeup_fd(self._earlier_wakeup_fd)
+        os.close(self._wakeup_fd)
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)
         adopt_orphans(False)
 
-    def raise_as(self, exception: _Exception | None) -> None:
-        """From now on a signal raises this, which whoever runs now understands; with None it is only noted."""
-        self._raise = exception
+    def raise_as(self, exception: _ExceptionFactory | None) -> None:
+        """Choose the exception that a signal raises from now on; with None a signal is only recorded."""
+        self._exception = exception
 
-    def limit(self, seconds: float) -> None:
-        """Kill the ranks that still live so many seconds from now; they know the limit and should have ended before."""
-        self._after(seconds, self._end_time)
+    def raise_if_received(self) -> None:
+        """Raise again if a signal was received, before anything new is started."""
+        if self.received is not None and self._exception is not None:
+            raise self._exception(f"stopping after {self.received.name}", self.received)
 
-    def end_ranks(self) -> None:
-        """Kill the ranks that still live, since another has failed."""
-        late = living(self.ranks)
-        self.ended |= late
-        signal_all(late, signal.SIGKILL)
+    def set_time_limit(self, seconds: float) -> None:
+        """Kill the ranks that still run after this time; they know the limit and should have ended before."""
+        self._call_after(seconds, self._on_time_limit)
 
-    def end_leftovers(self) -> None:
-        """End what the ranks started and did not end; a second signal makes it quicker."""
-        left = self.patience if self.received is None else max(0.0, self._deadline - time.monotonic())
-        end_children(self._spare, min(self.patience, left))
+    def kill_remaining_ranks(self) -> None:
+        """Kill the ranks that still run after another rank has failed."""
+        remaining = running(self.rank_pids)
+        self.killed_pids |= remaining
+        send_signal(remaining, signal.SIGKILL)
 
-    def check(self) -> None:
-        """Raise once more if a signal came: nothing new may be started."""
-        if self.received is not None and self._raise is not None:
-            raise self._raise(f"stopping after {self.received.name}", self.received)
+    def end_descendants(self) -> None:
+        """End what the ranks started and left running; a second signal shortens the wait."""
+        left = self.shutdown_timeout if self.received is None else max(0.0, self._deadline - time.monotonic())
+        terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, received = time.monotonic(), signal.Signals(number)
-        if received in _WARNINGS and self.ranks:
-            self.warned = received
-            signal_all(self.ranks, received)
+        if received in _WARNING_SIGNALS and self.rank_pids:
+            self.warning = received
+            send_signal(self.rank_pids, received)
         elif self.received is None:
-            self._since = now
-            self._begin(received, saving=received == signal.SIGTERM and bool(self.ranks))
-        elif received != signal.SIGTERM or self.received != received or now - self._since > _ECHO_SECONDS:
-            kill_children(self._spare)
+            self._received_at = now
+            self._stop(received, saving=received == signal.SIGTERM and bool(self.rank_pids))
+        elif received != signal.SIGTERM or self.received != received or now - self._received_at > _DUPLICATE_SECONDS:
+            kill_descendants(self._earlier_pids)
 
-    def _hear(self, arrivals: int) -> None:
-        """End this process where a signal asks for it and its first thread does not run.
+    def _stop(self, received: signal.Signals, saving: bool) -> None:
+        self.received = received
+        seconds = self.grace_period if saving else self.shutdown_timeout
+        self._deadline = time.monotonic() + seconds
+        # torch before 2.12 always waits 30 s for its ranks, so ranks that exceed their time are killed here.
+        self._call_after(seconds, lambda: kill_descendants(self._earlier_pids))
+        if saving:
+            send_signal(self.rank_pids, received)  # the agent keeps monitoring them and sees how they end
+        elif self._exception is not None:
+            raise self._exception(f"received {received.name}", received)
 
-        Python calls a handler between two bytecodes, and torch looks for a host in native code for minutes. With ranks
-        at work that does not happen.
+    def _watch_arrivals(self, arrivals: int) -> None:
+        """End this process if a stop signal arrives and the main thread does not run its handler.
+
+        Python runs a handler between two bytecodes, and torch may resolve a host in native code for minutes. This does
+        not happen while ranks run.
         """
         with os.fdopen(arrivals, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                until = time.monotonic() + self.patience
-                while number[0] in _ENDINGS and self.received is None and not self.ranks:
-                    if time.monotonic() > until:
-                        kill_children(self._spare)
-                        os._exit(self.if_deaf(signal.Signals(number[0])))
-                    time.sleep(_LOOK_SECONDS)
+                deadline = time.monotonic() + self.shutdown_timeout
+                while number[0] in _STOP_SIGNALS and self.received is None and not self.rank_pids:
+                    if time.monotonic() > deadline:
+                        kill_descendants(self._earlier_pids)
+                        os._exit(self.on_blocked_main_thread(signal.Signals(number[0])))
+                    time.sleep(_POLL_SECONDS)
 
-    def _begin(self, received: signal.Signals, saving: bool) -> None:
-        self.received = received
-        seconds = self.grace if saving else self.patience
-        self._deadline = time.monotonic() + seconds
-        # torch before 2.12 waits 30 s for its ranks, whatever it is told; ranks that outlive their time end here.
-        self._after(seconds, lambda: kill_children(self._spare))
-        if saving:
-            signal_all(self.ranks, received)  # the agent goes on watching them, and sees how they end
-        elif self._raise is not None:
-            raise self._raise(f"received {received.name}", received)
+    def _on_time_limit(self) -> None:
+        self.time_limit_reached = self.received is None  # else the ranks end because of the signal
+        if self.rank_pids:
+            kill_descendants(self._earlier_pids)
+        else:  # there are no ranks to save anything; the launcher may be waiting for other nodes
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), act)
+    def _call_after(self, seconds: float, function: Callable[[], object]) -> None:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def _end_time(self) -> None:
-        self.time_is_over = self.received is None  # else they end because of the signal, and it is only late
-        if self.ranks:
-            kill_children(self._spare)
-        else:  # nobody is there to save anything; perhaps other nodes are waited for
-            os.kill(os.getpid(), signal.SIGTERM)
-
 
 def keep_exit_code() -> None:
-    """Ignore signals once this process's own code is over: how it ended stands, and to unload torch takes a second.
+    """Ignore signals from the end of the main module on: unloading torch takes a second and must not change the result.
 
-    Whoever started it can still kill it.
+    SIGKILL still works.
     """
     atexit.register(_ignore_signals)
 
 
 def _ignore_signals() -> None:
     for number in _SIGNALS:
-        # SIG_IGN, since Python takes functions away before it unloads its modules
+        # SIG_IGN and not a function: Python removes functions before it unloads its modules.
         signal.signal(number, signal.SIG_IGN)
-
-
-def _shells_code(number: signal.Signals) -> int:
-    return 128 + number

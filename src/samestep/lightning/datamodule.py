@@ -112,10 +112,10 @@ class Cutter:
         """A copy weighs nothing in the loss, and is left out of `self.log`; nobody can take it out of a torchmetric."""
         last = cut.steps - 1
         start, stop = cut.positions(last)
-        batches = cut.size * cut.shape(last)[0]
+        batches = cut.world_size * cut.shape(last)[0]
         if stop - start < batches and cut.rank == 0:
             self._voice.warn_once(
-                f"the last step of each epoch has {stop - start} sample(s) for {batches} batch(es) on {cut.size} "
+                f"the last step of each epoch has {stop - start} sample(s) for {batches} batch(es) on {cut.world_size} "
                 "rank(s): copies fill in, which weigh nothing in the loss and in self.log, but count in a torchmetric "
                 "that training_step updates; another global_batch, or SameStep(drop_last=True), avoids it"
             )

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from samestep.lightning.epoch_metrics import epoch_values
 from samestep.lightning.same_step import SameStep
 from samestep.lightning.trainer_ranks import once
-from samestep.loggers.jsonl import MetricsFile
-from samestep.loggers.loggers import METRICS, SUMMARY, TEXT, write_summary
+from samestep.loggers.jsonl import JsonlLogger
+from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE, TEXT_FILE, write_summary
 from samestep.loggers.text_log import TextLog
 
 _STRANGE = re.compile(r"[^\w./-]", re.ASCII)
@@ -30,7 +30,7 @@ class Logs(Callback):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._sinks: tuple[MetricsFile, TextLog] | None = None
+        self._sinks: tuple[JsonlLogger, TextLog] | None = None
         self._rates: dict[int, dict[str, float]] = {}
         self._last: int | None = None
         self._known: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Logs(Callback):
         if self._sinks is not None:
             trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
             name = type(pl_module).__name__
-            self._sinks[1].say(f"{name}: {trained:,} parameters train on {trainer.world_size} rank(s)")
+            self._sinks[1].print(f"{name}: {trained:,} parameters train on {trainer.world_size} rank(s)")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keep the learning rate that this step is about to use."""
@@ -82,7 +82,7 @@ class Logs(Callback):
         self._close(trainer, "failed")
 
     def _open(self) -> None:
-        self._sinks = MetricsFile(self.folder / METRICS), TextLog(self.folder / TEXT)
+        self._sinks = JsonlLogger(self.folder / METRICS_FILE), TextLog(self.folder / TEXT_FILE)
 
     def _write_steps(self, trainer: Trainer) -> None:
         rates, self._rates = self._rates, {}
@@ -119,7 +119,7 @@ class Logs(Callback):
         }
         for sink in sinks:
             sink.close({name: value for name, value in summary.items() if name != "metrics"})
-        write_summary(self.folder / SUMMARY, summary)
+        write_summary(self.folder / SUMMARY_FILE, summary)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

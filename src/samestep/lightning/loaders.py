@@ -19,10 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from samestep.data.loader import Collate, Loader, MapDataset, Request
+from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
 from samestep.data.partition import Partition, split_evenly
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import Absent, sample_keys
+from samestep.data.sample_rng import NO_SETTING, sample_keys
 from samestep.errors import DataError, StateError
 
 _REPLACED = "SameStep gives every epoch its own order on any number of ranks"
@@ -36,7 +36,7 @@ class Reading:
     """The user's dataset."""
     n: int
     """Its length."""
-    collate: Collate
+    collate: CollateFn
     """Makes a batch of samples."""
     workers: int
     """Data workers of each rank."""
@@ -155,7 +155,7 @@ class TrainLoader:
         self.count = cut.shape(0)[0]
         """Batches of a full step on every rank: what the Trainer must accumulate."""
         self.current: Part | None = None
-        self._reader = OrderReader(order, cut.span, cut.steps)
+        self._reader = OrderReader(order, cut.read_range, cut.steps)
         self._device = trainer.strategy.root_device
         self._loader: Loader | None = Loader(
             reading.dataset, order.seed, cut.rank, reading.collate, reading.workers, self._device
@@ -234,20 +234,20 @@ class TrainLoader:
             return step * self.count
         return (self._cut.steps - 1) * self.count + self._cut.shape(self._cut.steps - 1)[0]
 
-    def _requests(self, epoch: int, first: int, asked: deque[Part]) -> Iterator[Request]:
+    def _requests(self, epoch: int, first: int, asked: deque[Part]) -> Iterator[BatchRequest]:
         """What to read, in order; what it weighs waits in `asked`."""
-        setting = Absent.SETTING if self._settings is None else self._settings(epoch)
+        setting = NO_SETTING if self._settings is None else self._settings(epoch)
         for index in range(first, self._cut.steps):
-            indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
+            indices, start = self._reader.read(epoch, index), self._cut.read_range(index)[0]
             (begin, end), parts = self._cut.positions(index), self._cut.micro_batches(index)
             for at, part in enumerate(parts):
                 chosen = indices[part.start - start : part.stop - start]
                 if not part.real:  # all ranks need equally many backward passes
-                    chosen = indices[part.pad - start : part.pad - start + 1]
+                    chosen = indices[part.padding_position - start : part.padding_position - start + 1]
                 keys = partial(self._keys, epoch, chosen)
                 number, last = epoch * self.steps + index, at == len(parts) - 1
                 asked.append(Part(number, end - begin, part.real, last, chosen.tolist(), keys))
-                yield Request(epoch, chosen, setting)
+                yield BatchRequest(epoch, chosen, setting)
 
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
         words = sample_keys(self._order.seed, epoch, indices).view(np.int64)
@@ -289,12 +289,12 @@ class EvalLoader:
         """End the data workers."""
         self._loader = None
 
-    def _requests(self) -> Iterator[Request]:
-        setting = Absent.SETTING if self._settings is None else self._settings(self._epoch())
+    def _requests(self) -> Iterator[BatchRequest]:
+        setting = NO_SETTING if self._settings is None else self._settings(self._epoch())
         begin, end = self._slice
         for k in range(self._count):
             start, stop = split_evenly(end - begin, self._count, k)
-            yield Request(0, np.arange(begin + start, begin + stop), setting)
+            yield BatchRequest(0, np.arange(begin + start, begin + stop), setting)
 
     def _epoch(self) -> int:
         """The epoch under way; after training, the last one."""

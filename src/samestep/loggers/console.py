@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
+"""The console of a run: a progress bar on a terminal, plain lines in a pipe, a file or a CI log."""
 
 import atexit
 import sys
@@ -13,244 +13,181 @@ from rich.table import Column
 from rich.text import Text
 
 from samestep.disk import is_disk_error
-from samestep.loggers.text_log import entry, is_learning_rate, is_memory, is_throughput, line, progress
+from samestep.loggers.text_log import (
+    format_metric,
+    format_progress,
+    format_record,
+    is_learning_rate,
+    is_memory,
+    is_throughput,
+)
 from samestep.messages import format_duration
-
-# Long enough to even out an evaluation now and then, short enough to forget a slow start.
-_WINDOW_SECONDS = 60.0
-_SAMPLE_SECONDS = 0.5
-
-
-class Pace:
-    """The step a run has reached and its speed over the last minute."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seen: deque[tuple[float, int]] = deque()
-        self.step = 0
-        """The furthest step reached."""
-        self.total: int | None = None
-        """The step at which the run will end, where it is known."""
-
-    def expect(self, total: int | None, start: int) -> None:
-        """Tell where the run begins and ends; a run that goes on from a checkpoint does not begin at 0."""
-        self.total, self.step = total, start
-        self._seen.clear()
-        self._seen.append((self._clock(), start))
-
-    def reach(self, step: int) -> None:
-        """Note a step; one that lies behind (a metric logged by epoch number) moves nothing."""
-        if self._seen and step <= self.step:
-            return
-        self.step = step
-        now = self._clock()
-        if not self._seen or now - self._seen[-1][0] >= _SAMPLE_SECONDS:
-            self._seen.append((now, step))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW_SECONDS:
-            self._seen.popleft()
-
-    def seconds_left(self) -> float | None:
-        """The time until the last step at the present speed, or None while that cannot be told."""
-        if self.total is None or not self._seen:
-            return None
-        began, first = self._seen[0]
-        spent, done = self._clock() - began, self.step - first
-        if done <= 0 or spent <= 0:
-            return None
-        return max(0.0, (self.total - self.step) * spent / done)
-
 
 _LINE_SECONDS = 1.0
 _REFRESH_SECONDS = 0.1
-_NARROWEST_BAR = 12
+_MIN_BAR_WIDTH = 12
+# The speed is averaged over this time: an evaluation should not show in it, a slow start should be forgotten.
+_SPEED_WINDOW_SECONDS = 60.0
+_SPEED_SAMPLE_SECONDS = 0.5
 
 
 class Console(Protocol):
-    """A sink for people, which also prints what is said."""
+    """A logger for people, which also prints text and shows progress."""
 
     def expect(self, total: int | None, start: int = 0) -> None:
-        """Tell at which step the run begins and ends, for the bar and the time left."""
+        """Set the first and the last step of the run, for the bar and the remaining time."""
         ...
 
     def advance(self, step: int) -> None:
-        """Show that a step is done; cheap, so that every step may call it."""
+        """Show that a step is done; cheap enough to call in every step."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show one record."""
         ...
 
-    def say(self, text: str) -> None:
-        """Print text, above the bar where there is one."""
+    def print(self, text: str) -> None:
+        """Print text, above the bar if there is one."""
         ...
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Show what was held back and leave the terminal as it was; a second call does nothing."""
+        """Show the records that were delayed and restore the terminal; a second call does nothing."""
         ...
 
 
 def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Console:
-    """A bar where `stream` is a terminal that can move its cursor, lines where it is a file, a pipe or CI's log."""
-    # Asked of the stream itself: FORCE_COLOR makes rich take a pipe for a terminal.
-    if stream.isatty():
+    """Open a bar if `stream` is a terminal that can move its cursor, otherwise plain lines."""
+    if stream.isatty():  # not rich's own check: FORCE_COLOR makes rich treat a pipe as a terminal
         terminal = _Terminal(file=stream, highlight=False)
         if not terminal.is_dumb_terminal:
             return BarConsole(terminal, clock)
     return LineConsole(stream, clock)
 
 
-class Cadence:
-    """Lets one line of each kind through a second and keeps the last that had to wait.
-
-    Kinds are kept apart, so that the result of an evaluation is never lost in the stream of training records.
-    """
-
-    def __init__(self, clock: Callable[[], float], interval: float = _LINE_SECONDS) -> None:
-        self._clock, self._interval = clock, interval
-        self._shown: dict[frozenset[str], float] = {}
-        self._kept: dict[frozenset[str], str] = {}
-
-    def offer(self, names: Iterable[str], text: str) -> list[str]:
-        """The text, if a record of these names is due; otherwise nothing, and it is kept."""
-        kind, now = frozenset(names), self._clock()
-        self._kept.pop(kind, None)
-        if kind in self._shown and now - self._shown[kind] < self._interval:
-            self._kept[kind] = text
-            return []
-        self._shown[kind] = now
-        return [text]
-
-    def rest(self) -> list[str]:
-        """What was kept, in the order it came; it is kept no longer."""
-        kept = list(self._kept.values())
-        self._kept.clear()
-        return kept
-
-
 class LineConsole:
-    """A Console of plain lines, at most one a second of each kind, and always the last."""
+    """A Console of plain lines: at most one line per second and kind of record, and always the last one."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._pace, self._cadence = stream, Pace(clock), Cadence(clock)
-        self._state: dict[str, float] = {}
+        self._stream, self._progress, self._limiter = stream, ProgressEstimate(clock), RateLimiter(clock)
+        self._speed_and_memory: dict[str, float] = {}
 
     def expect(self, total: int | None, start: int = 0) -> None:
-        """Tell at which step the run begins and ends."""
-        self._pace.expect(total, start)
+        """Set the first and the last step of the run."""
+        self._progress.expect(total, start)
 
     def advance(self, step: int) -> None:
-        """Note a step; lines come with records only."""
-        self._pace.reach(step)
+        """Record progress; only records print lines."""
+        self._progress.advance(step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Print one record, if one of its kind is due."""
-        # Speed and memory come with some records only: each line of training tells the last that is known.
-        state = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
-        self._state.update(state)
-        kind = values.keys() - state.keys()
-        if not _of_training(values):
-            self._print(self._cadence.offer(kind, line(step, values)))
+        """Print one record, unless one of its kind was printed less than a second ago."""
+        # Only some records contain speed and memory: each training line shows the last known values.
+        latest = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
+        self._speed_and_memory.update(latest)
+        kind = values.keys() - latest.keys()
+        if not _training_values(values):
+            self._print(self._limiter.offer(kind, format_record(step, values)))
             return
-        self._pace.reach(step)
-        text, left = line(step, {**values, **self._state}, self._pace.total), self._pace.seconds_left()
-        self._print(self._cadence.offer(kind, text if left is None else f"{text} | ETA {format_duration(left)}"))
+        self._progress.advance(step)
+        text = format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
+        if (left := self._progress.seconds_left()) is not None:
+            text = f"{text} | ETA {format_duration(left)}"
+        self._print(self._limiter.offer(kind, text))
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print text."""
         self._print([text])
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Print what was held back."""
+        """Print the records that were delayed."""
         del summary
-        self._print(self._cadence.rest())
+        self._print(self._limiter.flush())
 
     def _print(self, lines: Iterable[str]) -> None:
         for text in lines:
             try:
                 print(text, file=self._stream, flush=True)
             except OSError as error:
-                # A launcher keeps what ranks print in files: where their disk is full nobody is left to tell, and
-                # log.txt waits for room. A reader who has gone is another matter.
+                # The launcher redirects ranks into files. If their disk is full, the message is lost, and log.txt
+                # waits for free space. A closed pipe is a different matter.
                 if not is_disk_error(error):
                     raise
 
 
 class BarConsole:
-    """A Console with a progress bar in the last line of a terminal; records that are not of training stand above it.
+    """A Console with a progress bar in the last line of a terminal; prints other than training records above it.
 
-    No thread refreshes the bar: a process forked while such a thread holds the terminal (a worker of a DataLoader)
-    would wait for it forever. Between two steps the bar stands still.
+    No thread refreshes the bar: a process forked while such a thread holds the terminal's lock (a DataLoader worker)
+    would wait for it forever. So the bar does not move between two steps.
     """
 
     def __init__(self, terminal: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal, self._clock = terminal, clock
-        self._pace, self._cadence = Pace(clock), Cadence(clock)
-        self._facts: dict[str, str] = {}
+        self._progress, self._limiter = ProgressEstimate(clock), RateLimiter(clock)
+        self._fields: dict[str, str] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._refreshed = -_REFRESH_SECONDS
+        self._refreshed_at = -_REFRESH_SECONDS
 
     def expect(self, total: int | None, start: int = 0) -> None:
-        """Set the bar's ends."""
-        self._pace.expect(total, start)
+        """Set the ends of the bar."""
+        self._progress.expect(total, start)
         self._refresh()
 
     def advance(self, step: int) -> None:
-        """Move the bar, ten times a second at most."""
-        self._pace.reach(step)
-        if self._clock() - self._refreshed >= _REFRESH_SECONDS:
+        """Move the bar, at most ten times per second."""
+        self._progress.advance(step)
+        if self._clock() - self._refreshed_at >= _REFRESH_SECONDS:
             self._refresh()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take a record's numbers into the bar, and print it above if it is not of training alone."""
-        training = _of_training(values)
+        """Show training values in the bar; print a record with other values above it."""
+        training = _training_values(values)
         if training:
-            self._pace.reach(step)
-            self._facts.update(_bar_facts(training))
+            self._progress.advance(step)
+            self._fields.update(_bar_fields(training))
             self._refresh()
         if len(training) < len(values):
-            self._print(self._cadence.offer(values, line(step, values)))
+            self._print(self._limiter.offer(values, format_record(step, values)))
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print text above the bar."""
         self._print([text])
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Print what was held back and leave the bar as it stands."""
+        """Print the records that were delayed and leave the bar as it is."""
         del summary
-        self._print(self._cadence.rest())
+        self._print(self._limiter.flush())
         if self._bar is not None:
             self._refresh()
             self._stop()
 
     def _refresh(self) -> None:
         bar = self._bar or self._start()
-        self._refreshed = self._clock()
-        facts = fit(self._words(), self._terminal.width - _NARROWEST_BAR)
-        bar.update(self._task, completed=self._pace.step, total=self._pace.total, facts=facts)
+        self._refreshed_at = self._clock()
+        text = join_fitting(self._texts(), self._terminal.width - _MIN_BAR_WIDTH)
+        bar.update(self._task, completed=self._progress.step, total=self._progress.total, text=text)
         bar.refresh()
 
-    def _words(self) -> list[str]:
-        """What the bar tells, the most important first."""
-        words = {"step": f"step {progress(self._pace.step, self._pace.total)}", **self._facts}
-        left = self._pace.seconds_left()
-        if left is not None:
-            words["left"] = f"ETA {format_duration(left)}"
-        return [words[key] for key in ("step", "loss", "speed", "left", "rate", "memory") if key in words]
+    def _texts(self) -> list[str]:
+        """The texts next to the bar, the most important first."""
+        texts = {"step": f"step {format_progress(self._progress.step, self._progress.total)}", **self._fields}
+        if (left := self._progress.seconds_left()) is not None:
+            texts["eta"] = f"ETA {format_duration(left)}"
+        return [texts[key] for key in ("step", "loss", "speed", "eta", "learning_rate", "memory") if key in texts]
 
     def _start(self) -> Progress:
         bar = Progress(
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
             console=self._terminal,
             auto_refresh=False,
             expand=True,
-            # What goes elsewhere (2> errors.txt) must still arrive there.
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stderr=sys.stderr.isatty(),  # standard error that goes to a file must still arrive there
         )
-        self._bar, self._task = bar, bar.add_task("", total=None, facts="")
+        self._bar, self._task = bar, bar.add_task("", total=None, text="")
         bar.start()
-        # A script that never closes its run would leave the prompt in the middle of the bar.
+        # Without this a script that never closes its run would leave the prompt in the middle of the bar.
         atexit.register(self._stop)
         return bar
 
@@ -265,30 +202,97 @@ class BarConsole:
             self._terminal.print(Text.from_ansi(text), soft_wrap=True)
 
 
-def fit(words: Iterable[str], width: int) -> str:
-    """As many of the words, from the first, as fit into `width` columns.
-
-    >>> fit(["step 3", "loss 0.5", "lr 3.0e-04"], 16)
-    'step 3  loss 0.5'
-    """
-    text = ""
-    for word in words:
-        longer = f"{text}  {word}" if text else word
-        if text and len(longer) > width:
-            break
-        text = longer
-    return text
-
-
 class _Terminal(RichConsole):
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor as it is: a rank that is killed could not bring it back."""
+        """Never hide the cursor: a rank that is killed could not show it again."""
         del show
         return False
 
 
-def _of_training(values: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that tell how training goes on: `train/...`, the learning rates, and names without a group."""
+class ProgressEstimate:
+    """The current step of a run and, from the speed over the last minute, the remaining time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, int]] = deque()
+        self.step = 0
+        """The highest step so far."""
+        self.total: int | None = None
+        """The last step of the run, if it is known."""
+
+    def expect(self, total: int | None, start: int) -> None:
+        """Set the last step, and the first one: a resumed run does not start at 0."""
+        self.total, self.step = total, start
+        self._samples.clear()
+        self._samples.append((self._clock(), start))
+
+    def advance(self, step: int) -> None:
+        """Record a step; ignore a lower one (a metric that was logged by epoch number)."""
+        if self._samples and step <= self.step:
+            return
+        self.step = step
+        now = self._clock()
+        if not self._samples or now - self._samples[-1][0] >= _SPEED_SAMPLE_SECONDS:
+            self._samples.append((now, step))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _SPEED_WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def seconds_left(self) -> float | None:
+        """The time until the last step at the current speed, or None if it is not known yet."""
+        if self.total is None or not self._samples:
+            return None
+        started_at, first_step = self._samples[0]
+        seconds, steps = self._clock() - started_at, self.step - first_step
+        if steps <= 0 or seconds <= 0:
+            return None
+        return max(0.0, (self.total - self.step) * seconds / steps)
+
+
+class RateLimiter:
+    """Passes at most one line per second for each kind of record, and keeps the last delayed one.
+
+    The kind is the set of names, so that training records do not suppress the result of an evaluation.
+    """
+
+    def __init__(self, clock: Callable[[], float], interval: float = _LINE_SECONDS) -> None:
+        self._clock, self._interval = clock, interval
+        self._shown_at: dict[frozenset[str], float] = {}
+        self._delayed: dict[frozenset[str], str] = {}
+
+    def offer(self, names: Iterable[str], text: str) -> list[str]:
+        """Return the text if a record with these names is due; otherwise keep it and return nothing."""
+        kind, now = frozenset(names), self._clock()
+        self._delayed.pop(kind, None)
+        if kind in self._shown_at and now - self._shown_at[kind] < self._interval:
+            self._delayed[kind] = text
+            return []
+        self._shown_at[kind] = now
+        return [text]
+
+    def flush(self) -> list[str]:
+        """Return the delayed texts in order, and forget them."""
+        delayed = list(self._delayed.values())
+        self._delayed.clear()
+        return delayed
+
+
+def join_fitting(texts: Iterable[str], width: int) -> str:
+    """Join as many texts, from the first, as fit into `width` columns.
+
+    >>> join_fitting(["step 3", "loss 0.5", "lr 3.0e-04"], 16)
+    'step 3  loss 0.5'
+    """
+    joined = ""
+    for text in texts:
+        longer = f"{joined}  {text}" if joined else text
+        if joined and len(longer) > width:
+            break
+        joined = longer
+    return joined
+
+
+def _training_values(values: Mapping[str, float]) -> dict[str, float]:
+    """The values about training: `train/...`, learning rates, and names without a group."""
     return {
         name: value
         for name, value in values.items()
@@ -296,19 +300,19 @@ def _of_training(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _bar_facts(training: Mapping[str, float]) -> dict[str, str]:
-    """The numbers the bar has a place for; the first of each sort."""
-    facts: dict[str, str] = {}
+def _bar_fields(training: Mapping[str, float]) -> dict[str, str]:
+    """The values that the bar shows; the first of each field."""
+    fields: dict[str, str] = {}
     for name, value in training.items():
-        for key, applies in _PLACES.items():
-            if applies(name):
-                facts.setdefault(key, entry(name.removeprefix("train/"), value))
-    return facts
+        for field, matches in _BAR_FIELDS.items():
+            if matches(name):
+                fields.setdefault(field, format_metric(name.removeprefix("train/"), value))
+    return fields
 
 
-_PLACES: dict[str, Callable[[str], bool]] = {
+_BAR_FIELDS: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name in ("train/loss", "loss"),
     "speed": is_throughput,
-    "rate": is_learning_rate,
+    "learning_rate": is_learning_rate,
     "memory": is_memory,
 }

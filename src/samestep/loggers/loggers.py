@@ -1,9 +1,10 @@
-"""All sinks as one: one writer, however many ranks there are."""
+"""The loggers of a run: console, log.txt, metrics.jsonl, TensorBoard and summary.json, all written by rank 0."""
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from math import prod
 from numbers import Real
@@ -16,23 +17,124 @@ import torch
 from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LogError
 from samestep.loggers.console import Console
-from samestep.loggers.jsonl import MetricsFile, Tell
+from samestep.loggers.jsonl import JsonlLogger
 from samestep.loggers.tensorboard import open_tensorboard
 from samestep.loggers.text_log import TextLog
 
+METRICS_FILE = "metrics.jsonl"
+TEXT_FILE = "log.txt"
+SUMMARY_FILE = "summary.json"
+TENSORBOARD_FOLDER = "tensorboard"
+MetricKey = tuple[int, str]
+"""The step and the name of a logged value."""
+_SHOWN_PER_SYNC = 10  # metrics arrive about once per second, and a screen or a curve needs no more points
+
+
+class Logger(Protocol):
+    """Receives records on rank 0: names and plain numbers, already averaged over the ranks.
+
+    To support another logger (CSV, an experiment tracker), implement these two methods and open it in `Loggers`.
+    """
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one record."""
+        ...
+
+    def close(self, summary: Mapping[str, object]) -> None:
+        """Flush and close; `summary` is empty if nothing was logged."""
+        ...
+
+
+class Loggers:
+    """All loggers of a run, on rank 0.
+
+    The files are opened with the first record, in `folder()`; without a folder only the console is used. A disk error
+    never raises: `warn` receives the file and the reason, and training continues.
+    """
+
+    def __init__(self, console: Console, folder: Callable[[], Path | None], warn: Callable[[str], None]) -> None:
+        self._console, self._get_folder, self._warn = console, folder, warn
+        self._folder: Path | None = None
+        self._text: TextLog | None = None
+        self._jsonl: JsonlLogger | None = None
+        self._all: list[Logger] = [console]
+        self._printed: list[str] = []  # before log.txt was open
+        self.is_open = False
+        """Whether anything was logged, so that there are files."""
+        self.last: dict[str, float] = {}
+        """The last value of each metric."""
+        self.counts: Counter[str] = Counter()
+        """How often each metric was logged."""
+
+    def expect(self, total: int, start: int) -> None:
+        """Set the first and the last step, for the progress bar."""
+        self._console.expect(total, start)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._console.advance(step)
+
+    def print(self, text: str) -> None:
+        """Print text now; log.txt receives it too, as soon as it is open."""
+        self._console.print(text)
+        if self._text is not None:
+            self._text.print(text)
+        elif not self.is_open:
+            self._printed.append(text)
+
+    def write(self, values: Mapping[MetricKey, float]) -> None:
+        """Write one record per step, in order; metrics.jsonl receives all of them, the other loggers a selection."""
+        by_step: dict[int, dict[str, float]] = {}
+        for (step, name), value in values.items():
+            by_step.setdefault(step, {})[name] = value
+        if not self.is_open:
+            self._open()
+        stride = -(-len(by_step) // _SHOWN_PER_SYNC)
+        for left, step in zip(range(len(by_step) - 1, -1, -1), sorted(by_step), strict=True):
+            record = by_step[step]
+            shown = left % stride == 0 or not all(name.startswith("train/") for name in record)
+            for logger in self._all:
+                if shown or logger is self._jsonl:
+                    logger.write(step, record)
+            self.last.update(record)
+            self.counts.update(record.keys())
+
+    def close(self, summary: Mapping[str, object]) -> None:
+        """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
+        with ExitStack() as closing:
+            for logger in self._all:
+                closing.callback(logger.close, summary)
+            if summary and self._folder is not None:
+                closing.callback(self._write_summary, self._folder / SUMMARY_FILE, summary)
+
+    def _open(self) -> None:
+        self.is_open, self._folder = True, self._get_folder()
+        if self._folder is None:
+            return
+        self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self._console.print)
+        for text in self._printed:
+            self._text.print(text)
+        self._jsonl = JsonlLogger(self._folder / METRICS_FILE, warn=self._warn, report=self.print)
+        self._all += [self._text, self._jsonl]
+        tensorboard = open_tensorboard(self._folder / TENSORBOARD_FOLDER, self._warn, self.print)
+        if tensorboard is not None:
+            self._all.append(tensorboard)
+
+    def _write_summary(self, path: Path, summary: Mapping[str, object]) -> None:
+        try:
+            write_summary(path, summary)
+        except OSError as error:
+            self._warn(f"{path} cannot be written: {describe_os_error(error)}; the run has no summary")
+
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """Write the summary so that a reader finds the old file or the new one, never a part, also after a crash.
-
-    Keys are sorted. Numbers that are not finite become null, as JSON has no word for them.
-    """
-    text = json.dumps(_plain("summary", dict(summary)), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    """Write summary.json atomically, with sorted keys; numbers that are not finite become null."""
+    text = json.dumps(_to_json("summary", dict(summary)), indent=2, sort_keys=True, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
 
 
-def _plain(place: str, value: object) -> object:
-    """The value in JSON's own kinds."""
+def _to_json(path: str, value: object) -> object:
     match value:
         case None | bool() | int() | str():
             return value
@@ -41,49 +143,47 @@ def _plain(place: str, value: object) -> object:
         case Path():
             return str(value)
         case Mapping():
-            return {str(key): _plain(f"{place}[{key!r}]", item) for key, item in value.items()}
+            return {str(key): _to_json(f"{path}[{key!r}]", item) for key, item in value.items()}
         case list() | tuple():
-            return [_plain(f"{place}[{index}]", item) for index, item in enumerate(value)]
+            return [_to_json(f"{path}[{index}]", item) for index, item in enumerate(value)]
         case _:
             raise LogError(
-                f"{place} is a {type(value).__name__}, which JSON cannot hold: "
-                "give a number, a text, or lists and dicts of them, e.g. float(x)"
+                f"{path} is a {type(value).__name__}, which JSON cannot represent: "
+                "pass a number, a string, or lists and dicts of them, e.g. float(x)"
             )
 
 
-# Fields of our own in a line of metrics.jsonl.
-RESERVED = ("infinite", "step", "time")
+# What `run.log` accepts
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
-
-# What a wrong value most likely was meant to be, and how to log that.
+_RESERVED_NAMES = ("infinite", "step", "time")  # fields of a line of metrics.jsonl
+_METRIC_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (type(None), "leave it out, or log float('nan') for a missing number"),
     (str, "log one number; text goes to run.print(...)"),
-    (Mapping, 'log each of its numbers under a name of its own, e.g. "val/accuracy"'),
+    (Mapping, 'log each of its numbers under its own name, e.g. "val/accuracy"'),
     ((list, tuple, set), "log one number, e.g. sum(x) / len(x)"),
     (complex, "log one real number, e.g. abs(x)"),
 )
 
 
-def checked_values(values: Mapping[str, object]) -> dict[str, float]:
-    """The values as plain numbers, or a LogError that names the first metric that is not one.
+def check_metrics(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the values as plain numbers; raise LogError for the first invalid name or value.
 
-    NaN and infinity are numbers here: a loss that overflows is news to be logged, not a reason to stop.
+    NaN and infinity are valid: a loss that overflows must appear in the log.
 
-    >>> checked_values({"train/loss": torch.tensor(0.5), "train/seen": 64})
+    >>> check_metrics({"train/loss": torch.tensor(0.5), "train/seen": 64})
     {'train/loss': 0.5, 'train/seen': 64}
     """
-    return {check_metric_name(name): number(name, value) for name, value in values.items()}
+    return {check_metric_name(name): check_metric_value(name, value) for name, value in values.items()}
 
 
 def check_metric_name(name: object) -> str:
-    """The name, if every sink can keep it as it is."""
+    """Return the name if every logger can store it unchanged."""
     if not isinstance(name, str):
-        raise LogError(f'a metric is named by a {type(name).__name__} ({name!r}): use a text such as "val/accuracy"')
-    if name in RESERVED:
+        raise LogError(f'a metric has the name {name!r}, a {type(name).__name__}: use a string such as "val/accuracy"')
+    if name in _RESERVED_NAMES:
         raise LogError(f'"{name}" is a field of metrics.jsonl and cannot name a metric: use e.g. "train/{name}"')
-    if not _NAME.fullmatch(name):
+    if not _METRIC_NAME.fullmatch(name):
         raise LogError(
             f'"{name}" cannot name a metric: use letters, digits, "_", "-" and "." in parts joined by "/", '
             'e.g. "val/accuracy"'
@@ -92,120 +192,27 @@ def check_metric_name(name: object) -> str:
 
 
 def check_log_step(step: object) -> int:
-    """The step as a plain whole number from 0 on."""
-    whole = step.item() if isinstance(step, np.integer | torch.Tensor) and step.ndim == 0 else step
-    if not isinstance(whole, int) or isinstance(whole, bool) or whole < 0:
-        raise LogError(f"step={step!r} is not a step: give a whole number from 0 on, e.g. step=epoch.number")
-    return whole
+    """Return the step as a Python int of at least 0."""
+    value = step.item() if isinstance(step, np.integer | torch.Tensor) and step.ndim == 0 else step
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LogError(f"step must be an integer of at least 0, got {step!r}: pass e.g. step=epoch.number")
+    return value
 
 
-def number(name: str, value: object) -> float:
-    """One real number out of a Python number, a numpy scalar, or an array or tensor of one element."""
+def check_metric_value(name: str, value: object) -> float:
+    """Return one real number from a Python number, a NumPy scalar, or an array or tensor with one element."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = _single(name, value)
+        if prod(value.shape) != 1:
+            kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+            raise LogError(f'"{name}" is {kind} of shape {tuple(value.shape)}: log one number, e.g. x.mean()')
+        value = value.item()
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, float | int):
         return value
     if isinstance(value, Real):
         return float(value)
-    raise LogError(f'"{name}" is {_article(value)}: {_advice(value)}')
-
-
-def _single(name: str, value: "torch.Tensor | np.ndarray | np.generic") -> object:
-    kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
-    if prod(value.shape) != 1:
-        raise LogError(f'"{name}" is {kind} of shape {tuple(value.shape)}: log one number, e.g. x.mean()')
-    return value.item()
-
-
-def _article(value: object) -> str:
-    if value is None:
-        return "None"
     kind = type(value).__name__
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def _advice(value: object) -> str:
-    return next((advice for kind, advice in _ADVICE if isinstance(value, kind)), "log one number, e.g. float(x)")
-
-
-METRICS = "metrics.jsonl"
-TEXT = "log.txt"
-CURVES = "tensorboard"
-SUMMARY = "summary.json"
-
-
-class Sink(Protocol):
-    """Takes finished records: names and plain numbers, already reduced over the ranks."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one record."""
-        ...
-
-    def close(self, summary: Mapping[str, object]) -> None:
-        """Take leave; the summary is empty where the run ended with an exception."""
-        ...
-
-
-class Loggers:
-    """All sinks of a run's first rank as one.
-
-    `folder` is where the summary goes; without one there is none.
-    """
-
-    def __init__(
-        self, console: Console, text: TextLog | None, others: Sequence[Sink], folder: Path | None, warn: Tell
-    ) -> None:
-        self._console, self._text, self._folder, self._warn = console, text, folder, warn
-        self._all: tuple[Sink, ...] = (console, *([text] if text else []), *others)
-        self._complete = tuple(sink for sink in others if isinstance(sink, MetricsFile))
-
-    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
-        """Hand one record to every sink, or, where it is one of too many to be shown, to metrics.jsonl alone."""
-        for sink in self._all if shown else self._complete:
-            sink.write(step, values)
-
-    def say(self, text: str) -> None:
-        """Print text and keep it in the text log."""
-        self._console.say(text)
-        if self._text is not None:
-            self._text.say(text)
-
-    def keep(self, text: str) -> None:
-        """Keep text in the text log that was printed before there was one."""
-        if self._text is not None:
-            self._text.say(text)
-
-    def close(self, summary: Mapping[str, object]) -> None:
-        """Close every sink, also where one of them fails to, and write the summary unless it is empty."""
-        with ExitStack() as closing:
-            for sink in self._all:
-                closing.callback(sink.close, summary)
-            if summary and self._folder is not None:
-                closing.callback(self._summarize, self._folder / SUMMARY, summary)
-
-    def _summarize(self, path: Path, summary: Mapping[str, object]) -> None:
-        try:
-            write_summary(path, summary)
-        except OSError as error:  # how the run ended is known without it
-            self._warn(f"{path} cannot be written: {describe_os_error(error)}; how the run ended is not kept there")
-
-
-def open_loggers(folder: Path | None, console: Console, warn: Tell) -> Loggers:
-    """Every sink there can be for a run's folder, or the console alone where there is none.
-
-    `warn` is told what has to be left out, also where a disk takes nothing: no file of a log ends a training.
-    """
-    if folder is None:
-        return Loggers(console, None, (), None, warn)
-    text = TextLog(folder / TEXT, warn=warn, say=console.say)
-
-    def say(told: str) -> None:
-        """As Loggers.say, which is not there yet."""
-        console.say(told)
-        text.say(told)
-
-    curves = open_tensorboard(folder / CURVES, warn, say)
-    others: list[Sink] = [MetricsFile(folder / METRICS, warn=warn, say=say), *([curves] if curves else [])]
-    return Loggers(console, text, others, folder, warn)
+    article = "an" if kind[0].lower() in "aeiou" else "a"
+    advice = next((advice for types, advice in _ADVICE if isinstance(value, types)), "log one number, e.g. float(x)")
+    raise LogError(f'"{name}" is {"None" if value is None else f"{article} {kind}"}: {advice}')

@@ -1,4 +1,4 @@
-"""TensorBoard: the curves of a run in a browser, where tensorboard is installed."""
+"""TensorBoard event files: the curves of a run in a browser, if tensorboard is installed."""
 
 import io
 import os
@@ -7,58 +7,60 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from samestep.loggers.jsonl import AppendedFile, Tell
+from samestep.disk import AppendFile
 
-# A kill costs what was not yet written.
-_FLUSH_SECONDS = 10.0
+_FLUSH_SECONDS = 10.0  # a kill loses at most the records of this time
 _FORMAT = "brain.Event:2"
-Encode = Callable[[int | None, Mapping[str, float]], bytes]
 
 
-class TensorBoardSink:
-    """A sink that adds each number to an event file.
+class TensorBoardLogger:
+    """Logger that adds each value to an event file.
 
-    Event files cannot be rewritten: after a restart from an older checkpoint a curve shows the repeated steps twice.
-    tensorboard's own writer is not used: a full disk ends the thread of it, with a traceback that nobody can catch.
+    Event files cannot be rewritten: after a resume from an older checkpoint, a curve shows the repeated steps twice.
+    tensorboard's own writer is not used: on a full disk its thread ends with a traceback that no caller can catch.
     """
 
-    def __init__(self, file: AppendedFile, encode: Encode) -> None:
+    def __init__(self, file: AppendFile, encode: Callable[[int | None, Mapping[str, float]], bytes]) -> None:
         self._file, self._encode = file, encode
         self._pending = [encode(None, {})]
-        self._since = 0.0  # the first record is written at once
+        self._flushed_at = 0.0  # so that the first record is written immediately
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to the curve of each name; all in one event, which costs a third of one event each."""
+        """Add one point per name; one event for all of them costs a third of one event each."""
         self._pending.append(self._encode(step, values))
-        if time.monotonic() - self._since >= _FLUSH_SECONDS:
-            self._since = time.monotonic()
+        if time.monotonic() - self._flushed_at >= _FLUSH_SECONDS:
+            self._flushed_at = time.monotonic()
             self._file.append(b"".join(self._pending))
             self._pending = []
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Write what is still held back; the summary has a file of its own."""
-        del summary
+        """Write the pending events."""
+        del summary  # it has its own file
         self._file.close(b"".join(self._pending))
 
 
-def open_tensorboard(folder: Path, warn: Tell, say: Tell | None = None) -> TensorBoardSink | None:
-    """A sink for `folder`, or None after a warning where tensorboard cannot be imported."""
+def open_tensorboard(
+    folder: Path, warn: Callable[[str], None], report: Callable[[str], None] | None = None
+) -> TensorBoardLogger | None:
+    """Open a logger for `folder`; if tensorboard cannot be imported, warn and return None."""
     try:
         import tensorboard  # noqa: F401  # pyright: ignore[reportUnusedImport]  # torch's message for its absence is less clear
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # generated
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # generated
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
-        warn(f"TensorBoard curves are left out ({error}): to have them, pip install 'samestep[tensorboard]'")
+        warn(
+            f"TensorBoard is not installed ({error}), so samestep writes no curves: pip install 'samestep[tensorboard]'"
+        )
         return None
 
     def encode(step: int | None, values: Mapping[str, float]) -> bytes:
-        """All numbers of a record in one event; without a step, the event that a file begins with."""
+        """Encode a record as one event; without a step, the event that starts a file."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        told = {"file_version": _FORMAT} if step is None else {"step": step, "summary": Summary(value=points)}
+        fields = {"file_version": _FORMAT} if step is None else {"step": step, "summary": Summary(value=points)}
         written = io.BytesIO()
-        RecordWriter(written).write(Event(wall_time=time.time(), **told).SerializeToString())
+        RecordWriter(written).write(Event(wall_time=time.time(), **fields).SerializeToString())
         return written.getvalue()
 
     name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{time.time_ns() % 10**9}"
-    return TensorBoardSink(AppendedFile(folder / name, warn, say, text=False), encode)
+    return TensorBoardLogger(AppendFile(folder / name, warn, report, is_text=False), encode)

@@ -1,9 +1,10 @@
-"""Modules, losses and measures that keep the laws: what they do to a sample does not depend on its ranks."""
+"""Modules, losses and metrics whose result for a sample does not depend on the number of ranks."""
 
 from samestep.nn.distillation import Projection, TopK, distill_loss, match_features, similarity_correlation, top_k
 from samestep.nn.guidance import ConditioningDropout, guided, unmask, unmasking_noise
-from samestep.nn.layers import embedded, losses_after, next_token_losses, prefix_shape, resnet, transformer
-from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fixation_density, saliency_measures
+from samestep.nn.language_models import embed_tokens, losses_with_prefix, next_token_losses, prefix_shape
+from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fixation_density, saliency_metrics
+from samestep.nn.networks import resnet, transformer
 
 __all__ = [
     "ConditioningDropout",
@@ -12,16 +13,16 @@ __all__ = [
     "class_counts",
     "class_scores",
     "distill_loss",
-    "embedded",
+    "embed_tokens",
     "fixation_counts",
     "fixation_density",
     "guided",
-    "losses_after",
+    "losses_with_prefix",
     "match_features",
     "next_token_losses",
     "prefix_shape",
     "resnet",
-    "saliency_measures",
+    "saliency_metrics",
     "similarity_correlation",
     "top_k",
     "transformer",

@@ -1,4 +1,4 @@
-"""Losses of distillation, one value a sample or token: temperature KL, top-k logits, features of other widths."""
+"""Distillation losses with one value per sample or token: KL divergence, top-k logits, feature matching."""
 
 import math
 from collections.abc import Mapping
@@ -13,52 +13,52 @@ from samestep.errors import SamestepError, StepError
 
 By = Literal["mse", "cosine"]
 _HALF = (torch.float16, torch.bfloat16)
-_ROUNDING = 8  # a rest below this many units in the last place of 1 is what rounding left, not a share
+_ROUNDING = 8  # probabilities below this many epsilons are rounding errors
 
 
 class TopK(NamedTuple):
-    """The largest logits of each place, and what the rest adds up to: enough for a KL, in a fraction of the bytes."""
+    """The largest logits of each position and the log-sum-exp of all: enough for a KL divergence, in fewer bytes."""
 
     values: Tensor
-    """The k largest logits, (..., k), as the teacher gave them."""
+    """The k largest logits, (..., k), in the teacher's dtype."""
     indices: Tensor
-    """Which classes they are of, int64 of the same shape."""
+    """Their classes, int64 of the same shape."""
     logsumexp: Tensor
-    """log(sum(exp(logits / temperature))) over all classes, (...), in fp32 at least."""
+    """log(sum(exp(logits / temperature))) over all classes, (...), in fp32 or fp64."""
     temperature: float
-    """The only temperature at which this sum can be used."""
+    """The temperature of `logsumexp`, which the loss must use too."""
 
 
 def top_k(logits: Tensor, k: int, temperature: float = 1.0) -> TopK:
-    """The `k` largest of `logits`, (rows, ..., classes), for a `distill_loss` of this temperature.
+    """The `k` largest of `logits`, (rows, ..., classes), for a `distill_loss` with this temperature.
 
-    >>> few = top_k(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), k=2)
-    >>> few.values, few.indices
+    >>> largest = top_k(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), k=2)
+    >>> largest.values, largest.indices
     (tensor([[3., 2.]]), tensor([[0, 2]]))
     """
     _check_logits("top_k", "logits", logits)
     _check_temperature("top_k", temperature)
-    most = logits.shape[-1]
-    if not isinstance(k, Integral) or not 1 <= k <= most:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers are not all typed
-        raise SamestepError(f"top_k was to keep {k!r} of {most} classes: give k from 1 to {most}")
+    classes = logits.shape[-1]
+    if not isinstance(k, Integral) or not 1 <= k <= classes:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers are not all typed
+        raise SamestepError(f"top_k got k={k!r} for {classes} classes: pass k from 1 to {classes}")
     values, indices = logits.topk(k, dim=-1)
-    return TopK(values, indices, (_exact(logits) / temperature).logsumexp(dim=-1), float(temperature))
+    return TopK(values, indices, (_at_least_fp32(logits) / temperature).logsumexp(dim=-1), float(temperature))
 
 
 def distill_loss(
     student_logits: Tensor, teacher_logits: Tensor | TopK, temperature: float = 1.0, mask: Tensor | None = None
 ) -> Tensor:
-    """KL(teacher || student) at `temperature`, times its square: one loss a place, for `step.mean(losses, mask)`.
+    """KL(teacher || student) at `temperature`, times temperature squared, for `step.mean(losses, mask)`.
 
     Logits of shape (rows, classes) give losses (rows,), those of (rows, tokens, classes) give (rows, tokens). The
-    square keeps gradients as large as at temperature 1, so that a sum with another loss keeps its balance. Only the
-    student gets a gradient. Computed in fp32 at least; classes at -inf on both sides count for nothing.
+    square keeps gradients as large as at temperature 1, so that the balance with another loss does not change. Only the
+    student gets a gradient. The loss is computed in fp32 or fp64. Classes at -inf in both logits are ignored.
 
-    Against `TopK` the classes that were left out count as one: never more than the whole KL, equal to it where all
-    classes are kept, and zero only where the student agrees on what was kept.
+    With `TopK`, all other classes count as one class: the loss is at most the full KL divergence, is equal to it if all
+    classes are kept, and is zero only if the student agrees on those that are.
 
-    `mask` says which places count. Others give zero, and a zero gradient whatever stands there; hand it to
-    `step.mean` as well, which divides by the count.
+    Positions outside of `mask` have a loss and a gradient of zero, even if they contain inf or nan. Pass the mask to
+    `step.mean` too, which divides by the number of positions.
 
     >>> losses = distill_loss(torch.zeros(4, 10), torch.randn(4, 10), temperature=2.0)
     >>> losses.shape
@@ -78,22 +78,22 @@ def distill_loss(
             )
     if mask is not None:
         _check_mask(mask, student_logits)
-        student_logits, teacher_logits = _still(student_logits, mask), _still_teacher(teacher_logits, mask)
-    student = (_exact(student_logits) / temperature).log_softmax(dim=-1)
+        student_logits, teacher_logits = _masked(student_logits, mask), _masked_teacher(teacher_logits, mask)
+    student = (_at_least_fp32(student_logits) / temperature).log_softmax(dim=-1)
     if isinstance(teacher_logits, TopK):
-        losses = _few_against_all(student, teacher_logits)
+        losses = _top_k_divergence(student, teacher_logits)
     else:
-        teacher = (_exact(teacher_logits.detach()) / temperature).log_softmax(dim=-1)
+        teacher = (_at_least_fp32(teacher_logits.detach()) / temperature).log_softmax(dim=-1)
         losses = _divergence(teacher, student).sum(dim=-1)
     losses = losses * temperature**2
     return losses if mask is None else torch.where(mask.bool(), losses, losses.new_zeros(()))
 
 
 class Projection(nn.Linear):
-    """A trainable map from the student's width to the teacher's, made of two numbers alike on every rank.
+    """A trainable linear map from the student's width to the teacher's.
 
-    Wrap it, with the student or by itself: `projection = run.wrap(Projection(384, 1024))`. The widths come from
-    configurations: ranks that hold no teacher must build it too, or their gradients have nothing to meet.
+    Wrap it, with the student or by itself: `projection = run.wrap(Projection(384, 1024))`. Take the widths from
+    configurations: ranks without a teacher must build the same projection.
 
     >>> Projection(8, 32)(torch.zeros(4, 8)).shape
     torch.Size([4, 32])
@@ -101,12 +101,12 @@ class Projection(nn.Linear):
 
     def __init__(self, student_width: int, teacher_width: int) -> None:
         for name, width in (("student_width", student_width), ("teacher_width", teacher_width)):
-            if not isinstance(width, int) or width < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers are not all typed
-                kind = type(width).__name__
-                told = f"{width}" if isinstance(width, int) else f"a {kind}"  # pyright: ignore[reportUnnecessaryIsInstance]
+            is_int = isinstance(width, int)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers are not all typed
+            if not is_int or width < 1:
                 raise SamestepError(
-                    f"Projection got {name}={told}: give the width as a whole number from the configuration, such as "
-                    "Projection(384, 1024), never from a live teacher, which not every rank holds"
+                    f"Projection got {name}={width if is_int else f'a {type(width).__name__}'}: pass the width as an "
+                    "integer from the configuration, such as Projection(384, 1024), not from a teacher, which not "
+                    "every rank holds"
                 )
         super().__init__(student_width, teacher_width)
 
@@ -118,10 +118,10 @@ def match_features(
     by: By = "mse",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """How far features are apart along their last dimension: one loss a place, for `step.mean(losses, mask)`.
+    """The distance between features along their last dimension, for `step.mean(losses, mask)`.
 
-    `by="mse"` is the mean of the squared differences, `by="cosine"` one minus the cosine of the angle. `projection`
-    brings the student's features to the teacher's width first. `mask` as in `distill_loss`.
+    `by="mse"` is the mean squared difference, `by="cosine"` is one minus the cosine similarity. `projection` maps the
+    student's features to the teacher's width first. `mask` works as in `distill_loss`.
 
     >>> student, teacher = torch.randn(4, 7, 8), torch.randn(4, 7, 32)
     >>> match_features(student, teacher, Projection(8, 32)).shape
@@ -134,7 +134,7 @@ def match_features(
     _check_tensor("match_features", "the teacher's features", teacher)
     if mask is not None:
         _check_mask(mask, student)
-        student = _still(student, mask)
+        student = _masked(student, mask)
     projected = student if projection is None else projection(student)
     if projected.dim() < 2 or projected.shape != teacher.shape:
         raise StepError(
@@ -142,16 +142,17 @@ def match_features(
             f"{tuple(teacher.shape)} from the teacher: both must be (rows, ..., width) for the same samples; other "
             "widths need projection=Projection(student_width, teacher_width)"
         )
-    ours, theirs = _exact(projected), _exact(teacher.detach() if mask is None else _still(teacher.detach(), mask))
+    target = teacher.detach() if mask is None else _masked(teacher.detach(), mask)
+    ours, theirs = _at_least_fp32(projected), _at_least_fp32(target)
     losses = (ours - theirs).square().mean(dim=-1) if by == "mse" else 1 - cosine_similarity(ours, theirs, dim=-1)
     return losses if mask is None else torch.where(mask.bool(), losses, losses.new_zeros(()))
 
 
 def similarity_correlation(student: Tensor, teacher: Tensor) -> float:
-    """Pearson's r of all similarities between rows: does the student find the same rows alike as the teacher?
+    """Pearson's r between the pairwise cosine similarities of the student's rows and of the teacher's rows.
 
-    Of vectors (rows, width) of all ranks, which may be of different widths; a similarity is a cosine, every pair of
-    rows counts once. It is no mean of ranks: bring the rows together first, with `run.all_reduce(made, "sum")`.
+    The vectors are (rows, width) and may differ in width; every pair of rows counts once. This is not a mean over
+    ranks: collect the rows of all ranks first, with `run.all_reduce(vectors, "sum")`.
 
     >>> vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> round(similarity_correlation(vectors, 2 * vectors), 6)
@@ -163,65 +164,66 @@ def similarity_correlation(student: Tensor, teacher: Tensor) -> float:
             f"{tuple(teacher.shape)} from the teacher: both must be (rows, width), with at least 3 of the same rows"
         )
     pairs = torch.triu_indices(len(student), len(student), 1)
-    unit = [normalize(vectors.double(), dim=-1) for vectors in (student, teacher)]
-    alike = torch.stack([(vectors @ vectors.mT)[*pairs] for vectors in unit])
-    return torch.corrcoef(alike)[0, 1].item()
+    unit_vectors = [normalize(vectors.double(), dim=-1) for vectors in (student, teacher)]
+    similarities = torch.stack([(vectors @ vectors.mT)[*pairs] for vectors in unit_vectors])
+    return torch.corrcoef(similarities)[0, 1].item()
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """The terms p * (log p - log q), zero where p is: -inf on both sides would give nan, also in the gradient."""
-    there = teacher > -math.inf
-    difference = torch.where(there, teacher, 0.0) - torch.where(there, student, 0.0)
+    """The summands p * (log p - log q), zero if p is: -inf on both sides would give nan, also in the gradient."""
+    finite = teacher > -math.inf
+    difference = torch.where(finite, teacher, 0.0) - torch.where(finite, student, 0.0)
     return teacher.exp() * difference
 
 
-def _few_against_all(student: Tensor, few: TopK) -> Tensor:
-    """The KL over the classes that were kept and one more for the rest; `student` is normalised over all."""
-    indices = few.indices.long()
-    whole = _exact(few.logsumexp.detach())[..., None]
-    kept = _exact(few.values.detach()) / few.temperature - whole
+def _top_k_divergence(student: Tensor, teacher: TopK) -> Tensor:
+    """The KL divergence over the top-k classes and one class for all others; `student` is normalized over all."""
+    indices = teacher.indices.long()
+    kept = _at_least_fp32(teacher.values.detach()) / teacher.temperature
+    kept = kept - _at_least_fp32(teacher.logsumexp.detach())[..., None]
     losses = _divergence(kept, student.gather(-1, indices)).sum(dim=-1)
     if indices.shape[-1] == student.shape[-1]:
         return losses
-    share = -torch.expm1(kept.logsumexp(dim=-1))
-    share = torch.where(share > _ROUNDING * torch.finfo(share.dtype).eps, share, 0.0)
-    # The student's rest is added up from what was left out: 1 - sum(kept) has no digits left where it is small. Where
-    # the teacher has no rest, the student may have none either, and the sum of nothing has no gradient.
-    left = torch.where(share[..., None] > 0, student.scatter(-1, indices, -math.inf), 0.0)
-    return losses + _divergence(share.log(), left.logsumexp(dim=-1))
+    rest = -torch.expm1(kept.logsumexp(dim=-1))
+    rest = torch.where(rest > _ROUNDING * torch.finfo(rest.dtype).eps, rest, 0.0)
+    # Sum the student's other classes directly: 1 - sum(kept) loses all digits if it is small. If the teacher's rest is
+    # zero, the student's can be zero too, and the log-sum-exp of -inf has no gradient.
+    others = torch.where(rest[..., None] > 0, student.scatter(-1, indices, -math.inf), 0.0)
+    return losses + _divergence(rest.log(), others.logsumexp(dim=-1))
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
-def _still(values: Tensor, mask: Tensor) -> Tensor:
-    """Zeros at masked places: an inf or nan there, on either side, would reach the gradient through a loss of zero."""
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Zeros at masked positions: an inf or nan there would reach the gradient even through a loss of zero."""
     return torch.where(mask.bool()[..., None], values, values.new_zeros(()))
 
 
-def _still_teacher(teacher: Tensor | TopK, mask: Tensor) -> Tensor | TopK:
+def _masked_teacher(teacher: Tensor | TopK, mask: Tensor) -> Tensor | TopK:
     if not isinstance(teacher, TopK):
-        return _still(teacher, mask)
-    whole = torch.where(mask.bool(), teacher.logsumexp, math.log(teacher.values.shape[-1] + 1))  # of zeros, and a rest
-    return teacher._replace(values=_still(teacher.values, mask), logsumexp=whole)
+        return _masked(teacher, mask)
+    # the log-sum-exp of k zeros and of one class for the rest
+    logsumexp = torch.where(mask.bool(), teacher.logsumexp, math.log(teacher.values.shape[-1] + 1))
+    return teacher._replace(values=_masked(teacher.values, mask), logsumexp=logsumexp)
 
 
 def _check_mask(mask: Tensor, values: Tensor) -> None:
     if mask.shape != values.shape[:-1]:
         raise StepError(
-            f"the mask has shape {tuple(mask.shape)} and the losses will have {tuple(values.shape[:-1])}: give one "
-            "value a place"
+            f"the mask has shape {tuple(mask.shape)}, but the losses have shape {tuple(values.shape[:-1])}: pass one "
+            "value per loss"
         )
 
 
-def _check_tensor(function: str, what: str, given: object) -> None:
-    """Refuse what a model gave as a whole, where one tensor of it is meant."""
-    if isinstance(given, Tensor):
+def _check_tensor(function: str, what: str, value: object) -> None:
+    """Reject a complete model output if only one of its tensors is needed."""
+    if isinstance(value, Tensor):
         return
-    kind, name = type(given).__name__, "logits" if "logits" in what else "last_hidden_state"
-    inside = hasattr(given, name) or (isinstance(given, Mapping) and name in given)
-    remedy = f"pass .{name} of it" if inside else f"pass the tensor of {what.rpartition(' ')[2]} alone"
+    kind, name = type(value).__name__, "logits" if "logits" in what else "last_hidden_state"
+    inside = hasattr(value, name) or (isinstance(value, Mapping) and name in value)
+    remedy = f"pass its .{name}" if inside else f"pass the tensor of {what.rpartition(' ')[2]} alone"
     raise StepError(f"{function} got a {kind} for {what}: {remedy}")
 
 
@@ -230,24 +232,24 @@ def _check_logits(function: str, what: str, logits: Tensor) -> None:
     if logits.dim() < 2 or not logits.is_floating_point():
         found = "a scalar" if logits.dim() == 0 else f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise StepError(
-            f"{function} got {found} for {what}: it needs floating point logits of shape (rows, ..., classes), before "
+            f"{function} got {found} for {what}: pass floating point logits of shape (rows, ..., classes), before "
             "any softmax, loss or mean"
         )
 
 
 def _check_temperature(function: str, temperature: float) -> None:
     if not isinstance(temperature, Real) or not (temperature > 0 and math.isfinite(temperature)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SamestepError(f"{function} got temperature={temperature!r}: give a number above 0, such as 2.0")
+        raise SamestepError(f"{function} got temperature={temperature!r}: pass a number above 0, such as 2.0")
 
 
-def _check_top_k(student: Tensor, few: TopK, temperature: float) -> None:
-    if few.temperature != temperature:
+def _check_top_k(student: Tensor, teacher: TopK, temperature: float) -> None:
+    if teacher.temperature != temperature:
         raise StepError(
-            f"distill_loss has temperature={temperature} and its top-k logits were made at {few.temperature}, where "
-            f"alone their log-sum-exp holds: make them with temperature={temperature}"
+            f"distill_loss got temperature={temperature}, but the top-k logits were computed at temperature "
+            f"{teacher.temperature}: compute them with temperature={temperature}"
         )
-    if few.values.shape[:-1] != student.shape[:-1] or few.values.shape[-1] > student.shape[-1]:
+    if teacher.values.shape[:-1] != student.shape[:-1] or teacher.values.shape[-1] > student.shape[-1]:
         raise StepError(
-            f"distill_loss got logits of shape {tuple(student.shape)} from the student and the {few.values.shape[-1]} "
-            f"largest of shape {tuple(few.values.shape)} from the teacher: all but the last dimension must be alike"
+            f"distill_loss got logits of shape {tuple(student.shape)} from the student and top-k logits of shape "
+            f"{tuple(teacher.values.shape)} from the teacher: all dimensions but the last must be the same"
         )

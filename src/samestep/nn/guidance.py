@@ -1,4 +1,4 @@
-"""Sampling from discrete diffusion with an absorbing state: all is hidden at first, each pass shows some more."""
+"""Classifier-free guidance: conditioning dropout keyed per sample, guided predictions, discrete diffusion sampling."""
 
 from collections.abc import Callable
 from typing import Final, Literal, get_args
@@ -12,19 +12,19 @@ from samestep.errors import SamestepError, StepError
 
 Null = Literal["learned", "zeros"]
 _SALT: Final = 0x434F4E44 << 16  # far from the salts 1, 2, 3, ... of step.random and step.normal
-_SPREAD: Final = 0.02  # what embeddings of transformers begin with
+_NULL_STD: Final = 0.02  # of the initial null, as for embeddings of transformers
 
 
 class ConditioningDropout(nn.Module):
-    """Gives a share `p` of the samples a null for their conditioning, in training; in evaluation all passes unchanged.
+    """Replaces the conditioning of a fraction `p` of the samples by a null embedding, in training only.
 
-    Whether a sample is dropped follows from (seed, epoch, sample) alone: the same on any ranks and micro-batches, and
-    in the second forward pass of gradient checkpointing. Null and conditioning are blended, never branched between, so
-    every parameter (of the encoder before it, and the learned null) has a gradient at every step on every rank.
+    Whether a sample is dropped depends on (seed, epoch, sample) only: it is the same on any number of ranks, for any
+    micro-batch size and in the second forward pass of activation checkpointing. Every parameter (of the encoder and of
+    the learned null) has a gradient in every step on every rank, however many samples are dropped.
 
-    `shape` is that of the learned null: of one sample's conditioning, or what broadcasts to it ((768,) for one vector
-    that stands for each token of a (77, 768) text). Modules of one `stream` drop the same samples, those of different
-    streams independently.
+    `shape` is the shape of the learned null: that of one sample's conditioning or one that broadcasts to it, such as
+    (768,) for every token of a (77, 768) text. Modules with the same `stream` drop the same samples; those with
+    different streams drop independently.
 
     >>> text = ConditioningDropout(0.1, null="learned", shape=(768,)).eval()
     >>> tokens = torch.randn(4, 77, 768)
@@ -36,12 +36,12 @@ class ConditioningDropout(nn.Module):
 
     def __init__(self, p: float, null: Null, shape: tuple[int, ...] | None = None, stream: int = 0) -> None:
         super().__init__()
-        _check_wish(p, null, shape)
+        _check_options(p, null, shape)
         self.p, self.stream = p, stream
-        self.null = nn.Parameter(torch.randn(shape) * _SPREAD) if shape is not None else None
+        self.null = nn.Parameter(torch.randn(shape) * _NULL_STD) if shape is not None else None
 
     def forward(self, conditioning: Tensor, drop: Tensor | None = None) -> Tensor:
-        """`conditioning`, (rows, ...), with null in the rows that are dropped; `drop` names them, in any mode."""
+        """`conditioning`, (rows, ...), with the null in dropped rows; `drop` selects them, also in evaluation mode."""
         if drop is None and not self.training:
             return conditioning
         self._check_conditioning(conditioning)
@@ -51,7 +51,7 @@ class ConditioningDropout(nn.Module):
         return torch.where(rows, null, conditioning)
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """The options that print(model) shows."""
         null = "zeros" if self.null is None else f"learned {tuple(self.null.shape)}"
         return f"p={self.p}, null={null}, stream={self.stream}"
 
@@ -59,14 +59,14 @@ class ConditioningDropout(nn.Module):
         keys, rows = micro_batch_keys(), conditioning.shape[0]
         if keys is None:
             raise StepError(
-                "ConditioningDropout was called in training mode outside a step, where there is no sample to draw for: "
-                "call the model inside `for batch in step:`, put it into evaluation mode (model.eval(), run.evaluate), "
-                "or say which rows with drop="
+                "ConditioningDropout was called in training mode outside of a step, so there are no samples to draw "
+                "for: call the model inside `for batch in step:`, use evaluation mode (model.eval(), run.evaluate), "
+                "or select rows with drop="
             )
         if len(keys) != rows:
             raise StepError(
-                f"ConditioningDropout got {rows} rows of conditioning in a micro-batch of {len(keys)} samples: give "
-                "one row a sample, in the order of the batch, or say which rows with drop="
+                f"ConditioningDropout got {rows} rows of conditioning in a micro-batch of {len(keys)} samples: pass "
+                "one row per sample, in the order of the batch, or select rows with drop="
             )
         return keyed.uniform(keys, (), _SALT + self.stream) < self.p
 
@@ -74,47 +74,47 @@ class ConditioningDropout(nn.Module):
         shape = tuple(conditioning.shape)
         if not shape or not conditioning.is_floating_point():
             raise StepError(
-                f"ConditioningDropout got {conditioning.dtype} of shape {shape}: it blends floating point conditioning "
-                "of shape (rows, ...); embed class labels first, and drop the embedding"
+                f"ConditioningDropout got {conditioning.dtype} of shape {shape}: pass floating point conditioning of "
+                "shape (rows, ...); embed class labels first, and drop the embedding"
             )
         if self.null is not None and not _broadcasts(tuple(self.null.shape), shape[1:]):
             raise StepError(
                 f"ConditioningDropout has a null of shape {tuple(self.null.shape)} and got conditioning of shape "
-                f"{shape[1:]} a sample: make it with shape={shape[1:]}, or with one that broadcasts to it"
+                f"{shape[1:]} per sample: create it with shape={shape[1:]}, or with a shape that broadcasts to it"
             )
 
 
-def _check_wish(p: float, null: str, shape: tuple[int, ...] | None) -> None:
+def _check_options(p: float, null: str, shape: tuple[int, ...] | None) -> None:
     if not 0 <= p <= 1:
-        raise SamestepError(f"ConditioningDropout(p={p}) is no share of the samples: give p from 0 to 1, such as 0.1")
+        raise SamestepError(f"ConditioningDropout got p={p}: pass a probability from 0 to 1, such as 0.1")
     if null not in get_args(Null):
         choices = ", ".join(map(repr, get_args(Null)))
         raise SamestepError(f"ConditioningDropout does not know null={null!r}: use one of {choices}")
     if null == "learned" and shape is None:
         raise SamestepError("null='learned' needs the shape of one sample's conditioning, such as shape=(768,)")
     if null == "zeros" and shape is not None:
-        raise SamestepError(f"null='zeros' fits any conditioning and takes no shape={shape}: leave it out")
+        raise SamestepError(f"null='zeros' fits any conditioning and takes no shape, got shape={shape}: omit it")
 
 
 def _checked_drop(drop: Tensor, conditioning: Tensor) -> Tensor:
     if drop.dtype != torch.bool or drop.shape != conditioning.shape[:1]:
         raise StepError(
             f"drop is {drop.dtype} of shape {tuple(drop.shape)} and must be torch.bool of shape "
-            f"({conditioning.shape[0]},): one value a row, True where the null takes its place"
+            f"({conditioning.shape[0]},): one value per row, True for the null"
         )
     return drop
 
 
 def _broadcasts(null: tuple[int, ...], sample: tuple[int, ...]) -> bool:
-    """Whether `null` fills a sample's shape and does not widen it."""
+    """Whether `null` broadcasts to the shape of a sample without enlarging it."""
     ends = sample[max(0, len(sample) - len(null)) :]
-    return len(null) <= len(sample) and all(one in (1, other) for one, other in zip(null, ends, strict=True))
+    return len(null) <= len(sample) and all(a in (1, b) for a, b in zip(null, ends, strict=True))
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """`unconditional + scale * (conditional - unconditional)`: 1 follows the condition, more exaggerates it.
+    """`unconditional + scale * (conditional - unconditional)`: scale 1 is the conditional prediction.
 
-    Papers that write (1 + w) * conditional - w * unconditional mean scale = 1 + w.
+    Papers that write (1 + w) * conditional - w * unconditional use w = scale - 1.
 
     >>> import torch
     >>> guided(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0]), scale=3.0)
@@ -123,36 +123,37 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     if conditional.shape != unconditional.shape:
         raise SamestepError(
             f"guided got a conditional prediction of shape {tuple(conditional.shape)} and an unconditional one of "
-            f"shape {tuple(unconditional.shape)}: give two predictions for the same samples"
+            f"shape {tuple(unconditional.shape)}: pass two predictions for the same samples"
         )
     return unconditional + scale * (conditional - unconditional)
 
 
-def unmasking_noise(places: int, levels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """All luck that one sample takes: the pass-by-pass order of its places, and Gumbel noise for each of its levels.
+def unmasking_noise(positions: int, levels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The randomness of one sample for `unmask`: the order of its positions, and Gumbel noise for each level.
 
-    Draw it with `sample_rng()` in a dataset's `__getitem__`, and each rank makes its part of the same samples.
+    Draw it with `sample_rng()` in the `__getitem__` of a dataset, so that the samples do not depend on the ranks.
 
     >>> order, noise = unmasking_noise(4, 2, torch.Generator().manual_seed(0))
     >>> sorted(order.tolist()), noise.shape
     ([0, 1, 2, 3], torch.Size([4, 2]))
     """
-    order = torch.rand(places, generator=generator).argsort()
-    noise = torch.rand(places, levels, generator=generator).clamp(1e-9)
+    order = torch.rand(positions, generator=generator).argsort()
+    noise = torch.rand(positions, levels, generator=generator).clamp(1e-9)
     return order, -noise.log().neg().log()
 
 
 def unmask(predict: Callable[[Tensor], Tensor], order: Tensor, noise: Tensor, passes: int) -> Tensor:
-    """Samples (rows, places): `predict` gets what is seen so far, and gives scores (rows, places, levels).
+    """Sample from a discrete diffusion model with an absorbing state; returns levels of shape (rows, positions).
 
-    A place that is hidden holds the number of levels, one above the last. `order` and `noise` are `unmasking_noise` of
-    each row; in every pass the next part of the places is drawn by Gumbel's trick, and stays.
+    `predict` maps the levels so far, (rows, positions), to scores (rows, positions, levels). A masked position has the
+    value `levels`, one more than the last level. `order` and `noise` are stacked from `unmasking_noise`. Each pass
+    samples the next part of the positions with the Gumbel-max trick.
     """
     if passes < 1:
-        raise SamestepError(f"unmask got passes={passes}: give a whole number from 1 up; as many as places is one each")
-    places, hidden = order.shape[1], noise.shape[2]
-    seen = torch.full_like(order, hidden)
-    for count in range(passes):
-        now = (order >= count * places // passes) & (order < (count + 1) * places // passes)
-        seen = torch.where(now, (predict(seen) + noise).argmax(dim=-1), seen)
-    return seen
+        raise SamestepError(f"unmask got passes={passes}: pass an integer from 1 to the number of positions")
+    positions, masked = order.shape[1], noise.shape[2]
+    levels = torch.full_like(order, masked)
+    for number in range(passes):
+        now = (order >= number * positions // passes) & (order < (number + 1) * positions // passes)
+        levels = torch.where(now, (predict(levels) + noise).argmax(dim=-1), levels)
+    return levels

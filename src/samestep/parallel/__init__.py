@@ -1,1 +1,1 @@
-"""A model among its ranks: wrapped, watched, computed in the right precision."""
+"""A model on several ranks: DDP, FSDP2, mixed precision, compilation, BatchNorm and unused parameters."""

@@ -1,4 +1,4 @@
-"""What a run does to be fast: decided once for all ranks, told once, undone at the end, kept for the summary."""
+"""What makes a run fast: precision, autocast, loss scale and fused optimizers, agreed on by all ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,31 +7,105 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
-from samestep.parallel.precision import Arithmetic, LossScale, agree_on_numbers, set_fp32_products
+from samestep.parallel.precision import LossScale, PrecisionSupport, agree_on_precision, set_fp32_products
 from samestep.parallel.wrapped_model import WrappedModel
 
-_HAVE_IT = (Adam, AdamW, SGD)  # on CUDA in every torch that is supported
+_HAVE_FUSED_KERNELS = (Adam, AdamW, SGD)  # on CUDA in every supported torch
+
+
+class Acceleration:
+    """The precision of a run and what follows from it, from its start to its end."""
+
+    def __init__(self, comm: Communicator, support: PrecisionSupport, report: Callable[[str], None]) -> None:
+        self.precision = agree_on_precision(comm, support)
+        self.loss_scale = LossScale(comm) if self.precision.name == "fp16" else None
+        """The loss scale; None unless the run computes in fp16."""
+        self._report = report
+        self._fused: list[str] = []
+        self._reported = False
+        self._device = support.device
+        self._autocast: torch.autocast | None = None
+        self._restore = set_fp32_products(self.precision)
+        if self.precision.tf32 or self.precision.strict:  # these apply from now on, also to what is never wrapped
+            self.report()
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor on losses in the backward pass; 1 unless the run computes in fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.rank_factor
+
+    def report(self) -> None:
+        """Print what was chosen and why, once."""
+        if not self._reported:
+            self._reported = True
+            self._report(str(self.precision))
+
+    def open_forward(self) -> None:
+        """Start autocast on a GPU, until the loss is computed.
+
+        It covers more than the call of the model: torch then converts large outputs inside the kernels of the loss,
+        which saves a copy (a twelfth of the step of a small language model). On the CPU losses would stay in half
+        precision, so there autocast covers only the calls of the model.
+        """
+        if self._device == "cuda" and self.precision.dtype is not None and self._autocast is None:
+            self._autocast = torch.autocast(self._device, dtype=self.precision.dtype)
+            self._autocast.__enter__()
+
+    def close_forward(self) -> None:
+        """End autocast: the loss is computed, and the backward pass does not run under autocast."""
+        autocast, self._autocast = self._autocast, None
+        if autocast is not None:
+            autocast.__exit__(None, None, None)
+
+    def unscale(self, models: Sequence[WrappedModel], step: int) -> None:
+        """Take the loss scale out of the gradients when the micro-batches of a step are done."""
+        if self.loss_scale is not None and (message := self.loss_scale.unscale(models, step)):
+            self._report(message)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Called before the first step of an optimizer: turn on its fused kernel."""
+        if turn_on_fused(optimizer):
+            name = type(optimizer).__name__
+            self._fused.append(name)
+            self._report(f"optimizer: fused {name}, one kernel for all parameters (fused=False turns it off)")
+
+    def choices(self) -> dict[str, object]:
+        """What was chosen, for the summary."""
+        precision = self.precision
+        choices: dict[str, object] = {
+            "precision": precision.name,
+            "reason": precision.reason,
+            "tf32": precision.tf32,
+            "compile": precision.compile,
+            "fused": list(self._fused),
+        }
+        return choices if self.loss_scale is None else {**choices, "loss_scale": self.loss_scale.factor}
+
+    def close(self) -> None:
+        """Restore torch's settings."""
+        self.close_forward()
+        self._restore()
 
 
 def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:
-    """Let an optimizer of torch's own that steps parameters on `device` use its fused kernel; whether it does now.
+    """Let an optimizer of torch whose parameters are on `device` use its fused kernel; returns whether it does now.
 
-    A choice that the user made (`fused=`, `foreach=`, `differentiable=`) is left alone, and so is a class derived from
-    torch's: its `step` may not know the option. The results differ from the default's in the last bits.
+    A choice of the user (`fused=`, `foreach=`, `differentiable=`) is kept, and so is a subclass of torch's optimizers,
+    whose `step` may not support the option. The results differ from the default's in the last bits.
     """
-    if type(optimizer) not in _HAVE_IT:
+    if type(optimizer) not in _HAVE_FUSED_KERNELS:
         return False
-    if not all(_open_to_it(group, device) for group in optimizer.param_groups):
+    if not all(_allows_fused(group, device) for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
         group["fused"] = True
         for parameter in group["params"]:
-            _follow(optimizer.state.get(parameter), parameter)
+            _move_step_count(optimizer.state.get(parameter), parameter)
     return True
 
 
-def _open_to_it(group: dict[str, object], device: str) -> bool:
-    parameters: list[torch.Tensor] = group["params"]  # pyright: ignore[reportAssignmentType]  # torch's own layout of a group
+def _allows_fused(group: dict[str, object], device: str) -> bool:
+    parameters: list[torch.Tensor] = group["params"]  # pyright: ignore[reportAssignmentType]  # torch's layout of a group
     undecided = "fused" in group and group["fused"] is None and group.get("foreach") is None
     return (
         undecided
@@ -41,70 +115,8 @@ def _open_to_it(group: dict[str, object], device: str) -> bool:
     )
 
 
-def _follow(state: dict[str, object] | None, parameter: torch.Tensor) -> None:
-    """A fused kernel counts steps on the device; a state that was restored may still count on the CPU."""
+def _move_step_count(state: dict[str, object] | None, parameter: torch.Tensor) -> None:
+    """A fused kernel counts steps on the device; a restored state may still count on the CPU."""
     count = None if state is None else state.get("step")
     if state is not None and isinstance(count, torch.Tensor):
         state["step"] = count.to(parameter.device, torch.float32)
-
-
-class Acceleration:
-    """The precision of a run and what follows from it, from the start of the run to its end."""
-
-    def __init__(self, link: Communicator, mine: Arithmetic, say: Callable[[str], None]) -> None:
-        self.numbers = agree_on_numbers(link, mine)
-        self.scale = LossScale(link) if self.numbers.name == "fp16" else None
-        self._say = say
-        self._fused: list[str] = []
-        self._told = False
-        self._device = mine.device
-        self._forward: torch.autocast | None = None
-        self._restore = set_fp32_products(self.numbers)
-        if self.numbers.tf32 or self.numbers.strict:  # these hold from now on, also for what is never wrapped
-            self.tell()
-
-    def tell(self) -> None:
-        """Say what was chosen and why; a second call says nothing."""
-        if not self._told:
-            self._told = True
-            self._say(self.numbers.tell())
-
-    def open_forward(self) -> None:
-        """Compute in the chosen precision from now on, until the loss is known.
-
-        Wider than the call of the model: torch then widens large outputs inside the kernels of the loss, which spares
-        a copy of them (a twelfth of a small language model's step). On the CPU losses would stay narrow: there only the
-        calls of the model are meant.
-        """
-        if self._device == "cuda" and self.numbers.dtype is not None and self._forward is None:
-            self._forward = torch.autocast(self._device, dtype=self.numbers.dtype)
-            self._forward.__enter__()
-
-    def close_forward(self) -> None:
-        """The loss is known, or there will be none: what follows, the backward pass first, is not under autocast."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.__exit__(None, None, None)
-
-    def settle(self, models: Sequence[WrappedModel], number: int) -> None:
-        """Called when a step's micro-batches are done: gradients come out as if there had been no scale."""
-        if self.scale is not None and (dropped := self.scale.settle(models, number)):
-            self._say(dropped)
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Called before the first step of an optimizer."""
-        if turn_on_fused(optimizer):
-            self._fused.append(type(optimizer).__name__)
-            self._say(f"optimizer: fused {self._fused[-1]}, one kernel for all parameters (fused=False turns it off)")
-
-    def choices(self) -> dict[str, object]:
-        """What was chosen, for the summary."""
-        numbers = self.numbers
-        found: dict[str, object] = {"precision": numbers.name, "reason": numbers.reason, "tf32": numbers.tf32}
-        found |= {"compile": numbers.compile, "fused": list(self._fused)}
-        return found if self.scale is None else {**found, "loss_scale": self.scale.factor}
-
-    def close(self) -> None:
-        """Bring torch's settings back."""
-        self.close_forward()
-        self._restore()

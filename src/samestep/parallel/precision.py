@@ -1,4 +1,4 @@
-"""The loss scale of fp16: small gradients kept from vanishing, steps that overflow dropped by all ranks together."""
+"""Mixed precision: chosen for all ranks with a reason, applied around the model, and the loss scale of fp16."""
 
 import copy
 import dataclasses
@@ -15,140 +15,134 @@ from samestep.parallel.wrapped_model import WrappedModel
 from samestep.torch_private import multiply_all
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-_WISHES: tuple[Precision, ...] = get_args(Precision)
+_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEVICES = ("cpu", "cuda", "mps")
 _FIRST_WITH_TF32 = 8  # compute capability of Ampere
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """What one rank's device can compute in, and what that rank was asked for."""
+class PrecisionSupport:
+    """What the device of one rank supports, and what its script requested."""
 
     device: str
-    """The kind of device: "cpu", "cuda" or "mps"."""
+    """"cpu", "cuda" or "mps"."""
     bf16: bool
-    """Whether it has bf16 of its own; emulation does not count."""
+    """Whether the device has native bf16; emulation does not count."""
     tf32: bool
-    """Whether it has TF32."""
-    wish: Precision
-    """What this rank's script asked for."""
+    requested: Precision
     compile: bool
-    """Whether it asked for torch.compile."""
 
 
 @dataclass(frozen=True)
 class ComputePrecision:
-    """The precision of a run, the same on every rank, with its reason."""
+    """The precision of a run, the same on every rank, with the reason."""
 
     name: str
-    """What forward and backward passes compute in: "fp32", "bf16" or "fp16"; weights stay as they are."""
+    """The precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype."""
     tf32: bool
-    """Let products that stay in fp32 use TF32."""
+    """Whether fp32 products may use TF32."""
     strict: bool
-    """Forbid TF32, since fp32 was asked for by name."""
+    """Whether TF32 is forbidden, since the script requested fp32 by name."""
     compile: bool
-    """Compile the model."""
     reason: str
-    """Why, in words for a person."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; None: nothing is cast."""
+        """The dtype of autocast; None: no autocast."""
         return _DTYPES[self.name]
 
-    def tell(self) -> str:
-        """One line that says what was chosen and why."""
-        rest = ", TF32 for what stays fp32" if self.tf32 else ", no TF32" if self.strict else ""
-        compiled = "on (unlike shapes compile anew, a few times at most)" if self.compile else "off"
-        attention = "" if self.name == "fp32" else "; flash attention where SDPA finds it fit"
-        return f"precision: {self.name} ({self.reason}){rest}; torch.compile {compiled}{attention}"
+    def __str__(self) -> str:
+        tf32 = ", TF32 for fp32 products" if self.tf32 else ", no TF32" if self.strict else ""
+        compiled = "on (recompiles for new shapes, a few times at most)" if self.compile else "off"
+        attention = "" if self.name == "fp32" else "; flash attention if SDPA selects it"
+        return f"precision: {self.name} ({self.reason}){tf32}; torch.compile {compiled}{attention}"
 
 
-def check_precision(wish: str) -> Precision:
-    """The wish, if it is one of those known."""
-    if wish not in _WISHES:
-        raise CommunicationError(f"precision={wish!r} is not known: use one of {', '.join(map(repr, _WISHES))}")
-    return wish
+def check_precision(requested: str) -> Precision:
+    """The precision, if it is a known one."""
+    if requested not in _PRECISIONS:
+        known = ", ".join(map(repr, _PRECISIONS))
+        raise CommunicationError(f"precision={requested!r} is not valid: use one of {known}")
+    return requested
 
 
-def see_arithmetic(device: torch.device, wish: Precision, compile: bool) -> Arithmetic:
-    """Ask torch what `device` can do."""
+def detect_support(device: torch.device, requested: Precision, compile: bool) -> PrecisionSupport:
+    """Ask torch what `device` supports."""
     if device.type != "cuda":
-        return Arithmetic(device.type, False, False, wish, compile)
+        return PrecisionSupport(device.type, False, False, requested, compile)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     tf32 = torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
-    return Arithmetic("cuda", bf16, tf32, wish, compile)
+    return PrecisionSupport("cuda", bf16, tf32, requested, compile)
 
 
-def agree_on_numbers(link: Communicator, mine: Arithmetic) -> ComputePrecision:
-    """One choice for all ranks: a rank whose GPU lacks bf16 must not compute in something else than its peers."""
-    code = [_DEVICES.index(mine.device), mine.bf16, mine.tf32, _WISHES.index(mine.wish), mine.compile]
-    everyone: list[Arithmetic] = []
-    for part in link.exchange("Run.start, agreeing on precision", [float(value) for value in code]):
-        device, bf16, tf32, wish, compiled = (int(value) for value in part.tolist())
-        everyone.append(Arithmetic(_DEVICES[device], bool(bf16), bool(tf32), _WISHES[wish], bool(compiled)))
-    return choose_precision(everyone)
+def agree_on_precision(comm: Communicator, mine: PrecisionSupport) -> ComputePrecision:
+    """One precision for all ranks, so that a rank whose GPU lacks bf16 does not use another one than its peers."""
+    code = [_DEVICES.index(mine.device), mine.bf16, mine.tf32, _PRECISIONS.index(mine.requested), mine.compile]
+    ranks: list[PrecisionSupport] = []
+    for part in comm.exchange("Run.start, agreeing on precision", [float(value) for value in code]):
+        device, bf16, tf32, requested, compiled = (int(value) for value in part.tolist())
+        ranks.append(PrecisionSupport(_DEVICES[device], bool(bf16), bool(tf32), _PRECISIONS[requested], bool(compiled)))
+    return choose_precision(ranks)
 
 
-def choose_precision(ranks: Sequence[Arithmetic]) -> ComputePrecision:
-    """Decide from what every rank has and wants."""
+def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
+    """Decide from what every rank supports and requested."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        if (other.wish, other.compile) != (first.wish, first.compile):
+        if (other.requested, other.compile) != (first.requested, first.compile):
             raise CommunicationError(
-                f"rank 0 has Run(precision={first.wish!r}, compile={first.compile}) and rank {rank} has "
-                f"Run(precision={other.wish!r}, compile={other.compile}): these must be alike, as all train one model"
+                f"rank 0 has Run(precision={first.requested!r}, compile={first.compile}) and rank {rank} has "
+                f"Run(precision={other.requested!r}, compile={other.compile}): pass the same values on all ranks"
             )
-    name, reason = _name(ranks)
-    tf32 = first.wish != "fp32" and all(rank.tf32 for rank in ranks)
-    return ComputePrecision(name, tf32, first.wish == "fp32", first.compile, reason)
+    name, reason = _choose_name(ranks)
+    tf32 = first.requested != "fp32" and all(rank.tf32 for rank in ranks)
+    return ComputePrecision(name, tf32, first.requested == "fp32", first.compile, reason)
 
 
-def _name(ranks: Sequence[Arithmetic]) -> tuple[str, str]:
-    wish = ranks[0].wish
-    without = ", ".join(str(at) for at, rank in enumerate(ranks) if rank.device == "cuda" and not rank.bf16)
-    if wish != "auto":
-        _refuse_impossible(ranks, without)
-        return wish, "as asked"
+def _choose_name(ranks: Sequence[PrecisionSupport]) -> tuple[str, str]:
+    requested = ranks[0].requested
+    without_bf16 = ", ".join(str(rank) for rank, each in enumerate(ranks) if each.device == "cuda" and not each.bf16)
+    if requested != "auto":
+        _check_supported(ranks, without_bf16)
+        return requested, "as requested"
     if any(rank.device != "cuda" for rank in ranks):
-        return "fp32", f"auto, on the {'CPU' if ranks[0].device == 'cpu' else 'GPU of Apple'}"
-    if without:
-        return "fp32", f"auto: the GPUs of rank(s) {without} have no bf16"
-    return "bf16", "auto: the GPU has it" if len(ranks) == 1 else "auto: every GPU has it"
+        return "fp32", f"auto, on {'the CPU' if ranks[0].device == 'cpu' else 'an Apple GPU'}"
+    if without_bf16:
+        return "fp32", f"auto: the GPUs of rank(s) {without_bf16} do not support bf16"
+    return "bf16", "auto: the GPU supports it" if len(ranks) == 1 else "auto: every GPU supports it"
 
 
-def _refuse_impossible(ranks: Sequence[Arithmetic], without: str) -> None:
-    """Raise where the wish is one that some device cannot fulfil; `without` names the ranks whose GPU has no bf16."""
-    wish = ranks[0].wish
-    if wish in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
+def _check_supported(ranks: Sequence[PrecisionSupport], without_bf16: str) -> None:
+    requested = ranks[0].requested
+    if requested in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
         raise CommunicationError(
-            f"precision={wish!r} is for CUDA and the CPU: on Apple's GPU use 'fp32', or leave it out"
+            f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it"
         )
-    if wish == "bf16" and without:
+    if requested == "bf16" and without_bf16:
         raise CommunicationError(
-            "precision='bf16' needs GPUs that have it (compute capability 8.0 and up), and those of rank(s) "
-            f"{without} have not: use precision='fp16' or 'fp32', or leave it out"
+            "precision='bf16' needs compute capability 8.0 or higher, which the GPUs of rank(s) "
+            f"{without_bf16} do not have: use precision='fp16' or 'fp32', or omit it"
         )
 
 
-def set_fp32_products(numbers: ComputePrecision) -> Callable[[], None]:
-    """Allow or forbid TF32 as chosen, and return what brings torch's settings back."""
-    if not numbers.tf32 and not numbers.strict:
+def set_fp32_products(precision: ComputePrecision) -> Callable[[], None]:
+    """Allow or forbid TF32, and return a function that restores torch's settings."""
+    if not precision.tf32 and not precision.strict:
         return lambda: None
     cudnn = torch.backends.cudnn
     try:
         before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError as error:
         raise CommunicationError(
-            "the script set torch.backends.*.fp32_precision, which torch does not mix with the setting that Run makes: "
-            "leave it out, and use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays"
+            "the script sets torch.backends.*.fp32_precision, which torch does not combine with the setting that Run "
+            "makes: remove it, and use Run(precision='fp32') for full fp32 or 'auto' for TF32"
         ) from error
-    torch.set_float32_matmul_precision("highest" if numbers.strict else "high")
-    cudnn.allow_tf32 = not numbers.strict
+    torch.set_float32_matmul_precision("highest" if precision.strict else "high")
+    cudnn.allow_tf32 = not precision.strict
 
     def restore() -> None:
-        """Put back what stood before."""
+        """Restore the settings."""
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32 = before[1]
 
@@ -156,156 +150,156 @@ def set_fp32_products(numbers: ComputePrecision) -> Callable[[], None]:
 
 
 def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Let every call of `module` run under autocast and give its floating results in fp32, for losses in fp32.
+    """Run every call of `module` under autocast and return its floating-point outputs in fp32.
 
-    In a training step autocast is on already, up to the loss, and results are left as they are. Only calls of the
-    module itself are meant: a method such as `module.encode(x)` called from outside a step runs as it is.
+    In a training step autocast is already on until the loss is computed, and outputs keep their dtype. It covers calls
+    of the module itself: a method such as `module.encode(x)` that is called outside of a step runs without autocast.
     """
-    open_blocks: list[torch.autocast | None] = []
+    contexts: list[torch.autocast | None] = []
 
     def enter(*_: object) -> None:
-        """Open a block, unless one is open around."""
-        block = None if torch.is_autocast_enabled(device.type) else torch.autocast(device.type, dtype=dtype)
-        open_blocks.append(block)
-        if block is not None:
-            block.__enter__()
+        """Start autocast, unless it is already on."""
+        autocast = None if torch.is_autocast_enabled(device.type) else torch.autocast(device.type, dtype=dtype)
+        contexts.append(autocast)
+        if autocast is not None:
+            autocast.__enter__()
 
     def leave(_module: nn.Module, _inputs: object, output: object) -> object:
-        """Close it, also after an exception."""
-        block = open_blocks.pop()
-        if block is None:
+        """End it, also after an exception."""
+        autocast = contexts.pop()
+        if autocast is None:
             return output
-        block.__exit__(None, None, None)
+        autocast.__exit__(None, None, None)
         return in_fp32(output)
 
-    # first of all hooks, so that whatever raises later finds the block open, and always closed
+    # the first hook, so that it has run if a later one raises; `leave` always runs
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)
 
 
 def in_fp32(output: object) -> object:
-    """Bring the fp16 and bf16 tensors of `output` to fp32; what is no mapping, sequence or dataclass rides along."""
+    """`output` with its fp16 and bf16 tensors in fp32; looks into mappings, sequences and dataclasses."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, MutableMapping):
-        copied = copy.copy(cast("MutableMapping[object, object]", output))  # keeps a class of the user's
+        copied = copy.copy(cast("MutableMapping[object, object]", output))  # keeps the class of the mapping
         for key, value in copied.items():
             copied[key] = in_fp32(value)
         return copied
     if isinstance(output, tuple | list):
         values = [in_fp32(value) for value in cast("Sequence[object]", output)]
         make = cast("Callable[..., object]", type(output))
-        return make(*values) if hasattr(output, "_fields") else make(values)  # a named tuple takes them one by one
+        return make(*values) if hasattr(output, "_fields") else make(values)  # a namedtuple takes positional arguments
     return _fields_in_fp32(output) if dataclasses.is_dataclass(output) else output
 
 
 def _fields_in_fp32(output: object) -> object:
-    if not dataclasses.is_dataclass(output) or isinstance(output, type):  # a dataclass itself is not one of its kind
+    if not dataclasses.is_dataclass(output) or isinstance(output, type):  # the class itself is not an instance
         return output
     fields = {f.name: in_fp32(getattr(output, f.name)) for f in dataclasses.fields(output) if f.init}
     return dataclasses.replace(output, **fields)
 
 
-def use_channels_last(model: nn.Module, entrance: nn.Module) -> None:
-    """Store 4-D weights channel by channel last, and bring 4-D inputs of `entrance` into the same order."""
-    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # an overload that the stubs lack
+def use_channels_last(model: nn.Module, called: nn.Module) -> None:
+    """Store 4-D weights in channels-last format, and convert 4-D inputs of `called` to it."""
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # the stubs lack this overload
 
-    def turn(value: object) -> object:
-        """One input in the order of the weights."""
+    def convert(value: object) -> object:
+        """Convert one input."""
         if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point():
             return value.contiguous(memory_format=torch.channels_last)
         return value
 
     def enter(
-        _: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]
+        _: nn.Module, inputs: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """All inputs, by position and by name."""
-        return tuple(turn(value) for value in inputs), {name: turn(value) for name, value in named.items()}
+        """Convert all inputs."""
+        return tuple(convert(value) for value in inputs), {name: convert(value) for name, value in kwargs.items()}
 
-    entrance.register_forward_pre_hook(enter, with_kwargs=True)
+    called.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def check_weights(model: nn.Module, numbers: ComputePrecision) -> None:
-    """Raise where a loss scale could not help: gradients of fp16 weights have no room for it."""
-    if numbers.name != "fp16":
+def check_weights(model: nn.Module, precision: ComputePrecision) -> None:
+    """Raise if weights are fp16: their gradients would overflow with a loss scale."""
+    if precision.name != "fp16":
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise WrapError(
-                f"precision='fp16' computes in fp16 and keeps weights in fp32, but parameter {name!r} is fp16 itself: "
-                "pass the model as it was before .half(), or model.float()"
+                f"precision='fp16' computes in fp16 and keeps weights in fp32, but parameter {name!r} is fp16: pass "
+                "the model without .half(), or model.float()"
             )
 
 
-_FIRST: Final = 65536.0
+_INITIAL_SCALE: Final = 65536.0
 _GROWTH_STEPS: Final = 2000  # as torch.amp.GradScaler
-_LEAST: Final = 2.0**-14  # thirty halvings: no range of numbers is the cause any more
+_MIN_SCALE: Final = 2.0**-14  # after thirty halvings the range of fp16 is not the cause
 
 
 class LossScale:
-    """A factor on every loss, the same on all ranks, taken out of the gradients before anybody sees them.
+    """A factor on every loss, the same on all ranks, taken out of the gradients before the optimizer steps.
 
-    torch.amp.GradScaler does this by stepping the optimizer in the user's place. Here the optimizer stays the user's: a
-    step that overflowed loses its gradients, and an optimizer that finds none changes nothing.
+    torch.amp.GradScaler steps the optimizer for the user. Here the user steps it: samestep sets the gradients of a step
+    that overflowed to None, and an optimizer skips parameters without a gradient.
     """
 
-    def __init__(self, link: Communicator) -> None:
-        self._link = link
-        self.factor = _FIRST
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.factor = _INITIAL_SCALE
         self.dropped = False
-        self._good_steps = 0
+        self._steps_since_change = 0
 
     @property
-    def on_rank(self) -> float:
-        """The factor on one rank's loss, which already carries the world size as a factor.
+    def rank_factor(self) -> float:
+        """The factor on the loss of one rank, which `step.mean` has multiplied by the world size.
 
-        So a sample's gradients are equally large on any number of ranks, and overflow alike.
+        So the gradient of a sample has the same magnitude on any number of ranks, and overflows the same.
         """
-        return self.factor / self._link.world.size
+        return self.factor / self._comm.world.size
 
-    def begin(self, models: Sequence[WrappedModel]) -> None:
-        """Called when a step begins: gradients that an earlier step left to be added to must have the same factor."""
+    def start_step(self, models: Sequence[WrappedModel]) -> None:
+        """Scale gradients that an earlier step left, so that the new ones can be added to them."""
         self.dropped = False
         for model in models:
-            multiply_all(list(model.gradients()), self.on_rank)
+            multiply_all(list(model.gradients()), self.rank_factor)
 
-    def settle(self, models: Sequence[WrappedModel], number: int) -> str | None:
-        """Take the factor out of the gradients, or drop them all where one overflowed; then say so.
+    def unscale(self, models: Sequence[WrappedModel], step: int) -> str | None:
+        """Take the factor out of the gradients, or drop all of them if one overflowed; returns a message then.
 
-        Averaged gradients hold the same bits on every rank, so each sees for itself what all see; sharded ones do not.
+        Averaged gradients have the same bits on every rank, so only sharded ones need a collective.
         """
-        healthy = all(bool(model.all_finite()) for model in models)
+        finite = all(bool(model.all_finite()) for model in models)
         if any(model.sharded for model in models):
-            healthy = all(bool(part[0]) for part in self._link.exchange("the fp16 loss scale", [float(healthy)]))
-        if not healthy:
-            return self._drop(models, number)
+            finite = all(bool(part[0]) for part in self._comm.exchange("the fp16 loss scale", [float(finite)]))
+        if not finite:
+            return self._drop(models, step)
         for model in models:
-            multiply_all(list(model.gradients()), 1.0 / self.on_rank)
-        self._good_steps += 1
-        if self._good_steps == _GROWTH_STEPS:
-            self.factor, self._good_steps = 2.0 * self.factor, 0
+            multiply_all(list(model.gradients()), 1.0 / self.rank_factor)
+        self._steps_since_change += 1
+        if self._steps_since_change == _GROWTH_STEPS:
+            self.factor, self._steps_since_change = 2.0 * self.factor, 0
         return None
 
     def state_dict(self) -> dict[str, float]:
-        """The factor and how long it has held, for a checkpoint."""
-        return {"factor": self.factor, "good_steps": float(self._good_steps)}
+        """The factor and the steps since it changed, for a checkpoint."""
+        return {"factor": self.factor, "good_steps": float(self._steps_since_change)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.factor, self._good_steps = state["factor"], int(state["good_steps"])
+        """Continue from a saved state."""
+        self.factor, self._steps_since_change = state["factor"], int(state["good_steps"])
 
-    def _drop(self, models: Sequence[WrappedModel], number: int) -> str:
+    def _drop(self, models: Sequence[WrappedModel], step: int) -> str:
         for model in models:
             for parameter in model.parameters():
                 parameter.grad = None
         before, self.factor = self.factor, self.factor / 2.0
-        self.dropped, self._good_steps = True, 0
-        if self.factor < _LEAST:
+        self.dropped, self._steps_since_change = True, 0
+        if self.factor < _MIN_SCALE:
             raise StepError(
-                f"the gradients of step {number} are not finite even at a loss scale of {before:g}: not the range "
-                "of fp16 fails, but the loss or the model; look at it with precision='fp32' and step.finite()"
+                f"the gradients of step {step} are not finite even at a loss scale of {before:g}, so the range of fp16 "
+                "is not the cause: check the loss and the model with precision='fp32' and step.finite()"
             )
         return (
-            f"step {number}: a gradient overflowed in fp16 at loss scale {before:g}; all ranks drop this step "
-            f"and go on with {self.factor:g}"
+            f"step {step}: a gradient overflowed in fp16 at loss scale {before:g}; all ranks drop this step and "
+            f"continue with loss scale {self.factor:g}"
         )

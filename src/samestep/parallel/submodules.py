@@ -1,17 +1,17 @@
-"""Frozen parts of a model: found, kept in evaluation mode, left out of what ranks send each other."""
+"""Submodules with a role of their own: repeated blocks, and frozen parts that stay in evaluation mode."""
 
 from collections.abc import Iterator
 
 from torch import nn
 
-_Lists = type[nn.ModuleList] | type[nn.Sequential] | type[nn.ModuleDict]
-_LISTS: tuple[_Lists, ...] = (nn.ModuleList, nn.Sequential)
+_Containers = type[nn.ModuleList] | type[nn.Sequential] | type[nn.ModuleDict]
+_LISTS: tuple[_Containers, ...] = (nn.ModuleList, nn.Sequential)
 
 
 def repeated_blocks(module: nn.Module, dicts: bool = False) -> dict[str, nn.Module]:
-    """Members of the outermost lists of layers that have two and more, by name, in order, each once.
+    """Members of the outermost ModuleLists and Sequentials with at least two members, by name, in order, each once.
 
-    With `dicts` a ModuleDict counts as a list too. No member lies inside another, none is without parameters.
+    With `dicts` a ModuleDict counts too. No block contains another, and every block has parameters.
     """
     kinds = (*_LISTS, nn.ModuleDict) if dicts else _LISTS
     seen: dict[nn.Module, str] = {}
@@ -22,16 +22,16 @@ def repeated_blocks(module: nn.Module, dicts: bool = False) -> dict[str, nn.Modu
 
 
 def callable_by_itself(module: nn.Module) -> bool:
-    """Whether a module is called as a whole, and is not only a list of modules or parameters."""
+    """Whether a module has a forward pass, rather than being a container of modules or parameters."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether there is anything in it to move."""
+    """Whether a module has any parameter."""
     return next(module.parameters(), None) is not None
 
 
-def _members(module: nn.Module, name: str, kinds: tuple[_Lists, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _members(module: nn.Module, name: str, kinds: tuple[_Containers, ...]) -> Iterator[tuple[str, nn.Module]]:
     repeats = isinstance(module, kinds) and len(module) > 1
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}" if name else leaf
@@ -42,38 +42,38 @@ def _members(module: nn.Module, name: str, kinds: tuple[_Lists, ...]) -> Iterato
 
 
 def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The largest submodules that have parameters and none that trains, by name."""
+    """The largest submodules that have parameters but no trainable one, by name."""
     found: dict[str, nn.Module] = {}
-    _collect(model, "", found)
+    _collect_frozen(model, "", found)
     return found
 
 
+def _collect_frozen(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters) and name:
+        found[name] = module
+        return
+    for child_name, child in module.named_children():
+        _collect_frozen(child, f"{name}.{child_name}" if name else child_name, found)
+
+
 def frozen_names(model: nn.Module, parts: dict[str, nn.Module]) -> list[str]:
-    """Full names of the parameters and buffers inside frozen parts."""
+    """Full names of the parameters and buffers of frozen parts."""
     inside = {id(t) for part in parts.values() for t in (*part.parameters(), *part.buffers())}
     named = (*model.named_parameters(), *model.named_buffers())
     return [name for name, tensor in named if id(tensor) in inside]
 
 
 def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
-    """Put frozen parts into evaluation mode, now and before every forward pass: `model.train()` must not wake them."""
+    """Put frozen parts into evaluation mode, now and before every forward pass, also after `model.train()`."""
     if not parts:
         return
 
-    def still(called: nn.Module, *_: object) -> None:
-        """Bring back to evaluation mode what was woken; a copy of the model has this hook and parts of its own."""
+    def set_eval(called: nn.Module, *_: object) -> None:
+        """The hook; a copy of the model has it too, with frozen parts of its own."""
         for part in parts.values() if called is model else map(called.get_submodule, parts):
             if part.training:
                 part.eval()
 
-    still(model)
-    model.register_forward_pre_hook(still)
-
-
-def _collect(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
-    parameters = list(module.parameters())
-    if parameters and not any(p.requires_grad for p in parameters) and name:
-        found[name] = module
-        return
-    for child_name, child in module.named_children():
-        _collect(child, f"{name}.{child_name}" if name else child_name, found)
+    set_eval(model)
+    model.register_forward_pre_hook(set_eval)

@@ -1,4 +1,4 @@
-"""A wrapped model: what its ranks made of it, and what must stay true of it while it trains."""
+"""A wrapped model: when its gradients are reduced, whether they are complete, and checks that it was not changed."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,62 +10,63 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import WrapError
-from samestep.parallel.batchnorm import learning
-from samestep.parallel.unused_parameters import Passes, Use, explain
+from samestep.parallel.batchnorm import batchnorms_outside_frozen
+from samestep.parallel.unused_parameters import BackwardPasses, UsedParameters, unused_message
 from samestep.torch_private import drop_gathered_gradients
 
 _SHOWN = 6
 
 
 class WrappedModel:
-    """The user's module (`inner`), the callable that trains it (`model`), and the watch over both."""
+    """The user's module (`inner`), its compiled form (`core`) and what the user calls in training (`model`)."""
 
-    def __init__(self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, use: Use | None) -> None:
+    def __init__(
+        self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, used: UsedParameters | None
+    ) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
-        self.norms = learning(inner)
-        """BatchNorm layers that learn statistics from what goes through."""
-        self._use = use
-        self._passes = Passes(model) if isinstance(model, DistributedDataParallel) else None
-        self._known = {id(p): p.requires_grad for p in inner.parameters()}
-        self._names = {id(p): name for name, p in inner.named_parameters()}
+        self.batchnorms = batchnorms_outside_frozen(inner)
+        """BatchNorm layers that update their statistics in training."""
+        self._used = used
+        self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
+        self._trainable = {id(p): p.requires_grad for p in inner.parameters()}
 
     @property
     def sharded(self) -> bool:
         """Whether each rank holds a part of the weights, so that the forward pass needs all ranks."""
         return isinstance(self.inner, FSDPModule)
 
-    def sync(self, last: bool) -> None:
-        """Let gradients travel in the coming backward pass, or keep them here."""
-        if self._use is not None and last:
-            self._use.begin()
-        if self._passes is not None and last:
-            self._passes.begin()
+    def set_gradient_sync(self, last: bool) -> None:
+        """Reduce gradients over the ranks in the next backward pass if it is that of the last micro-batch."""
+        if self._used is not None and last:
+            self._used.start()
+        if self._backward_passes is not None and last:
+            self._backward_passes.start()
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = last
         elif isinstance(self.inner, FSDPModule):
             self.inner.set_requires_gradient_sync(last)
             self.inner.set_is_last_backward(last)
 
-    def forget(self) -> None:
-        """Drop the gradients of a step that was left early, also those that wait for its last micro-batch."""
-        self.sync(last=True)
-        self.rest()
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a step that was left early, also those that FSDP keeps for the last micro-batch."""
+        self.set_gradient_sync(last=True)
+        self.reshard()
         drop_gathered_gradients(self.inner)
         for gradient in self.gradients():
             gradient.zero_()
 
-    def rest(self) -> None:
-        """Hold this rank's parts only: a forward pass without a backward pass leaves some whole, with zero2 all."""
+    def reshard(self) -> None:
+        """Free gathered weights: a forward pass without a backward pass keeps some, and zero2 keeps all."""
         for module in self.inner.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What trains."""
-        return (parameter for parameter in self.inner.parameters() if self._known.get(id(parameter)))
+        """The trainable parameters."""
+        return (parameter for parameter in self.inner.parameters() if self._trainable.get(id(parameter)))
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The gradients that stand on this rank."""
+        """The gradients on this rank."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
@@ -79,111 +80,110 @@ class WrappedModel:
 
     def all_finite(self) -> torch.Tensor:
         """Whether every gradient of this rank is finite, as a tensor on the device: no transfer."""
-        grads = [local_tensor(gradient) for gradient in self.gradients()]
-        if not grads:
+        gradients = [local_tensor(gradient) for gradient in self.gradients()]
+        if not gradients:
             return torch.tensor(True)
-        # a rank may hold no part of a small parameter, and nothing has no largest element
-        grads = [gradient for gradient in grads if gradient.numel()] or [torch.zeros(1, device=grads[0].device)]
-        norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in grads])
+        # a rank may hold no element of a small parameter
+        nonempty = [gradient for gradient in gradients if gradient.numel()]
+        nonempty = nonempty or [torch.zeros(1, device=gradients[0].device)]
+        norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in nonempty])
         return norms.isfinite().all()
 
-    def average_again(self, number: int) -> None:
-        """Average the gradients over the ranks where DDP has left some out; every rank has had the same passes.
+    def average_second_backward(self, step: int) -> None:
+        """Average gradients again if a second backward pass added some that DDP has not reduced; a collective then.
 
-        It has sent those of the first backward pass after a forward pass. What a second one adds stays on its rank;
-        what was averaged is the same on all, so the average of both is the average of all.
+        The gradients of the first pass are already equal on all ranks, so the average of the sum is the average of all.
         """
-        if self._passes is None or not self._passes.end():
+        if self._backward_passes is None or not self._backward_passes.repeated():
             return
-        if self._use is None:
+        if self._used is None:
             raise WrapError(
-                f"step {number} had a second backward pass after one forward pass: DDP sends the gradients of the "
-                "first alone, and with unused='allow' ranks do not know which others have any; add the losses up and "
-                "call backward() once"
+                f"step {step} had a second backward pass after one forward pass: DDP reduces only the first, and with "
+                "unused_parameters='allow' ranks do not know which parameters have gradients on other ranks; add the "
+                "losses and call backward() once"
             )
         for gradient in self.gradients():
             dist.all_reduce(gradient.div_(dist.get_world_size()))
 
-    def check_use(self, number: int, samples: Sequence[int], rank: int) -> bool:
-        """Raise where the step left parameters unused; whether it used any, as far as that is watched."""
-        if self._use is None or not self._use.any:
+    def check_used(self, step: int, samples: Sequence[int], rank: int) -> bool:
+        """Raise if the step left parameters unused; whether it had a backward pass, as far as that is watched."""
+        if self._used is None or not self._used.any:
             return False
-        if missing := self._use.missing():
-            self.check_unchanged()  # where a parameter was replaced, the old one is unused: tell the cause
+        if missing := self._used.missing():
+            self.check_unchanged()  # the old tensor of a replaced parameter is unused: name that cause instead
             frozen = [name for name, p in self.inner.named_parameters() if name in missing and not p.requires_grad]
             if frozen:
-                raise WrapError(f"parameter {frozen[0]!r} was frozen after run.wrap: freeze before, then wrap")
-            raise WrapError(explain(self.inner, missing, number, samples, rank))
+                raise WrapError(f"parameter {frozen[0]!r} was frozen after run.wrap: freeze it before you wrap")
+            raise WrapError(unused_message(self.inner, missing, step, samples, rank))
         return True
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is one that this wrapper knew from the start."""
-        return id(parameter) in self._known
+        """Whether `parameter` was part of the model when it was wrapped."""
+        return id(parameter) in self._trainable
 
     def check_unchanged(self) -> None:
-        """Raise where a parameter was replaced, added or unfrozen since the model was wrapped."""
-        self.rest()
+        """Raise if a parameter was replaced, added or unfrozen since the model was wrapped."""
+        self.reshard()
         for name, parameter in self.inner.named_parameters():
-            known = self._known.get(id(parameter))
-            if known is None:
+            trainable = self._trainable.get(id(parameter))
+            if trainable is None:
                 raise WrapError(
-                    f"parameter {name!r} was replaced or added after run.wrap, so its gradient stays on each rank and "
-                    "the ranks drift apart: change the model first, then wrap it, then build the optimizer"
+                    f"parameter {name!r} was replaced or added after run.wrap, so its gradient is not averaged over "
+                    "the ranks: change the model first, then wrap it, then build the optimizer"
                 )
-            if parameter.requires_grad and not known:
+            if parameter.requires_grad and not trainable:
                 raise WrapError(
-                    f"parameter {name!r} was frozen when the model was wrapped and trains now, so its gradient stays "
-                    "on each rank: unfreeze it before run.wrap; to train more from some epoch on, end this Run there "
-                    "and "
-                    "go on with another"
+                    f"parameter {name!r} was frozen when the model was wrapped and is trainable now, so its gradient "
+                    "is not averaged over the ranks: unfreeze it before run.wrap; to train more parameters from some "
+                    "epoch on, end this Run there and continue with another"
                 )
 
 
 def check_optimizer(optimizer: Optimizer, models: Sequence[WrappedModel]) -> None:
-    """Raise where an optimizer steps parameters that no wrapped model holds."""
-    strays = [
-        (at, parameter)
-        for at, group in enumerate(optimizer.param_groups)
+    """Raise if an optimizer has parameters that no wrapped model owns."""
+    foreign = [
+        (index, parameter)
+        for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
         if parameter.requires_grad and not any(model.owns(parameter) for model in models)
     ]
-    if not strays:
+    if not foreign:
         return
-    told = ", ".join(f"{tuple(parameter.shape)} in group {at}" for at, parameter in strays[:_SHOWN])
+    shown = ", ".join(f"{tuple(parameter.shape)} in group {index}" for index, parameter in foreign[:_SHOWN])
     kind = type(optimizer).__name__
     raise WrapError(
-        f"{kind} holds {len(strays)} parameter(s) that no wrapped model has: shape {told}. If it was built before "
-        f"run.wrap, build it after: {kind}(model.parameters(), ...); if they belong to another module, wrap that too: "
-        "its gradients stay on each rank"
+        f"{kind} has {len(foreign)} parameter(s) that no wrapped model owns: shape {shown}. If it was built before "
+        f"run.wrap, build it after: {kind}(model.parameters(), ...). If they belong to another module, wrap that "
+        "module too: its gradients are not averaged over the ranks"
     )
 
 
-def guard_against_bypass(inner: nn.Module, model: nn.Module, in_step: Callable[[], bool]) -> None:
-    """Raise where the inner module is called in training past its wrapper: its gradients would not be averaged."""
+def refuse_direct_calls(inner: nn.Module, model: nn.Module, in_step: Callable[[], bool]) -> None:
+    """Raise if the inner module is called directly in a training step: its gradients would not be averaged."""
     inside = [False]
 
-    def _enter(*_: object) -> None:
+    def enter(*_: object) -> None:
         inside[0] = True
 
-    def _leave(*_: object) -> None:
+    def leave(*_: object) -> None:
         inside[0] = False
 
-    def _look(called: nn.Module, *_: object) -> None:
-        # a copy of the model, such as a target network, has this hook too, and no wrapper that it could be called past
-        own = called is inner and inner.training
-        if own and not inside[0] and torch.is_grad_enabled() and in_step():
+    def check(called: nn.Module, *_: object) -> None:
+        # a copy of the model, such as a target network, has this hook too, but no wrapper
+        is_inner = called is inner and inner.training
+        if is_inner and not inside[0] and torch.is_grad_enabled() and in_step():
             raise WrapError(
-                f"{type(inner).__name__} was called past its wrapper in a training step (model.module(x)?): its "
-                "gradients would not be averaged over the ranks; call the model that run.wrap returned"
+                f"{type(inner).__name__} was called without its wrapper in a training step (model.module(x)?), so its "
+                "gradients would not be averaged over the ranks: call the model that run.wrap returned"
             )
 
-    model.register_forward_pre_hook(_enter)
-    model.register_forward_hook(_leave, always_call=True)
-    inner.register_forward_pre_hook(_look)
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+    inner.register_forward_pre_hook(check)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, what a sparse one holds, or the tensor itself."""
+    """This rank's part of a sharded tensor, the values of a sparse one, or the tensor itself."""
     if tensor.is_sparse:
         return tensor.coalesce().values()
     to_local = getattr(tensor, "to_local", None)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
-from samestep.planner.plan_report import TEACHER_TITLES, teacher_rows
+from samestep.planner.plan_report import TEACHER_COLUMNS, teacher_rows
 from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherSetup, compare_placements, placement_cost
 from samestep.teacher.frozen_model import FrozenModel, blocks
 from samestep.teacher.options import Ground, TeacherOptions
@@ -47,7 +47,7 @@ class PlacementChoice:
     def seconds(self, rows: int) -> float:
         """Estimate the time of one call in which each rank has `rows` samples."""
         call = replace(self.setup, global_batch=rows * self.setup.ranks, micro_batch=rows)
-        return placement_cost(self.placement, call, self.profile)[2]
+        return placement_cost(self.placement, call, self.profile).seconds
 
 
 def choose_placement(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> PlacementChoice:
@@ -75,20 +75,20 @@ def _compare(
     setup: TeacherSetup, frozen: FrozenModel, options: TeacherOptions, share: MemoryShare, host: int
 ) -> PlacementChoice:
     profiled = profile_teacher(frozen, options)
-    device = replace(setup.machines.device, memory_free=share.free)
-    machines = replace(setup.machines, device=device, host_memory=host)
+    device = replace(setup.cluster.device, memory_free=share.free)
+    cluster = replace(setup.cluster, device=device, host_memory=host)
     rows = min(profiled.example_rows or setup.samples, setup.samples)
-    taken = int(share.free * _TRAINING_FRACTION)
-    setup = replace(setup, machines=machines, micro_batch=rows, taken_per_gpu=taken)
+    used = int(share.free * _TRAINING_FRACTION)
+    setup = replace(setup, cluster=cluster, micro_batch=rows, used_per_gpu=used)
     plan = compare_placements(setup, profiled.profile)
     return PlacementChoice(plan.chosen.name if plan.chosen else "", plan, setup, profiled.profile, profiled.work_source)
 
 
 def _format_table(choice: PlacementChoice) -> str:
     """Format all placements and the assumptions in lines of 80 columns."""
-    setup, device = choice.setup, choice.setup.machines.device
-    rows = [TEACHER_TITLES, *teacher_rows(choice.plan)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TEACHER_TITLES) - 1)]
+    setup, device = choice.setup, choice.setup.cluster.device
+    rows = [TEACHER_COLUMNS, *teacher_rows(choice.plan)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TEACHER_COLUMNS) - 1)]
     indent = " " * (sum(widths) + 2 * len(widths))
     lines = [
         f"teacher: {format_bytes(choice.profile.bytes)} for {setup.ranks} rank(s); seconds per step of "

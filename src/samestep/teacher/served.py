@@ -111,7 +111,7 @@ class ServedTeacher:
         """Return what this rank knows about why the server is gone."""
         if isinstance(self._server, ServerProcess) and (code := self._server.exit_code) is not None:
             return f"its process {self._server.pid} ended with exit code {code}"
-        return self._context.comm.tell_peers() or "this rank knows no more about it"
+        return self._context.comm.peers_note() or "this rank knows no more about it"
 
 
 class ServedOutputs:

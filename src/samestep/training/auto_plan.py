@@ -1,250 +1,308 @@
-"""What run.wrap does: plan where that was left open, wrap, and let the run know its model."""
+"""`run.wrap` and its plan: traces the model, plans for the hardware of this run, and wraps the model accordingly."""
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import nn
 
-from samestep.distributed.communicator import Communicator
+from samestep.context import RunContext, seed_per_rank
+from samestep.data.loader import list_tensors
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
+from samestep.errors import DataError, WrapError
 from samestep.messages import format_bytes, format_seconds
-from samestep.parallel.precision import ComputePrecision
-from samestep.parallel.wrap import WrapOptions
+from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.model_parts import profile_weights, recomputable
+from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import Candidate, Plan, plan
+from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
+from samestep.planner.teacher_costs import TeacherSetup
 from samestep.planner.trace import trace_model
 
-_HALF = 0.5  # of a device's memory stays free for activations where nobody has counted them
-_WHOLE: tuple[str, ...] = ("single", "ddp")
-_ABOUT = 1.1  # an estimate that is better by less does not outweigh a simpler run
-_SIMPLEST: tuple[str, ...] = (*_WHOLE, "fsdp", "hybrid", "zero2")
-
-
-@dataclass(frozen=True)
-class PlanSite:
-    """What a plan must know of the run it is made for."""
-
-    link: Communicator
-    """All ranks."""
-    device: torch.device
-    """Where this rank computes."""
-    numbers: ComputePrecision
-    """What it computes in."""
-    global_batch: int
-    """Samples in a step, over all ranks."""
-    once: Callable[..., object]
-    """Runs a function on the first rank and gives its result to all: `Run.once`."""
+_ACTIVATION_MARGIN = 0.5  # of a device's memory stays free for activations if they were not traced
+_UNSHARDED: tuple[str, ...] = ("single", "ddp")
+_SIMPLEST_FIRST: tuple[str, ...] = (*_UNSHARDED, "fsdp", "hybrid", "zero2")
+_SIMILAR = 1.1  # a layout that is faster by less than this factor does not outweigh a simpler one
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the ranks of a run will do, and what it was expected to take."""
+    """What the ranks of a run will do, and the memory and time it is estimated to take."""
 
     chosen: Candidate
     """The layout and its micro-batch."""
-    told: str
+    message: str
     """One line with the reason."""
-    facts: dict[str, object]
-    """The plan as plain data, for summary and checkpoint."""
-    counted: bool
-    """Whether activations and work were traced, so that memory and time can be compared at the end."""
+    details: dict[str, object]
+    """The plan as plain data, for the summary and for checkpoints."""
+    traced: bool
+    """Whether a step was traced, so that memory and time can be compared at the end."""
 
     @property
-    def rows(self) -> int | None:
-        """The micro-batch; None where all rows of a rank go through at once."""
-        return self.chosen.micro_batch if self.counted and self.chosen.accumulation > 1 else None
+    def micro_batch(self) -> int | None:
+        """The micro-batch size; None if all rows of a rank fit at once."""
+        return self.chosen.micro_batch if self.traced and self.chosen.accumulation > 1 else None
 
-    def apply(self, wish: WrapOptions, model: nn.Module) -> WrapOptions:
-        """The wish with what was decided in the place of what was left open."""
+    def apply(self, options: WrapOptions, model: nn.Module) -> WrapOptions:
+        """The options with the plan's decisions for those that were not set."""
         layout = self.chosen.layout
-        again = recomputable(model, wish.blocks) if layout.recompute and not wish.checkpoint else wish.checkpoint
-        strategy = layout.strategy if wish.strategy is None and layout.ranks > 1 else wish.strategy
-        why = "as planned" if wish.strategy is None else wish.why
-        return replace(wish, strategy=strategy, offload=layout.offload or wish.offload, checkpoint=again, why=why)
+        blocks = options.activation_checkpointing
+        if layout.activation_checkpointing and not blocks:
+            blocks = checkpointable_classes(model, options.blocks)
+        strategy = layout.strategy if options.strategy is None and layout.ranks > 1 else options.strategy
+        return replace(
+            options,
+            strategy=strategy,
+            cpu_offload=layout.cpu_offload or options.cpu_offload,
+            activation_checkpointing=blocks,
+            reason="as planned" if options.strategy is None else options.reason,
+        )
+
+    def comparison(self, device: torch.device, step_starts: list[float]) -> dict[str, object]:
+        """Planned and actual values: the median step time, and the peak memory of a GPU."""
+        intervals = [after - before for before, after in pairwise(step_starts)]
+        compared: dict[str, object] = {"planned_seconds": self.chosen.time.total}
+        if intervals:
+            compared["actual_seconds"] = statistics.median(intervals)
+        if device.type == "cuda":
+            memory = self.chosen.memory
+            compared["planned_bytes"] = memory.total - memory.overhead
+            compared["actual_bytes"] = torch.cuda.max_memory_allocated(device)
+        return compared
+
+    def comparison_text(self, device: torch.device, step_starts: list[float]) -> str:
+        """Planned and actual values in one line; empty if nothing was measured."""
+        return format_comparison(self.comparison(device, step_starts))
+
+    def summary(self, device: torch.device, step_starts: list[float]) -> dict[str, object]:
+        """The plan and the comparison, for summary.json."""
+        return self.details | {"compared": self.comparison(device, step_starts) if self.traced else {}}
 
 
-def decide(
-    site: PlanSite, model: nn.Module, wish: WrapOptions, example: object | None, optimizer: str
+def wrap_model(
+    context: RunContext, plans: list[RunPlan], model: nn.Module, options: WrapOptions, example: object, optimizer: str
+) -> nn.Module:
+    """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+        raise WrapError(
+            f"run.wrap needs a torch.nn.Module, got {type(model).__name__}: wrap the model that trains; a teacher is "
+            "frozen and needs no wrapping"
+        )
+    if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
+        raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
+    context.acceleration.report()
+    check_options(options, model)
+    if example is not None:
+        _check_example(example)
+    made = plan_run(context, model, options, example, optimizer)
+    if made is not None:
+        plans.append(made)
+        if made.micro_batch is not None:
+            context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
+        context.print(made.message)
+        options = made.apply(options, model)
+    wrapped = wrap(
+        context.comm,
+        model,
+        context.device,
+        options,
+        context.acceleration.precision,
+        in_step=lambda: context.progress.in_step,
+        report=context.print,
+    )
+    context.models.append(wrapped)
+    seed_per_rank(context.config.seed, context.world.rank)
+    return wrapped.model
+
+
+def plan_run(
+    context: RunContext, model: nn.Module, options: WrapOptions, example: object | None, optimizer: str
 ) -> RunPlan | None:
-    """The plan of this run; None where there is nothing to decide or nothing is known to decide by."""
-    settled = site.link.alone or wish.strategy is not None or site.device.type != "cuda"
-    if example is None and settled:
+    """The plan of this run; None if nothing is left to decide, or nothing is known to decide by. A collective."""
+    decided = context.comm.alone or options.strategy is not None or context.device.type != "cuda"
+    if example is None and decided:
         return None
-    share = smallest_memory_share(site.link, "planning", site.device, _free(site.device))
-    return cast(RunPlan, site.once(_decide, site, model, wish, example, optimizer, share))
+    share = smallest_memory_share(context.comm, "planning", context.device, _free_memory(context.device))
+    return context.once(_plan_on_rank0, context, model, options, example, optimizer, share)
 
 
-def planned_rows(decisions: Sequence[RunPlan]) -> int | None:
-    """The micro-batch of the tightest plan; None where none cuts a rank's rows."""
-    return min((rows for made in decisions if (rows := made.rows) is not None), default=None)
+def teacher_setup(world: World, global_batch: int, sharing: int) -> TeacherSetup:
+    """What a teacher is placed for: the devices of this run, each shared by `sharing` ranks.
+
+    Free memory excludes what this process has already allocated, its CUDA context included.
+    """
+    cluster = cluster_of_ranks(world, sharing)
+    # a rank may see only its own GPU, so a node has at least as many as it has ranks
+    cluster = replace(cluster, devices_per_node=max(cluster.devices_per_node, world.local_size))
+    return TeacherSetup(cluster, world.size, global_batch, -(-global_batch // world.size))
 
 
-def compare(decision: RunPlan, device: torch.device, moments: list[float]) -> dict[str, object]:
-    """Planned beside actual: peak memory where the device tells it, and the median time between two steps."""
-    intervals = [after - before for before, after in pairwise(moments)]
-    found: dict[str, object] = {"planned_seconds": decision.chosen.time.total}
-    if intervals:
-        found["actual_seconds"] = statistics.median(intervals)
-    if device.type == "cuda":
-        memory = decision.chosen.memory
-        found |= {"planned_bytes": memory.total - memory.overhead}
-        found |= {"actual_bytes": torch.cuda.max_memory_allocated(device)}
-    return found
+def format_comparison(compared: dict[str, object]) -> str:
+    """Planned and actual values in one line.
 
-
-def tell(compared: dict[str, object]) -> str:
-    """What was planned and what came, in one line.
-
-    >>> tell({"planned_seconds": 0.2, "actual_seconds": 0.25})
-    'plan: 200 ms a step were estimated and 250 ms came (+25%)'
+    >>> format_comparison({"planned_seconds": 0.2, "actual_seconds": 0.25})
+    'plan: 200 ms per step estimated, 250 ms measured (+25%)'
     """
     parts: list[str] = []
     if "actual_bytes" in compared:
         planned, actual = int(str(compared["planned_bytes"])), int(str(compared["actual_bytes"]))
-        parts.append(
-            f"{format_bytes(planned)} were estimated and {format_bytes(actual)} came ({actual / planned - 1:+.0%})"
-        )
+        parts.append(f"{format_bytes(planned)} estimated, {format_bytes(actual)} used ({actual / planned - 1:+.0%})")
     if "actual_seconds" in compared:
-        ahead, came = float(str(compared["planned_seconds"])), float(str(compared["actual_seconds"]))
-        times = f"{format_seconds(ahead)} a step were estimated and {format_seconds(came)} came"
-        parts.append(f"{times} ({came / ahead - 1:+.0%})")
+        planned, actual = float(str(compared["planned_seconds"])), float(str(compared["actual_seconds"]))
+        times = f"{format_seconds(planned)} per step estimated, {format_seconds(actual)} measured"
+        parts.append(f"{times} ({actual / planned - 1:+.0%})")
     return f"plan: {'; '.join(parts)}" if parts else ""
 
 
-def _decide(
-    site: PlanSite, model: nn.Module, wish: WrapOptions, example: object | None, optimizer: str, share: MemoryShare
+def _plan_on_rank0(
+    context: RunContext,
+    model: nn.Module,
+    options: WrapOptions,
+    example: object | None,
+    optimizer: str,
+    share: MemoryShare,
 ) -> RunPlan:
-    """On the first rank, for all."""
-    world, numbers = site.link.world, site.numbers
-    machines = _machines(world, share)
+    world, precision, batch = context.world, context.acceleration.precision.name, context.config.global_batch
+    cluster, traced = _cluster(world, share), example is not None
     if example is None:
-        made = plan(machines, profile_weights(model), site.global_batch, numbers.name, _HALF)
+        made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
     else:
-        made = _counted(site, machines, model, wish, example, optimizer)
-    ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
-    allowed = [each for each in ours if _may(each, world.size, wish)] or ours
+        made = _traced_plan(context, cluster, model, options, example, optimizer)
+    in_model = (each for each in made.candidates if each.layout.teacher_placement is None)
+    ours = [each for each in in_model if each.layout.ranks == world.size]
+    allowed = [each for each in ours if _is_allowed(each, world.size, options)] or ours
     fitting = [each for each in allowed if each.fits]
-    chosen = _best(fitting, counted=example is not None) or min(allowed, key=lambda each: each.memory.total)
-    told = _tell_choice(made, chosen, len(fitting), example is not None) if fitting else _nothing_fits(made, chosen)
-    return RunPlan(chosen, told, _plain(made, chosen), example is not None)
+    chosen = _simplest_of_fastest(fitting, traced) or min(allowed, key=lambda each: each.memory.total)
+    message = _choice_message(made, chosen, len(fitting), traced) if fitting else _nothing_fits_message(made, chosen)
+    return RunPlan(chosen, message, _details(made, chosen), traced)
 
 
-def _counted(
-    site: PlanSite, machines: ClusterSpec, model: nn.Module, wish: WrapOptions, example: object, optimizer: str
+def _traced_plan(
+    context: RunContext, cluster: ClusterSpec, model: nn.Module, options: WrapOptions, example: object, optimizer: str
 ) -> Plan:
-    """By a traced step; on a GPU with its operations timed at about the micro-batch that will be taken."""
-    facts = _trace(site, model, wish, example, optimizer)
-    made = plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
-    if site.device.type != "cuda" or made.chosen is None:
-        return made
-    facts = time_model(
-        facts,
-        lambda: (_shell(model), example),
-        machines,
-        site.device,
-        made.chosen.micro_batch,
-        site.numbers,
-        channels_last=wish.channels_last,
+    """By a traced step; on a GPU its operations are timed at about the micro-batch size that will be used."""
+    precision, batch = context.acceleration.precision, context.config.global_batch
+    on_gpu = context.device.type == "cuda"
+    profile: ModelProfile = trace_model(
+        lambda: (_without_weights(model), example),
+        optimizer=optimizer,
+        precision=precision.name,
+        blocks=options.blocks,
+        target="cuda" if on_gpu else "cpu",
+        channels_last=options.channels_last,
     )
-    return plan(machines, facts, site.global_batch, site.numbers.name, CUDA_MARGIN)
+    made = make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+    if not on_gpu or made.chosen is None:
+        return made
+    profile = time_model(
+        profile,
+        lambda: (_without_weights(model), example),
+        cluster,
+        context.device,
+        made.chosen.micro_batch,
+        precision,
+        channels_last=options.channels_last,
+    )
+    return make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
 
 
-def _machines(world: World, share: MemoryShare) -> ClusterSpec:
-    """This run's own devices: as many a node as it has ranks there, with what the tightest rank has of its own.
+def _cluster(world: World, share: MemoryShare) -> ClusterSpec:
+    """The devices of this run: as many per node as it has ranks there, with the smallest memory share of any rank.
 
-    Where nodes have unlike numbers of ranks, each rank counts as a node of its own: nothing is faster than the network.
+    If nodes have different numbers of ranks, each rank counts as a node, so that nothing is faster than the network.
     """
-    found = cluster_of_ranks(world, share.ranks)
-    found = replace(found, device=replace(found.device, memory_free=share.free))
+    cluster = cluster_of_ranks(world, share.ranks)
+    cluster = replace(cluster, device=replace(cluster.device, memory_free=share.free))
     if world.size == world.nodes * world.local_size:
-        return replace(found, per_node=world.local_size)
-    return replace(found.of_size(1, world.size), host_memory=found.host_memory // world.local_size)
+        return replace(cluster, devices_per_node=world.local_size)
+    return replace(cluster.resized(1, world.size), host_memory=cluster.host_memory // world.local_size)
 
 
-def _free(device: torch.device) -> float:
-    """Bytes that are free where this rank computes; a GPU's lack this process's context, which a plan counts."""
+def _free_memory(device: torch.device) -> float:
+    """Free bytes on this rank's device; the CUDA context of this process counts as free, since a plan includes it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT + torch.cuda.memory_reserved(device)
     return read_hardware().memory_available
 
 
-def _trace(site: PlanSite, model: nn.Module, wish: WrapOptions, example: object, optimizer: str) -> ModelProfile:
-    return trace_model(
-        lambda: (_shell(model), example),
-        optimizer=optimizer,
-        precision=site.numbers.name,
-        blocks=wish.blocks,
-        target="cuda" if site.device.type == "cuda" else "cpu",
-        channels_last=wish.channels_last,
-    )
-
-
-def _shell(model: nn.Module) -> nn.Module:
-    """The model without its weights: a copy whose parameters have shapes alone."""
-    bare = {
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters are on the meta device."""
+    meta = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
     }
-    return copy.deepcopy(model, bare)
+    return copy.deepcopy(model, meta)
 
 
-def _may(candidate: Candidate, size: int, wish: WrapOptions) -> bool:
-    """Whether a candidate leaves the user what he asked for."""
+def _is_allowed(candidate: Candidate, size: int, options: WrapOptions) -> bool:
+    """Whether a candidate respects the options that were set."""
     layout = candidate.layout
-    whole = layout.strategy in _WHOLE or not wish.channels_last
-    asked = wish.strategy in (None, layout.strategy) or size == 1
-    offloads = layout.offload == wish.offload if wish.strategy is not None else layout.offload or not wish.offload
-    again = layout.recompute or not wish.checkpoint
-    return whole and asked and again and (offloads or size == 1)
+    memory_format = layout.strategy in _UNSHARDED or not options.channels_last
+    strategy = options.strategy in (None, layout.strategy) or size == 1
+    offload = (
+        layout.cpu_offload == options.cpu_offload
+        if options.strategy is not None
+        else layout.cpu_offload or not options.cpu_offload
+    )
+    recompute = layout.activation_checkpointing or not options.activation_checkpointing
+    return memory_format and strategy and recompute and (offload or size == 1)
 
 
-def _best(fitting: list[Candidate], counted: bool) -> Candidate | None:
-    """The simplest of those that are about as fast as the fastest; where no work was counted, no time is known."""
+def _simplest_of_fastest(fitting: list[Candidate], traced: bool) -> Candidate | None:
+    """The simplest candidate that is about as fast as the fastest; without a trace no time is known."""
     if not fitting:
         return None
-    limit = _ABOUT * min(each.time.total for each in fitting)
-    return min((each for each in fitting if not counted or each.time.total <= limit), key=_simplicity)
+    limit = _SIMILAR * min(each.time.total for each in fitting)
+    return min((each for each in fitting if not traced or each.time.total <= limit), key=_complexity)
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, bool, bool]:
-    """Whole models before sharded ones, device memory before host memory, activations kept before computed twice."""
+def _complexity(candidate: Candidate) -> tuple[int, bool, bool]:
+    """Unsharded before sharded, device memory before host memory, kept activations before recomputed ones."""
     layout = candidate.layout
-    return _SIMPLEST.index(layout.strategy), layout.offload, layout.recompute
+    return _SIMPLEST_FIRST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
-def _tell_choice(made: Plan, chosen: Candidate, fitting: int, counted: bool) -> str:
-    used, has = format_bytes(chosen.memory.total), format_bytes(made.task.machines.device.memory_free)
-    if not counted:
+def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -> str:
+    used, free = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
+    if not traced:
         return (
-            f"plan: {chosen.layout.name} (weights, gradients and two moments of Adam take {used} of {has} free on a "
-            "device, half of which is left to activations; run.wrap(model, example=batch) would count those too)"
+            f"plan: {chosen.layout.name} (weights, gradients and Adam's two moments need {used} of {free} free per "
+            "device, and half of it is left to activations; run.wrap(model, example=batch) would count those too)"
         )
-    cut = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
+    split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     return (
-        f"plan: {chosen.layout.name}, global batch {made.task.global_batch} as {cut} ({used} of {has} free on a "
-        f"device, {format_seconds(chosen.time.total)} a step by estimate; of {fitting} that fit the simplest that is "
-        "about the fastest)"
+        f"plan: {chosen.layout.name}, global batch {made.request.global_batch} as {split} ({used} of {free} free per "
+        f"device, {format_seconds(chosen.time.total)} per step estimated; the simplest of the fastest among {fitting} "
+        "that fit)"
     )
 
 
-def _nothing_fits(made: Plan, chosen: Candidate) -> str:
+def _nothing_fits_message(made: Plan, chosen: Candidate) -> str:
     advice = f"; {made.advice[0]}" if made.advice else ""
-    return f"plan: nothing fits by this estimate, {chosen.layout.name} comes nearest ({chosen.reason}){advice}"
+    return f"plan: nothing fits by this estimate, {chosen.layout.name} comes closest ({chosen.reason}){advice}"
 
 
-def _plain(made: Plan, chosen: Candidate) -> dict[str, object]:
-    """What is worth keeping: the choice with its numbers, and why each other was not taken."""
-    told = replace(made, chosen=chosen, candidates=()).to_json()
+def _details(made: Plan, chosen: Candidate) -> dict[str, object]:
+    """The choice with its numbers, and why each other layout was not chosen."""
+    data = replace(made, chosen=chosen, candidates=()).to_json()
     others = {each.layout.name: each.reason for each in made.candidates if each.layout != chosen.layout}
-    return {"chosen": told["chosen"], "others": others, "margin": made.task.margin, "model": told["model"]}
+    return {"chosen": data["chosen"], "others": others, "margin": made.request.margin, "model": data["model"]}
+
+
+def _check_example(example: object) -> None:
+    """Raise if there is no batch to trace a step with."""
+    try:
+        sizes = [len(tensor) for tensor in list_tensors(example) if tensor.dim()]
+    except DataError:
+        sizes = []
+    if not sizes or not sizes[0]:
+        raise WrapError(
+            f"run.wrap got a {type(example).__name__} without samples as example=: pass a batch as the model is called "
+            "with it, a tensor or tuples, lists and dicts of tensors, with samples along the first dimension"
+        )

@@ -1,29 +1,29 @@
-"""Ending early by a signal or a time limit: noted when it comes, agreed with the pulse, saved at a step boundary."""
+"""Preemption: a signal or a time limit ends the run at a step boundary, on all ranks, after a save."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
+from samestep.context import RunContext
 from samestep.launch.failure_report import PREEMPTED, STOPPED
-from samestep.training.metric_sync import StepCallback
 
-# What ranks tell each other, by number: the highest counts. A warning leaves time, the two after it do not.
+# Control values of the metric sync; the highest of all ranks counts. SIGUSR1 and SIGUSR2 are warnings that leave time.
 _CAUSES: Final = ("", "SIGUSR1", "SIGUSR2", "the time limit", "SIGTERM")
-_WARNED, _TIME_IS_UP = 2, 3
-_LISTENED: Final = {signal.SIGUSR1: 1, signal.SIGUSR2: 2, signal.SIGTERM: 4}
-# A cluster and a launcher may both pass on what was sent once: what follows so soon is the same signal.
+_WARNING, _TIME_LIMIT = 2, 3
+_HANDLED: Final = {signal.SIGUSR1: 1, signal.SIGUSR2: 2, signal.SIGTERM: 4}
+# SLURM and the launcher may both forward the same signal: a second one within this time is the same.
 _ECHO_SECONDS: Final = 5.0
-_LEAST_MARGIN_SECONDS, _MOST_MARGIN_SECONDS = 5.0, 30.0  # processes need seconds to end on a busy machine
-_MARGIN: Final = 0.05  # of the time that there was
+_MIN_MARGIN_SECONDS, _MAX_MARGIN_SECONDS = 5.0, 30.0  # processes need seconds to exit on a busy machine
+_MARGIN: Final = 0.05  # fraction of the time that was left at the start
 
 
 class StoppedEarly(SystemExit):
-    """Ends the process at a step boundary, on all ranks alike; `with Run` closes its files as after success."""
+    """Ends the process at a step boundary, on all ranks; `with Run` closes its files as after success."""
 
     def __init__(self, code: int, status: str, text: str) -> None:
         super().__init__(code)
@@ -33,139 +33,140 @@ class StoppedEarly(SystemExit):
         return self._text
 
 
-class Signals:
-    """Notes SIGTERM, SIGUSR1 and SIGUSR2 and does nothing else; a second one ends the process as if nobody listened.
+class SignalRecorder:
+    """Records SIGTERM, SIGUSR1 and SIGUSR2; a second signal ends the process as if there were no handler.
 
-    A signal for which the script has a function of its own stays the script's.
+    A signal for which the script has installed a handler is left to the script.
     """
 
     def __init__(self) -> None:
-        self.noted = 0
+        self.received = 0
         self._first: dict[bool, float] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._process = 0
 
-    def listen(self) -> None:
-        """Begin; Python lets the first thread of a process alone do so, and elsewhere nothing is heard."""
+    def install(self) -> None:
+        """Install the handlers; Python allows that in the main thread only, elsewhere nothing is recorded."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
-        for number in _LISTENED:
+        for number in _HANDLED:
             before = signal.getsignal(number)
-            if before is _hear_nothing:
-                before = signal.SIG_DFL  # of a run of this process that ended early, and somebody went on
+            if before is _ignore:
+                before = signal.SIG_DFL  # left by an earlier run of this process that ended early
             if before in (signal.SIG_DFL, signal.SIG_IGN):
                 self._before[number] = before
-                signal.signal(number, self._note)
+                signal.signal(number, self._record)
 
-    def release(self, ending: bool) -> None:
-        """Put things back as they were; a process that is ending stays deaf.
+    def remove(self, exiting: bool) -> None:
+        """Restore the handlers; a process that is exiting ignores the signals instead.
 
-        torch's agent sends SIGTERM to all ranks when the first has ended, and their exit codes tell what happened.
+        torch's agent sends SIGTERM to all ranks when the first has exited, and their exit codes say what happened.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._note:  # else the script has a function of its own by now
-                signal.signal(number, _hear_nothing if ending else before)
+            if signal.getsignal(number) == self._record:  # otherwise the script has installed its own since
+                signal.signal(number, _ignore if exiting else before)
         self._before = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now, warning = time.monotonic(), number != signal.SIGTERM
-        if os.getpid() != self._process:  # a fork of the script's own, which knows nothing of steps
-            _die_of(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
-        elif now - self._first.setdefault(warning, now) > _ECHO_SECONDS:
-            _die_of(number, signal.SIG_DFL)
-        self.noted = max(self.noted, _LISTENED[signal.Signals(number)])
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        now, is_warning = time.monotonic(), number != signal.SIGTERM
+        if os.getpid() != self._process:  # a process that the script forked, which runs no steps
+            _terminate(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
+        elif now - self._first.setdefault(is_warning, now) > _ECHO_SECONDS:
+            _terminate(number, signal.SIG_DFL)
+        self.received = max(self.received, _HANDLED[signal.Signals(number)])
 
 
 class TimeLimit:
-    """Knows when to begin to save so that all is over before the deadline.
+    """Decides when to start saving, so that the run ends before the deadline.
 
-    Kept free are: twice what saving takes, the longest time between two looks at the clock up to now (an evaluation may
-    come again), and a margin of a twentieth of the time there was, from 5 to 30 seconds.
+    It reserves twice the time of a save, the longest time between two checks so far (an evaluation may come again), and
+    a margin of a twentieth of the time that was left at the start, from 5 to 30 seconds.
     """
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._margin = max(_LEAST_MARGIN_SECONDS, min(_MOST_MARGIN_SECONDS, _MARGIN * (deadline - time.time())))
-        self._looked: float | None = None
+        self._margin = max(_MIN_MARGIN_SECONDS, min(_MAX_MARGIN_SECONDS, _MARGIN * (deadline - time.time())))
+        self._last_check: float | None = None
         self._longest = 0.0
 
-    def is_up(self, saving: float) -> bool:
-        """Whether it is time, where saving takes so many seconds."""
+    def check(self, save_seconds: float) -> bool:
+        """Whether to save now; called at every sync."""
         now = time.time()
-        if self._looked is not None:
-            self._longest = max(self._longest, now - self._looked)
-        self._looked = now
-        return self.is_near(saving)
+        if self._last_check is not None:
+            self._longest = max(self._longest, now - self._last_check)
+        self._last_check = now
+        return self.is_near(save_seconds)
 
-    def is_near(self, saving: float) -> bool:
-        """The same for one who only asks, and does not look at the clock for the run."""
-        return time.time() + self._margin + self._longest + 2 * saving >= self._deadline
+    def is_near(self, save_seconds: float) -> bool:
+        """The same from another thread, without counting as a check."""
+        return time.time() + self._margin + self._longest + 2 * save_seconds >= self._deadline
 
 
 class Preemption:
-    """A rider of the pulse that ends the run early once any rank was told to."""
+    """A step callback that ends the run early once any rank has received a signal or the time limit is near."""
 
-    def __init__(self, riders: Sequence[StepCallback], say: Callable[[str], None], deadline: float | None) -> None:
-        self._riders, self._say = riders, say
+    def __init__(self, context: RunContext, deadline: float | None) -> None:
+        self._context = context
         self._limit = None if deadline is None else TimeLimit(deadline)
-        self._agreed = self._told = 0
-        self.signals = Signals()
+        self._agreed = self._handled = 0
+        self.signals = SignalRecorder()
 
-    def word(self) -> float:
-        """What this rank was told, by its number."""
-        if self._limit is not None and self._limit.is_up(self._saving()):
-            return float(max(_TIME_IS_UP, self.signals.noted))
-        return float(self.signals.noted)
+    def sync_value(self) -> float:
+        """What this rank has received, by its number."""
+        if self._limit is not None and self._limit.check(self._total_save_seconds()):
+            return float(max(_TIME_LIMIT, self.signals.received))
+        return float(self.signals.received)
 
-    def urgent(self) -> bool:
-        """Whether this rank was told to end, or the time is up, and the others do not know."""
-        near = self._limit is not None and self._limit.is_near(self._saving())
-        return self.signals.noted > self._agreed or (near and self._agreed < _TIME_IS_UP)
+    def wants_sync(self) -> bool:
+        """Whether this rank has received something that the others do not know of."""
+        near = self._limit is not None and self._limit.is_near(self._total_save_seconds())
+        return self.signals.received > self._agreed or (near and self._agreed < _TIME_LIMIT)
 
-    def heard(self, words: Sequence[float]) -> None:
-        """Take note; the next step boundary acts on it, on all ranks."""
-        self._agreed = max(self._agreed, *(int(word) for word in words))
+    def on_sync(self, values: Sequence[float]) -> None:
+        """Agree on the highest value; the next step boundary acts on it, on all ranks."""
+        self._agreed = max(self._agreed, *(int(value) for value in values))
 
-    def reached(self, steps: int) -> None:
-        """Called at every step boundary: save and end, where it was agreed."""
-        if self._agreed <= self._told:
+    def on_step_end(self, steps: int) -> None:
+        """Save and end the run, if that was agreed."""
+        if self._agreed <= self._handled:
             return
-        self._told, cause = self._agreed, _CAUSES[self._agreed]
-        saved = [name for rider in self._riders if (name := rider.save_last()) is not None]
+        self._handled, cause = self._agreed, _CAUSES[self._agreed]
+        callbacks = self._context.callbacks
+        saved = [name for callback in callbacks if (name := callback.save_before_exit()) is not None]
         if saved:
-            self._say(f"{cause}: saved {', '.join(saved)}; the run ends here, start it again to go on")
+            self._context.print(f"{cause}: saved {', '.join(saved)}; the run ends here, start it again to resume")
             raise StoppedEarly(PREEMPTED, "preempted", f"saved step {steps}")
-        nothing = "this run has no checkpoint to save (run.checkpoint makes one)"
-        if self._agreed > _WARNED:
-            self._say(f"{cause}: {nothing}; it ends at step {steps}, and what it has learnt is lost")
+        no_checkpoint = "this run has no checkpoint to save (run.checkpoint makes one)"
+        if self._agreed > _WARNING:
+            self._context.print(f"{cause}: {no_checkpoint}; it ends at step {steps} and its training is lost")
             raise StoppedEarly(STOPPED, "stopped", f"ended at step {steps} with nothing saved")
-        self._say(f"{cause}: {nothing}, so it goes on")
+        self._context.print(f"{cause}: {no_checkpoint}, so it continues")
 
-    def _saving(self) -> float:
-        """All of them save before the run ends, one after the other."""
-        return sum(rider.saving() for rider in self._riders)
+    def on_run_end(self, failed: bool) -> None:
+        """Nothing to do."""
 
-    def ended(self, failed: bool) -> None:
-        """Called when the run ends."""
-
-    def save_last(self) -> str | None:
-        """Called before the run ends early."""
+    def save_before_exit(self) -> str | None:
+        """Nothing to save."""
         return None
 
-    def saving(self) -> float:
-        """How long that may take."""
+    def save_seconds(self) -> float:
+        """Nothing to save."""
         return 0.0
 
+    def _total_save_seconds(self) -> float:
+        """All callbacks save before the run ends, one after the other."""
+        return sum(callback.save_seconds() for callback in self._context.callbacks)
 
-def _hear_nothing(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN, which programs that this process starts would inherit."""
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which child processes would inherit."""
 
 
-def _die_of(number: int, handler: Any) -> None:
-    """Let the signal do what it would have done without us."""
+def _terminate(number: int, handler: Any) -> None:
+    """Let the signal do what it would have done without samestep."""
     signal.signal(number, handler)
     with suppress(ProcessLookupError):
         os.kill(os.getpid(), number)

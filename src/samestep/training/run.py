@@ -1,4 +1,4 @@
-"""The live training process: one object through which a script speaks to all of its ranks."""
+"""`Run`: the live training process, through which a script uses all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -11,29 +11,28 @@ import torch
 from torch import nn
 
 from samestep.checkpoint.checkpoint import Checkpoint
-from samestep.checkpoint.parts import Ground, Stateful
-from samestep.checkpoint.restore import folder_of, restore
-from samestep.data.loader import Collate, MapDataset
-from samestep.distributed.collectives import Collectives
+from samestep.checkpoint.parts import Stateful
+from samestep.checkpoint.restore import resolve_folder, restore
+from samestep.context import RunConfig
+from samestep.data.loader import CollateFn, MapDataset
+from samestep.distributed.collectives import Collectives, PaddingFilter
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
-from samestep.teacher import options as teaching
 from samestep.teacher.frozen_model import Build
-from samestep.teacher.options import check_placement_options
-from samestep.teacher.teacher import Teacher
-from samestep.training.data_config import Terms
-from samestep.training.evaluation import evaluate, setting_here, take_teacher
-from samestep.training.lifecycle import Lifecycle, RunConfig, reseed_per_rank
-from samestep.training.shard import Reading, Settings, Shard, open_shard
-from samestep.training.stream import Stream, StreamSource, open_stream
-from samestep.training.wrapping import wrap_model
+from samestep.teacher.options import Ground, PlacementOptions, TeacherOptions, check_placement_options
+from samestep.teacher.teacher import Teacher, open_teacher
+from samestep.training.auto_plan import teacher_setup, wrap_model
+from samestep.training.evaluation import evaluate
+from samestep.training.lifecycle import Lifecycle
+from samestep.training.shard import EpochSettings, Shard
+from samestep.training.stream import Stream
 
 
 class Run(Collectives):
-    """A training process among its ranks; use it with `with`, or with `start()` and `close()`.
+    """A training process among its ranks. Use it with `with`, or with `start()` and `close()`.
 
-    One rank needs no process group. After an exception nothing is destroyed, since that can deadlock the other ranks:
-    the exception ends this process, and the launcher the others.
+    A single rank needs no process group. After an exception nothing is destroyed, since that can deadlock the other
+    ranks: the exception ends this process, and the launcher ends the others.
 
     >>> with Run(global_batch=4, seed=0) as run:
     ...     run.print(f"{run.size} rank(s)")
@@ -54,40 +53,56 @@ class Run(Collectives):
         compile: bool = False,
         ledger: bool = False,
     ) -> None:
-        self._life = Lifecycle(
-            RunConfig(
-                global_batch,
-                seed,
-                folder,
-                backend,
-                start_timeout,
-                step_timeout,
-                replica_check_every,
-                precision,
-                compile,
-                ledger,
-            )
+        """Configure a run; the ranks connect at `start()`.
+
+        Args:
+            global_batch: Samples per optimizer step, over all ranks.
+            seed: The source of initial weights, sample order and keyed random numbers.
+            folder: The folder of the run's logs. Default: the launcher's, that of `run.checkpoint`, or a new one in
+                `runs/`.
+            backend: "nccl" or "gloo". Default: NCCL if each rank has a GPU, gloo otherwise.
+            start_timeout: Seconds to wait for other ranks until the first step is complete.
+            step_timeout: Seconds to wait for other ranks from then on.
+            replica_check_every: Steps between two comparisons of the replicas; 0 turns them off.
+            precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it.
+            compile: Whether to compile wrapped models with `torch.compile`.
+            ledger: Whether to record every trained sample, for `samestep audit`.
+
+        """
+        config = RunConfig(
+            global_batch,
+            seed,
+            folder,
+            backend,
+            start_timeout,
+            step_timeout,
+            replica_check_every,
+            precision,
+            compile,
+            ledger,
         )
-        super().__init__(self._life.link)
+        padding = PaddingFilter()
+        self._lifecycle = Lifecycle(config, padding)
+        super().__init__(self._lifecycle.comm, padding)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._life.choice.device
+        """The device of this rank."""
+        return self._lifecycle.choice.device
 
     @property
     def folder(self) -> Path:
-        """Where this run's logs lie, the same on every rank."""
-        return self._life.folder
+        """The folder of this run's logs, the same on every rank."""
+        return self._lifecycle.folder
 
     def start(self) -> Self:
-        """Connect the ranks; `with Run(...)` does it by itself."""
-        self._life.start(self.once)
+        """Connect the ranks; `with Run(...)` calls it."""
+        self._lifecycle.start()
         return self
 
     def close(self) -> None:
         """End after success: write what is pending, wait for all ranks, disconnect."""
-        self._life.end()
+        self._lifecycle.end()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -95,7 +110,7 @@ class Run(Collectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._life.leave(error)
+        self._lifecycle.leave(error)
 
     def wrap(
         self,
@@ -111,67 +126,89 @@ class Run(Collectives):
         example: object = None,
         optimizer: str = "AdamW",
     ) -> nn.Module:
-        """`model` on this rank's device, with the first rank's weights, its gradients joined with those of all ranks.
+        """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
-        One rank: the model itself. `strategy` is "ddp", "fsdp", "zero2" (weights stay whole from the forward to the
-        backward pass) or "hybrid" (shard in a node, replicate between nodes); None chooses. With an `example` batch it
-        plans: strategy, recomputation and micro-batch by what a traced step takes, for the `optimizer` of that name.
+        On a single rank it returns the model itself. `strategy` is "ddp", "fsdp", "zero2" (FSDP that keeps the full
+        weights from the forward to the backward pass) or "hybrid" (shard inside a node, replicate between nodes); None
+        chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
+        for the `optimizer` of that name.
         """
-        wish = WrapOptions(
-            strategy, unused_parameters, sync_batchnorm, cpu_offload, blocks, activation_checkpointing, channels_last
+        options = WrapOptions(
+            strategy,
+            unused_parameters,
+            sync_batchnorm,
+            cpu_offload,
+            blocks,
+            activation_checkpointing,
+            channels_last,
         )
-        return wrap_model(self._life, self.once, model, wish, example, optimizer)
+        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
 
     def shard(
         self,
         dataset: MapDataset,
         *,
         shuffle: bool = False,
-        sampling_weights: "torch.Tensor | None" = None,
-        collate_fn: Collate | None = None,
+        sampling_weights: torch.Tensor | None = None,
+        collate_fn: CollateFn | None = None,
         num_workers: int | None = None,
         drop_last: bool = False,
         micro_batch: int | None = None,
-        epoch_settings: Settings | None = None,
+        epoch_settings: EpochSettings | None = None,
         name: str | None = None,
     ) -> Shard:
-        """This rank's part of a map-style dataset, every sample exactly once over all ranks."""
-        wish = Reading(shuffle, sampling_weights, collate_fn, num_workers, drop_last, micro_batch, epoch_settings, name)
-        return open_shard(self._terms(), dataset, wish)
+        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once."""
+        return Shard(
+            self._lifecycle.loop,
+            dataset,
+            shuffle=shuffle,
+            sampling_weights=sampling_weights,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            micro_batch=micro_batch,
+            epoch_settings=epoch_settings,
+            name=name,
+        )
 
     def stream(
         self,
         dataset: Iterable[object],
         *,
         decode: Callable[[object], object] | None = None,
-        collate_fn: Collate | None = None,
+        collate_fn: CollateFn | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
         micro_batch: int | None = None,
     ) -> Stream:
-        """This rank's part of an iterable dataset, nothing twice or lost; `decode` sees only what this rank keeps.
+        """This rank's part of an iterable dataset; no record is lost or read twice.
 
-        Every rank reads the whole stream, so records should be cheap and the costly part be left to `decode`. A dataset
-        that declares shards (`num_shards`, `shard(i)`) is read shard by shard instead.
+        Every rank reads the full stream, so records should be cheap: put expensive work into `decode`, which samestep
+        calls only for the records that this rank keeps. A dataset with `num_shards` and `shard(i)` is read shard by
+        shard instead.
         """
-        source = StreamSource(dataset, decode, collate_fn, num_workers, micro_batch, drop_last)
-        return open_stream(self._terms(), source)
+        return Stream(
+            self._lifecycle.loop,
+            dataset,
+            decode=decode,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            micro_batch=micro_batch,
+        )
 
     def checkpoint(
         self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: Stateful
     ) -> Checkpoint:
-        """Bring `parts` (model=, optimizer=, train=, ...) to the newest sound checkpoint in `folder`, if there is one.
+        """Restore `parts` (model=, optimizer=, train=, ...) from the newest valid checkpoint in `folder`, if any.
 
-        What it gives saves them there from now on, and no other run may until this one ends. Of the checkpoints the
-        `keep` newest stay, and with `keep_best="val/accuracy"` the one with the best value logged before its save.
+        The returned object saves them there from now on, and no other run may write to the folder until this one ends.
+        The `keep` newest checkpoints are kept, and with `keep_best="val/accuracy"` the one with the best value that was
+        logged before its save.
         """
-        engine, place = self._life.engine, self.once(folder_of, folder)
-        self._life.move_to(place, self.once)
-        own = {} if engine.speed.scale is None else {"loss_scale": engine.speed.scale}
-        facts, times = partial(self._life.summary, "saved"), self._life.times_logged
-        riders, reseed = engine.pulse.riders, partial(reseed_per_rank, self._life.asked.seed, self.rank)
-        ground = Ground(self._link, engine, self.device, riders, reseed, self.print, self.once, facts, times, own)
-        return restore(ground, place, keep, keep_best, parts)
+        context, path = self._lifecycle.context, self.once(resolve_folder, folder)
+        self._lifecycle.move_folder(path)
+        return restore(context, path, keep, keep_best, parts)
 
     def teacher(
         self,
@@ -183,47 +220,44 @@ class Run(Collectives):
         top_k: int | None = None,
         temperature: float = 1.0,
         example: object = None,
-        **special: Unpack[teaching.PlacementOptions],
+        **placement_options: Unpack[PlacementOptions],
     ) -> Teacher:
-        """A frozen model with the weights of a file, called like a module; nothing of it trains or is saved.
+        """A frozen model with the weights of a file, called like a module; it is neither trained nor saved.
 
-        `build` makes the module, or is the folder of a Hugging Face model. `placement` says where it is to be ("gpu",
-        "cpu", "offload", ...); None or "auto" chooses and says why, by the work of `example`: a tensor, a tuple of
-        arguments or a dict of keywords, such as it will be called with.
-        `temperature` is that of the loss which top-k logits are for; without `top_k` it changes nothing. What only some
-        placements know: `device_map` of "custom", `servers` of "served", `cache` of "cached", `inner` of the last two.
+        `build` returns the module, or is the folder of a Hugging Face model. `placement` says where it runs ("gpu",
+        "cpu", "offload", ...); None or "auto" chooses and prints why, by the work of `example`: a tensor, a tuple of
+        arguments or a dict of keyword arguments.
+        `temperature` is that of the loss which uses the top-k logits; without `top_k` it has no effect. Options of some
+        placements: `device_map` for "custom", `servers` for "served", `cache` for "cached", `inner` for the last two.
         """
-        check_placement_options(special)
-        engine = self._life.engine  # first: it says so where the run is not started
-        wish = teaching.TeacherOptions(dtype, top_k, temperature, example, **special)
-        around = partial(setting_here, self._link.world, self._life.asked.global_batch)
-        ground = teaching.Ground(self._link, self.device, self.folder, self.print, self.once, around)
-        return take_teacher(engine, ground, build, weights, placement, wish)
+        context = self._lifecycle.context  # raises if the run is not started
+        check_placement_options(placement_options)
+        options = TeacherOptions(dtype, top_k, temperature, example, **placement_options)
+        setup = partial(teacher_setup, context.world, context.config.global_batch)
+        ground = Ground(context.comm, context.device, context.folder, context.print, context.once, setup)
+        teacher = open_teacher(ground, build, weights, placement, options)
+        context.on_close.append(teacher.close)  # also after a failure: other ranks may wait for what this one serves
+        self._lifecycle.teachers.append(teacher)
+        return teacher
 
     def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.
 
-        What it gives needs no other rank in its forward pass, so that ranks with more test samples than others cannot
-        hang; a sharded model does, and then all ranks pass over equally many batches, whose padding does not count.
+        The forward pass of `net` needs no other rank, so ranks may have different numbers of batches. A sharded model
+        does need all ranks: then all ranks run the same number of batches, and padding does not count.
         """
-        return evaluate(self._link, self._life.engine, model)
+        needs_all_ranks = any(teacher.lockstep for teacher in self._lifecycle.teachers)
+        return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
-        """Log numbers by name; they are averaged over the ranks about once a second, or at once with `now=True`."""
-        engine = self._life.engine
+        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`."""
+        context = self._lifecycle.context
+        number = self._lifecycle.loop.step_number if step is None else step
         for name, value in values.items():
-            engine.pulse.pending.add(engine.step_number if step is None else step, name, value)
+            context.metrics.pending.add(number, name, value)
         if now:
-            engine.flush("run.log(now=True)")
+            context.flush_metrics("run.log(now=True)")
 
     def print(self, text: str) -> None:
-        """Print once, whatever the number of ranks, and keep it in the text log."""
-        self._life.say(text)
-
-    def _keep_real(self, values: torch.Tensor) -> torch.Tensor:
-        return self._life.engine.padding.leave_out(values)
-
-    def _terms(self) -> Terms:
-        life, asked = self._life, self._life.asked
-        batch, seed, ledger = asked.global_batch, asked.seed, asked.ledger
-        return Terms(batch, seed, life.world, self.device, life.engine, self.folder, ledger, self.print, self.once)
+        """Print on rank 0 only, and keep the text in the text log."""
+        self._lifecycle.print(text)

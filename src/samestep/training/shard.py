@@ -1,8 +1,7 @@
-"""This rank's part of a dataset: epochs of steps for training, a pass over everything for evaluation."""
+"""This rank's part of a dataset: epochs of steps for training, one pass over all samples for evaluation."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,332 +9,270 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data import partition as plan_batch
-from samestep.data.ledger import ShardDescription, ShardLedger
-from samestep.data.loader import Collate, Loader, MapDataset, Request
-from samestep.data.partition import EvaluationPartition, Partition
+from samestep.data.ledger import ShardDescription
+from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
+from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import Absent, SampleIds, evaluating, sample_keys
+from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
 from samestep.errors import DataError, StateError
-from samestep.messages import WarnOnce, info
-from samestep.training.data_config import Terms
-from samestep.training.step import MicroBatch, Step, StepPlace
-from samestep.training.step_engine import RunEngine
+from samestep.training.epoch import Epoch, current_epoch, report_if_trained
+from samestep.training.shard_options import choose_micro_batch, choose_num_workers, open_ledger
+from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step_loop import StepLoop
 
-
-class Epoch:
-    """One pass over the data in steps of the global batch; iterate over it once."""
-
-    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], left: Callable[[], int] | None) -> None:
-        self._steps, self._left, self._begun = steps, left, False
-        self.number = number
-        """Which pass this is, from 0."""
-
-    def __len__(self) -> int:
-        if self._left is None:
-            raise DataError(
-                "a stream does not know how many steps it has: iterate over it, or give run.shard a dataset with a "
-                "length"
-            )
-        return self._left()
-
-    def __iter__(self) -> Iterator[Step]:
-        if self._begun:
-            raise DataError(
-                f"epoch {self.number} was iterated twice: its samples would count twice; ask for more epochs(...)"
-            )
-        self._begun = True
-        return self._steps(self.number)
-
-
-def note_if_trained(epoch: int, count: int) -> None:
-    """Say so where nothing is left to train: a finished run that is started again would end without a word."""
-    if epoch and epoch >= count:
-        info(
-            f"epochs({count}): {epoch} are trained already, nothing is left to do; epochs({epoch + 1}) trains one more"
-        )
-
-
-def under_way(epoch: int, step: int) -> int:
-    """The epoch under way at a position: before the first step of one it is still the one before."""
-    return epoch if step else max(0, epoch - 1)
-
-
-Settings = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a shard's samples come from and how they are read."""
-
-    dataset: MapDataset
-    """The user's dataset."""
-    order: SampleOrder
-    """Which sample stands at which position."""
-    collate: Collate | None
-    """Makes a batch of samples; None: torch's default."""
-    workers: int
-    """Data workers of this rank."""
-    settings: Settings | None
-    """A value for each epoch that reaches every sample of it."""
-    device: torch.device
-    """Where batches are wanted."""
+EpochSettings = Callable[[int], object]
 
 
 class Shard:
-    """This rank's part of a dataset, exactly once over all ranks.
+    """This rank's part of a dataset; over all ranks every sample counts exactly once.
 
-    `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over everything once, for evaluation.
+    `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over all samples once, for evaluation.
     """
 
     def __init__(
-        self, source: Source, cut: Partition, engine: RunEngine, account: ShardLedger | None, name: str
+        self,
+        loop: StepLoop,
+        dataset: MapDataset,
+        *,
+        shuffle: bool,
+        sampling_weights: torch.Tensor | None,
+        collate_fn: CollateFn | None,
+        num_workers: int | None,
+        drop_last: bool,
+        micro_batch: int | None,
+        epoch_settings: EpochSettings | None,
+        name: str | None,
     ) -> None:
-        self._source, self._cut, self._engine, self._account, self._name = source, cut, engine, account, name
-        self._reader = OrderReader(source.order, cut.span, cut.steps)
+        context = self._context = loop.context
+        self._loop, self._dataset, self._collate_fn, self._epoch_settings = loop, dataset, collate_fn, epoch_settings
+        n, seed, global_batch = check_dataset(dataset), context.config.seed, context.config.global_batch
+        self._order = SampleOrder(n, seed, shuffle, _to_numpy(sampling_weights))
+        rows, world = choose_micro_batch(context, micro_batch), context.world
+        self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
+        check_lengths(loop.exchange_counts("run.shard", n))
+        self._num_workers = choose_num_workers(context, dataset, num_workers)
+        if self._partition.dropped:
+            context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
+        weighted = sampling_weights is not None
+        description = ShardDescription(n, seed, shuffle, global_batch, weighted, drop_last)
+        self._ledger = open_ledger(context, name, "shard", description)
+        self._name = name or f"shard-{loop.shards}"
+        loop.shards += 1
+        self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
-        engine.at_end.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
+        context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
         self._epoch = self._step = 0
-        self._voice = WarnOnce()
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._pass())
+        return len(self._evaluation())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the global batch in one epoch, on any world size; for learning-rate schedules."""
+        return self._partition.steps
 
     def epochs(self, count: int) -> Iterator[Epoch]:
-        """Epochs from where this shard stands up to `count` in all; a resumed one goes on at its next step."""
-        note_if_trained(self._epoch, count)
-        self._engine.expect(count * self._cut.steps, self._epoch * self._cut.steps + self._step)
+        """The epochs from the current position up to `count` in all; a resumed epoch continues with its next step."""
+        report_if_trained(self._epoch, count)
+        steps = self._partition.steps
+        if self._context.loggers is not None:
+            self._context.loggers.expect(count * steps, self._epoch * steps + self._step)
         while self._epoch < count:
-            number = self._engine.epoch = self._epoch
+            number = self._context.progress.epoch = self._epoch
             yield Epoch(number, self.steps, self.steps_left)
             if self._epoch == number:  # the loop over its steps was left early
                 self._epoch, self._step = number + 1, 0
 
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """The steps of an epoch from the current position."""
+        self._context.training_data.add(self)
+        partition, first = self._partition, self._step
+        if self._ledger:
+            self._ledger.begin(epoch, first)
+        micro_batches = self._micro_batches(epoch, first)
+        for index in range(first, partition.steps):
+            start, stop = partition.positions(index)
+            count = partition.shape(index)[0]
+            number = epoch * partition.steps + index
+            position = StepPosition(number, index, epoch, stop - start, count, self._name)
+            advance = partial(self._advance, epoch, index)
+            yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
+        self._epoch, self._step = epoch + 1, 0
+
+    def steps_left(self) -> int:
+        """How many steps the current epoch still has."""
+        return self._partition.steps - self._step
+
     def __iter__(self) -> Iterator[Any]:
-        """Everything once, in the order of the dataset, in batches of this rank; nothing padded counts."""
-        whole = self._pass()
-        setting = self._setting(self._engine.epoch)
-        # A sharded model needs equally many calls on every rank, not equal shapes: only a batch without any sample is
-        # filled, and with one row.
-        requests = (Request(0, np.arange(*whole.span(k)), setting) for k in range(len(whole)))
-        number = self._account.begin_pass(self._epoch, self._step) if self._account else 0
+        """All samples once, in dataset order, in batches of this rank; padding does not count."""
+        context, evaluation = self._context, self._evaluation()
+        epoch = context.progress.epoch
+        setting = self._epoch_setting(epoch)
+        # A sharded model needs the same number of calls on every rank, not equal shapes: only a batch without any
+        # sample is filled, with one padding row.
+        requests = (BatchRequest(0, np.arange(*evaluation.read_range(k)), setting) for k in range(len(evaluation)))
+        number = self._ledger.begin_evaluation(self._epoch, self._step) if self._ledger else 0
         for k, data in enumerate(self._loader("evaluation").read(requests)):
-            part = whole.batch(k)
-            samples = SampleIds(self._name, self._engine.epoch, list(range(*whole.span(k))), part.real)
-            with self._engine.padding.handed_out(rows=0 if part.real else 1), evaluating(samples):
+            rows = evaluation.batch(k)
+            samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
+            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples):
                 yield data
-            if self._account:
-                self._account.evaluated(number, k, part.start, part.real)
-        if self._account:
-            self._account.passed(number)
+            if self._ledger:
+                self._ledger.record_evaluation(number, k, rows.start, rows.real)
+        if self._ledger:
+            self._ledger.end_evaluation(number)
 
     def state_dict(self) -> dict[str, int]:
-        """Where training stands, the same on every rank: valid on any world size and any number of workers."""
+        """The position of training, the same on every rank; valid on any world size and number of workers."""
         return {
             "epoch": self._epoch,
             "step": self._step,
-            "seed": self._source.order.seed,
-            "n": self._cut.n,
-            "global_batch": self._cut.global_batch,
-            "shuffle": self._source.order.shuffle,
+            "seed": self._order.seed,
+            "n": self._partition.n,
+            "global_batch": self._partition.global_batch,
+            "shuffle": self._order.shuffle,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Stand where `state` was taken: the next step holds exactly the next samples."""
-        shuffle = self._source.order.shuffle
-        state = {"shuffle": shuffle, **state}  # an earlier samestep saved positions that do not tell it
+        """Continue from a saved position: the next step holds exactly the next samples."""
+        shuffle = self._order.shuffle
+        state = {"shuffle": shuffle, **state}  # older positions do not have it
         for name, here, remedy in (
-            ("n", self._cut.n, "give the same dataset, or begin anew in another folder"),
-            ("global_batch", self._cut.global_batch, f"pass Run(global_batch={state.get('global_batch')})"),
-            ("seed", self._source.order.seed, f"pass Run(seed={state.get('seed')})"),
+            ("n", self._partition.n, "pass the same dataset, or start in another folder"),
+            ("global_batch", self._partition.global_batch, f"pass Run(global_batch={state.get('global_batch')})"),
+            ("seed", self._order.seed, f"pass Run(seed={state.get('seed')})"),
             ("shuffle", shuffle, f"pass run.shard(shuffle={state.get('shuffle')})"),
         ):
             if state.get(name) != here:
                 raise StateError(
-                    f"the saved position has {name}={state.get(name)} and this shard has {name}={here}: the samples "
-                    f"already seen would not be the same; {remedy}"
+                    f"the saved position has {name}={state.get(name)} and this shard has {name}={here}, so the samples "
+                    f"already trained would differ: {remedy}"
                 )
         self._epoch, self._step = state["epoch"], state["step"]
-        self._engine.epoch = under_way(self._epoch, self._step)
+        self._context.progress.epoch = current_epoch(self._epoch, self._step)
 
-    def steps(self, epoch: int) -> Iterator[Step]:
-        """The steps of an epoch from where this shard stands."""
-        self._engine.trained.add(self)
-        first = self._step
-        if self._account:
-            self._account.begin(epoch, first)
-        stream = self._micro_batches(epoch, first)
-        for index in range(first, self._cut.steps):
-            start, stop = self._cut.positions(index)
-            count = self._cut.shape(index)[0]
-            place = StepPlace(epoch * self._cut.steps + index, index, epoch, stop - start, count, self._name)
-            step = Step(place, islice(stream, count), self._engine, partial(self._count, epoch, index))
-            yield from self._engine.hand_out(step)
-            self._step = index + 1
-            self._engine.end_step(step)
-        self._epoch, self._step = epoch + 1, 0
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of the global batch in one epoch, on any world size: what a learning-rate schedule wants to know."""
-        return self._cut.steps
-
-    def steps_left(self) -> int:
-        """How many steps the epoch under way still has."""
-        return self._cut.steps - self._step
-
-    def _count(self, epoch: int, index: int) -> None:
-        """Stand behind a step whose samples have been learnt from, and write that down."""
+    def _advance(self, epoch: int, index: int, trained: bool) -> None:
+        """Move the position behind a step; if its samples were trained, record them in the ledger."""
         self._step = index + 1
-        if self._account:
-            begin, end = self._cut.slice(index)
-            self._account.trained(epoch, index, begin, end - begin)
+        if trained and self._ledger:
+            start, stop = self._partition.slice(index)
+            self._ledger.record_training(epoch, index, start, stop - start)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
-        asked: deque[tuple[int, np.ndarray]] = deque()
-        setting = self._setting(epoch)
-        fewest = self._engine.fewest_rows
+        """This rank's micro-batches of all steps of an epoch, read ahead by the data workers."""
+        requested: deque[tuple[int, np.ndarray]] = deque()
+        setting, min_rows, partition = self._epoch_setting(epoch), self._context.min_rows, self._partition
 
-        def upcoming() -> Iterator[Request]:
-            """What to read, in order; how it is to be weighed waits in `asked`."""
-            for index in range(first, self._cut.steps):
-                indices, start = self._reader.read(epoch, index), self._cut.span(index)[0]
-                if self._cut.rank == 0 and (told := _tell_copies(self._cut, index, fewest)):
-                    self._voice.warn_once(told)
-                for part in self._cut.micro_batches(index):
-                    chosen = _rows(indices, part, start)
-                    if fewest:  # ranks need equally many backward passes, not equal shapes
-                        chosen = np.resize(chosen, max(part.real, fewest))
-                    asked.append((part.real, chosen))
-                    yield Request(epoch, chosen, setting)
+        def requests() -> Iterator[BatchRequest]:
+            """What to read, in order; `requested` keeps the number of real rows of each."""
+            for index in range(first, partition.steps):
+                indices, start = self._order_reader.read(epoch, index), partition.read_range(index)[0]
+                if warning := _padding_warning(partition, index, min_rows):
+                    self._context.warn_once(warning)
+                for rows in partition.micro_batches(index):
+                    chosen = _row_indices(indices, rows, start)
+                    if min_rows:  # ranks need the same number of backward passes, not equal shapes
+                        chosen = np.resize(chosen, max(rows.real, min_rows))
+                    requested.append((rows.real, chosen))
+                    yield BatchRequest(epoch, chosen, setting)
 
-        for data in self._loader("training").read(upcoming()):
-            real, indices = asked.popleft()
+        for data in self._loader("training").read(requests()):
+            real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
-            keys = partial(self._keys, epoch, indices)
-            yield MicroBatch(data, weights, keys, indices.tolist(), full=real == len(indices))
+            make_keys = partial(self._keys, epoch, indices)
+            yield MicroBatch(data, weights, make_keys, indices.tolist(), full=real == len(indices))
 
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        words = sample_keys(self._source.order.seed, epoch, indices).view(np.int64)
-        return torch.from_numpy(words).to(self._source.device)
+        keys = sample_keys(self._order.seed, epoch, indices).view(np.int64)
+        return torch.from_numpy(keys).to(self._context.device)
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:
             weights = (torch.arange(rows) < real).float()
-            self._weights[rows, real] = weights.to(self._source.device)
+            self._weights[rows, real] = weights.to(self._context.device)
         return self._weights[rows, real]
 
-    def _pass(self) -> EvaluationPartition:
-        rows = self._cut.micro_batch or -(-self._cut.global_batch // self._cut.size)
-        return EvaluationPartition(self._cut.n, rows, self._cut.rank, self._cut.size, lockstep=self._engine.lockstep)
+    def _evaluation(self) -> EvaluationPartition:
+        partition = self._partition
+        rows = partition.micro_batch or -(-partition.global_batch // partition.world_size)
+        return EvaluationPartition(
+            partition.n, rows, partition.rank, partition.world_size, lockstep=self._context.lockstep
+        )
 
-    def _setting(self, epoch: int) -> object:
-        return Absent.SETTING if self._source.settings is None else self._source.settings(epoch)
+    def _epoch_setting(self, epoch: int) -> object:
+        return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
 
     def _loader(self, purpose: str) -> Loader:
-        """One set of workers for each purpose: an evaluation in the midst of an epoch must not disturb it."""
+        """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
         if purpose not in self._loaders:
-            source = self._source
             self._loaders[purpose] = Loader(
-                source.dataset, source.order.seed, self._cut.rank, source.collate, source.workers, source.device
+                self._dataset,
+                self._order.seed,
+                self._partition.rank,
+                self._collate_fn,
+                self._num_workers,
+                self._context.device,
             )
         return self._loaders[purpose]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What the user asked for in run.shard."""
-
-    shuffle: bool
-    """Another order in every epoch."""
-    weights: torch.Tensor | None
-    """Draw with replacement by these."""
-    collate: Collate | None
-    """Makes a batch of samples."""
-    workers: int | None
-    """Data workers of each rank; None: chosen by the cores."""
-    drop_last: bool
-    """Leave out the last, smaller step of an epoch."""
-    micro_batch: int | None
-    """The most rows that go through the model at once."""
-    settings: Settings | None
-    """A value for each epoch that reaches every sample of it."""
-    name: str | None
-    """What the ledger calls it; None: shard-0, shard-1 and so on."""
-
-
-def open_shard(terms: Terms, dataset: MapDataset, reading: Reading) -> Shard:
-    """A shard under the terms of a run."""
-    n = check_dataset(dataset)
-    order = SampleOrder(n, terms.seed, reading.shuffle, _numbers(reading.weights))
-    rows = terms.rows(reading.micro_batch)
-    cut = Partition(n, terms.global_batch, terms.world.rank, terms.world.size, rows, reading.drop_last)
-    check_lengths(terms.engine.exchange_counts("run.shard", n))
-    workers = terms.workers_for(dataset, reading.workers)
-    if cut.dropped:
-        terms.say(f"drop_last: {cut.dropped} of {n} samples are left out of every epoch")
-    weighted = reading.weights is not None
-    description = ShardDescription(n, terms.seed, reading.shuffle, terms.global_batch, weighted, reading.drop_last)
-    source = Source(dataset, order, reading.collate, workers, reading.settings, terms.device)
-    account = terms.account(reading.name, "shard", description)
-    terms.engine.shards += 1
-    return Shard(source, cut, terms.engine, account, reading.name or f"shard-{terms.engine.shards - 1}")
-
-
-def _numbers(weights: torch.Tensor | None) -> np.ndarray | None:
-    if weights is None:
-        return None
-    if not isinstance(weights, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # what scripts pass is not typed
-        raise DataError(
-            f"weights are a {type(weights).__name__} and must be a tensor with one number for each sample: "
-            "pass weights=torch.as_tensor(...)"
-        )
-    return weights.detach().double().cpu().numpy()
-
-
-def check_lengths(lengths: list[int]) -> None:
-    """Raise where ranks see datasets of different lengths: their steps would not hold the same samples."""
-    if len(set(lengths)) > 1:
-        told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:8]))
-        raise DataError(
-            f"the dataset has not the same length on all ranks: {told}; every rank must be given the whole of the same "
-            "data, and run.shard takes this rank's part of it"
-        )
-
-
 def check_dataset(dataset: object) -> int:
-    """The length of a map-style dataset, or what is wrong with it."""
+    """The length of a map-style dataset; raises if it is not one."""
+    kind = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} has no length, so its samples cannot be numbered: use run.stream(...) for an "
-            "iterable dataset, "
-            "or give it a __len__"
+            f"{kind} has no length, so its samples have no index: use run.stream(...) for an iterable dataset, or add "
+            "a __len__"
         )
     if not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"{type(dataset).__name__} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)"
-        )
-    length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__, as was just seen
+        raise DataError(f"{kind} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)")
+    length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
     if length == 0:
-        raise DataError(f"{type(dataset).__name__} is empty: there is nothing to shard; check the path it reads from")
+        raise DataError(f"{kind} is empty, so there is nothing to shard: check the path it reads from")
     return length
 
 
-def _tell_copies(cut: Partition, index: int, fewest: int) -> str | None:
-    """What to say of a step in which some rank has fewer samples than BatchNorm can compute with."""
-    start, stop = cut.positions(index)
-    count = cut.shape(index)[0]
-    if (stop - start) // cut.size // count >= fewest:
+def check_lengths(lengths: list[int]) -> None:
+    """Raise if ranks have datasets of different lengths: their steps would not hold the same samples."""
+    if len(set(lengths)) > 1:
+        shown = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:8]))
+        raise DataError(
+            f"the dataset does not have the same length on all ranks: {shown}; pass the same full dataset on every "
+            "rank, and run.shard selects this rank's part"
+        )
+
+
+def _to_numpy(sampling_weights: torch.Tensor | None) -> np.ndarray | None:
+    if sampling_weights is None:
+        return None
+    if not isinstance(sampling_weights, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+        raise DataError(
+            f"sampling_weights is a {type(sampling_weights).__name__} and must be a tensor with one number per sample: "
+            "pass sampling_weights=torch.as_tensor(...)"
+        )
+    return sampling_weights.detach().double().cpu().numpy()
+
+
+def _padding_warning(partition: Partition, index: int, min_rows: int) -> str | None:
+    """The warning for a step in which some rank has fewer samples than BatchNorm needs."""
+    start, stop = partition.positions(index)
+    count = partition.shape(index)[0]
+    if (stop - start) // partition.world_size // count >= min_rows:
         return None
     return (
-        f"step {index} of each epoch has {stop - start} sample(s) for {cut.size} rank(s) in {count} micro-batch(es) "
-        f"each, and BatchNorm needs {fewest} at a time: copies fill in, which weigh nothing in the loss but enter the "
-        "statistics of BatchNorm; another global_batch or micro_batch, or run.shard(drop_last=True), avoids it"
+        f"step {index} of each epoch has {stop - start} sample(s) for {partition.world_size} rank(s) with {count} "
+        f"micro-batch(es) each, and BatchNorm needs {min_rows} rows at a time: samestep adds padding rows, which have "
+        "weight 0 in the loss but enter the BatchNorm statistics; pass another global_batch or micro_batch, or "
+        "run.shard(drop_last=True)"
     )
 
 
-def _rows(indices: np.ndarray, part: plan_batch.MicroBatchRows, start: int) -> np.ndarray:
+def _row_indices(indices: np.ndarray, rows: MicroBatchRows, start: int) -> np.ndarray:
     """The dataset indices of a micro-batch's rows; `indices` are those of the positions from `start` on."""
-    real = indices[part.start - start : part.stop - start]
-    return real if not part.padding else np.concatenate([real, np.repeat(indices[part.pad - start], part.padding)])
+    real = indices[rows.start - start : rows.stop - start]
+    return (
+        real
+        if not rows.padding
+        else np.concatenate([real, np.repeat(indices[rows.padding_position - start], rows.padding)])
+    )

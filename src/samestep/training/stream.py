@@ -1,7 +1,6 @@
-"""This rank's part of a stream: steps of the global batch from data that has no length."""
+"""This rank's part of a stream: steps of the global batch from an iterable dataset without a length."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,209 +8,199 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from samestep.data.ledger import ShardDescription, ShardLedger
-from samestep.data.loader import Collate, WorkerSetup, check_workers, defer_signals, move_to_device
+from samestep.data.ledger import ShardDescription
+from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import Partition
 from samestep.data.sample_rng import sample_keys
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
-from samestep.training.data_config import Terms
-from samestep.training.shard import Epoch, note_if_trained, under_way
-from samestep.training.step import MicroBatch, Step, StepPlace
+from samestep.training.epoch import Epoch, current_epoch, report_if_trained
+from samestep.training.shard_options import choose_micro_batch, open_ledger
+from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step_loop import StepLoop
 
-_NOTHING = StreamStep(-1, [], [], None, None)
-
-
-@dataclass(frozen=True)
-class StreamSource:
-    """Where a stream's samples come from and how they are read."""
-
-    dataset: Iterable[object]
-    """The user's iterable dataset."""
-    decode: Callable[[object], object] | None
-    """Makes a sample of a record that this rank keeps."""
-    collate: Collate | None
-    """Makes a batch of samples; None: torch's default."""
-    workers: int
-    """Data workers of this rank; each reads the whole stream and keeps its steps."""
-    micro_batch: int | None
-    """The most rows that go through the model at once."""
-    drop_last: bool
-    """Leave out a last, smaller step."""
+_NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
 
 class Stream:
     """This rank's part of an iterable dataset: the same global batches on any number of ranks and workers.
 
-    `for epoch in stream.epochs(1)` trains; `for batch in stream` passes over everything once, for evaluation.
+    `for epoch in stream.epochs(1)` trains; `for batch in stream` passes over all records once, for evaluation.
     """
 
-    def __init__(self, source: StreamSource, terms: Terms, account: ShardLedger | None) -> None:
-        self._source, self._terms, self._engine, self._account = source, terms, terms.engine, account
+    def __init__(
+        self,
+        loop: StepLoop,
+        dataset: Iterable[object],
+        *,
+        decode: Callable[[object], object] | None,
+        collate_fn: CollateFn | None,
+        num_workers: int,
+        drop_last: bool,
+        micro_batch: int | None,
+    ) -> None:
+        self._dataset = dataset
+        check_stream(dataset)
+        check_num_workers(num_workers)
+        context = self._context = loop.context
+        config = context.config
+        if is_sharded(dataset) and config.ledger:
+            raise DataError(
+                "ledger=True does not support a stream in shards, since their lengths are known only at the end: "
+                "remove num_shards from the dataset, or pass ledger=False"
+            )
+        self._loop, self._decode, self._drop_last = loop, decode, drop_last
+        self._collate_fn, self._num_workers = collate_fn or default_collate, num_workers
+        self._micro_batch = choose_micro_batch(context, micro_batch)
+        description = ShardDescription(
+            n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
+        )
+        self._ledger = open_ledger(context, None, "stream", description)
         self._epoch = self._step = self._number = 0
-        self._place: object = None
+        self._state: object = None
         self._ended = False
-        self._spare: list[object] = []
+        self._padding: list[object] = []
 
     def epochs(self, count: int) -> Iterator[Epoch]:
-        """Passes over the stream from where this one stands up to `count` in all."""
-        note_if_trained(self._epoch, count)
+        """The passes over the stream from the current position up to `count` in all."""
+        report_if_trained(self._epoch, count)
         while self._epoch < count:
-            number = self._engine.epoch = self._epoch
+            number = self._context.progress.epoch = self._epoch
             yield Epoch(number, self.steps, None)
             if self._epoch == number:  # the loop over its steps was left early
                 self._begin_epoch(number + 1)
 
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """The steps of one pass from the current position; it ends on all ranks at the same step."""
+        self._context.training_data.add(self)
+        if self._ledger:
+            self._ledger.begin(epoch, self._step)
+        parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
+        for part, count, largest in self._with_counts(parts):
+            micro_batches = list(self._micro_batches(part, largest, epoch))
+            position = StepPosition(self._number, self._step, epoch, count, len(micro_batches))
+            advance = partial(self._advance, position, part)
+            yield from self._loop.run(Step(self._context, position, iter(micro_batches), advance))
+        if not self._step:
+            raise DataError(self._empty_message())
+        self._begin_epoch(epoch + 1)
+
     def __iter__(self) -> Iterator[Any]:
-        """Everything once, in batches of this rank; not for sharded models, whose ranks need equally many batches."""
-        if self._engine.lockstep:
+        """All records once, in batches of this rank; not for sharded models, which need the same number per rank."""
+        if self._context.lockstep:
             raise DataError(
-                "a sharded model cannot be evaluated on a stream: its ranks need equally many batches, and a stream "
-                "does not "
-                "know how many it has; give run.shard a dataset with a length"
+                "a sharded model cannot be evaluated on a stream: its ranks need the same number of batches, and the "
+                "length of a stream is unknown; pass a dataset with a length to run.shard"
             )
-        collate = self._source.collate or default_collate
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
-            rows = self._source.micro_batch or len(part.samples) or 1
-            for at in range(0, len(part.samples), rows):
-                yield move_to_device(collate(part.samples[at : at + rows]), self._terms.device)
+            rows = self._micro_batch or len(part.samples) or 1
+            for start in range(0, len(part.samples), rows):
+                yield move_to_device(self._collate_fn(part.samples[start : start + rows]), self._context.device)
 
     def state_dict(self) -> dict[str, object]:
-        """Where training stands, the same on every rank: valid on any world size and any number of workers."""
+        """The position of training, the same on every rank; valid on any world size and number of workers."""
         return {
             "epoch": self._epoch,
             "step": self._step,
             "number": self._number,
-            "seed": self._terms.seed,
-            "global_batch": self._terms.global_batch,
-            "stream": self._place,
+            "seed": self._context.config.seed,
+            "global_batch": self._context.config.global_batch,
+            "stream": self._state,
             "ended": self._ended,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Stand where `state` was taken; a stream that can neither seek nor restore itself is read up to there."""
-        for name, here in (("global_batch", self._terms.global_batch), ("seed", self._terms.seed)):
+        """Continue from a saved position; a stream that can neither seek nor restore itself is read up to there."""
+        config = self._context.config
+        for name, here in (("global_batch", config.global_batch), ("seed", config.seed)):
             if state.get(name) != here:
                 raise StateError(
-                    f"the saved position has {name}={state.get(name)} and this stream has {name}={here}: the samples "
-                    f"already seen would not be the same; pass Run({name}={state.get(name)})"
+                    f"the saved position has {name}={state.get(name)} and this stream has {name}={here}, so the "
+                    f"samples already trained would differ: pass Run({name}={state.get(name)})"
                 )
         self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
-        self._place, self._ended = state.get("stream"), bool(state.get("ended"))
-        self._engine.epoch = under_way(self._epoch, self._step)
-
-    def steps(self, epoch: int) -> Iterator[Step]:
-        """The steps of one pass from where this stream stands; it ends on all ranks together."""
-        self._engine.trained.add(self)
-        if self._account:
-            self._account.begin(epoch, self._step)
-        parts = iter(()) if self._ended else self._read(epoch, self._step, self._place, self._source.drop_last)
-        for part, count, largest in self._together(parts):
-            micro_batches = list(self._micro_batches(part, largest, epoch))
-            place = StepPlace(self._number, self._step, epoch, count, len(micro_batches))
-            step = Step(place, iter(micro_batches), self._engine, partial(self._count, place, part))
-            yield from self._engine.hand_out(step)
-            self._stand_behind(place, part)
-            self._engine.end_step(step)
-        if not self._step:
-            raise DataError(_tell_nothing(self._source))
-        self._begin_epoch(epoch + 1)
+        self._state, self._ended = state.get("stream"), bool(state.get("ended"))
+        self._context.progress.epoch = current_epoch(self._epoch, self._step)
 
     def _begin_epoch(self, number: int) -> None:
-        self._epoch, self._step, self._place, self._ended = number, 0, None, False
+        self._epoch, self._step, self._state, self._ended = number, 0, None, False
 
-    def _count(self, place: StepPlace, part: StreamStep) -> None:
-        """Stand behind a step whose samples have been learnt from, and write that down."""
-        self._stand_behind(place, part)
-        if self._account:
-            first = part.positions[0] if part.positions else place.index * self._terms.global_batch
-            self._account.trained(place.epoch, place.index, first, len(part.positions))
-
-    def _stand_behind(self, place: StepPlace, part: StreamStep) -> None:
-        self._step, self._number, self._place = place.index + 1, place.number + 1, part.state
-        # one that was read to its end may tell that it stands at its beginning again
-        self._ended = part.count is not None and part.count < self._terms.global_batch
+    def _advance(self, position: StepPosition, part: StreamStep, trained: bool) -> None:
+        """Move the position behind a step; if its samples were trained, record them in the ledger."""
+        global_batch = self._context.config.global_batch
+        self._step, self._number, self._state = position.index + 1, position.number + 1, part.state
+        # a stream that was read to its end may report the state of its beginning
+        self._ended = part.count is not None and part.count < global_batch
+        if trained and self._ledger:
+            first = part.positions[0] if part.positions else position.index * global_batch
+            self._ledger.record_training(position.epoch, position.index, first, len(part.positions))
 
     def _read(self, epoch: int, first: int, state: object, drop_last: bool) -> Iterator[StreamStep]:
-        source, terms = self._source, self._terms
-        cut = StreamPartition(
-            source.dataset, terms.world.rank, terms.world.size, terms.global_batch, first, state, terms.seed, epoch,
-            source.decode, drop_last,
+        config, world = self._context.config, self._context.world
+        partition = StreamPartition(
+            self._dataset, world.rank, world.size, config.global_batch, first, state, config.seed, epoch,
+            self._decode, drop_last,
         )  # fmt: skip
         loader: DataLoader[StreamStep] = DataLoader(
-            _typed(cut),
+            _as_dataset(partition),
             batch_size=None,
-            num_workers=source.workers,
-            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  # without automatic batches it is given one item
+            num_workers=self._num_workers,
+            collate_fn=_identity,  # pyright: ignore[reportArgumentType]  # without automatic batching it gets one item
             generator=torch.Generator(),
-            worker_init_fn=WorkerSetup() if source.workers else None,
+            worker_init_fn=WorkerSetup() if self._num_workers else None,
         )
         with defer_signals():
             return iter(loader)
 
-    def _together(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
-        """Each part, the samples of the whole step and of its fullest rank; for shards the other ranks are asked."""
-        size = self._terms.world.size
-        if not is_sharded(self._source.dataset):
+    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
+        """Each part with the samples of the step over all ranks and the largest number of any rank.
+
+        For a stream in shards the ranks exchange their counts.
+        """
+        size = self._context.world.size
+        if not is_sharded(self._dataset):
             for part in parts:
                 assert part.count is not None
                 yield part, part.count, -(-part.count // size)
             return
         while True:
-            part = next(parts, _NOTHING)
-            counts = self._engine.exchange_counts("a step of run.stream", len(part.samples))
+            part = next(parts, _NO_SAMPLES)
+            counts = self._loop.exchange_counts("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
             yield part, sum(counts), max(counts)
 
     def _micro_batches(self, part: StreamStep, largest: int, epoch: int) -> Iterator[MicroBatch]:
-        """Equally many of equal shape on every rank; one with too few samples repeats a sample without weight."""
+        """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
+        device, min_rows = self._context.device, self._context.min_rows
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
-        self._spare = samples[-1:] or ([part.pad] if part.pad is not None else self._spare)
-        assert self._spare  # a step has a sample on some rank, and a rank without any is given one of theirs
-        cut = Partition(largest, largest, 0, 1, self._source.micro_batch)
-        collate, fewest = self._source.collate or default_collate, self._engine.fewest_rows
-        for rows in cut.micro_batches(0):
-            chosen, at = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
+        self._padding = samples[-1:] or ([part.padding_sample] if part.padding_sample is not None else self._padding)
+        assert self._padding  # some rank has a sample of this step, and a rank without any receives one of them
+        for rows in Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0):
+            chosen, row_positions = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
             missing = rows.rows - len(chosen)
-            if fewest:  # BatchNorm is to see no copies where it can do without
-                missing = min(missing, max(0, fewest - len(chosen)))
-            at = np.concatenate([at, np.zeros(missing, dtype=np.int64)])
-            data = move_to_device(collate(chosen + missing * self._spare), self._terms.device)
-            weights = (torch.arange(len(at)) < len(chosen)).float().to(self._terms.device)
-            yield MicroBatch(data, weights, partial(self._keys, epoch, at), at.tolist(), full=not missing)
+            if min_rows:  # BatchNorm should see no padding if it can do without
+                missing = min(missing, max(0, min_rows - len(chosen)))
+            row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
+            data = move_to_device(self._collate_fn(chosen + missing * self._padding), device)
+            weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
+            make_keys = partial(self._keys, epoch, row_positions)
+            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), full=not missing)
 
-    def _keys(self, epoch: int, at: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(sample_keys(self._terms.seed, epoch, at).view(np.int64)).to(self._terms.device)
+    def _keys(self, epoch: int, positions: np.ndarray) -> torch.Tensor:
+        keys = sample_keys(self._context.config.seed, epoch, positions).view(np.int64)
+        return torch.from_numpy(keys).to(self._context.device)
 
-
-def open_stream(terms: Terms, source: StreamSource) -> Stream:
-    """A stream under the terms of a run."""
-    check_stream(source.dataset)
-    check_workers(source.workers)
-    if is_sharded(source.dataset) and terms.ledger:
-        raise DataError(
-            "ledger=True cannot keep account of a stream in shards: only its end tells how long they were; leave "
-            "num_shards out of the "
-            "dataset, or run with ledger=False"
-        )
-    description = ShardDescription(
-        n=None, seed=terms.seed, shuffle=False, global_batch=terms.global_batch, drop_last=source.drop_last
-    )
-    source = replace(source, micro_batch=terms.rows(source.micro_batch))
-    return Stream(source, terms, terms.account(None, "stream", description))
+    def _empty_message(self) -> str:
+        name = type(self._dataset).__name__
+        if self._drop_last:
+            return f"{name} has fewer records than one global batch, and drop_last=True drops them all: omit drop_last"
+        return f"{name} has no records, so there is nothing to train on: check the path it reads from"
 
 
-def _tell_nothing(source: StreamSource) -> str:
-    name = type(source.dataset).__name__
-    if source.drop_last:
-        return f"{name} gave fewer records than one global batch, and drop_last=True drops them all: leave it out"
-    return f"{name} gave no record at all: there is nothing to train on; check the path it reads from"
-
-
-def _as_it_is(part: StreamStep) -> StreamStep:
+def _identity(part: StreamStep) -> StreamStep:
     return part
 
 
-def _typed(cut: StreamPartition) -> IterableDataset[StreamStep]:
-    return cut
+def _as_dataset(partition: StreamPartition) -> IterableDataset[StreamStep]:
+    return partition

@@ -1,0 +1,175 @@
+"""The run context: what every part of a live run needs, in one place."""
+
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from samestep.data.ledger import ShardLedger
+from samestep.distributed.collectives import PaddingFilter
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.metric_sync import MetricSync, StepCallback
+from samestep.distributed.once import Per, once
+from samestep.environment.world import World
+from samestep.errors import CommunicationError
+from samestep.loggers.loggers import Loggers
+from samestep.messages import WarnOnce
+from samestep.parallel.acceleration import Acceleration
+from samestep.parallel.batchnorm import min_rows
+from samestep.parallel.precision import Precision
+from samestep.parallel.wrapped_model import WrappedModel
+
+T = TypeVar("T")
+_STEP_STRIDE = 0xD1B54A32D192ED03  # odd, and unrelated to the next
+_RANK_STRIDE = 0x9E3779B97F4A7C15  # odd, from the golden ratio: neighboring ranks get distant seeds
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The arguments of `Run(...)`."""
+
+    global_batch: int
+    seed: int
+    folder: str | Path | None
+    backend: str | None
+    start_timeout: float
+    step_timeout: float
+    replica_check_every: int
+    precision: Precision
+    compile: bool
+    ledger: bool
+
+    def check(self) -> None:
+        """Raise if a number is of the wrong type or out of range; scripts are not type-checked."""
+        for name, kind, least, most, should in (
+            ("global_batch", Integral, 1, None, "must be an integer of at least 1, e.g. global_batch=256"),
+            ("seed", Integral, -(1 << 63), (1 << 63) - 1, "must be a 64-bit integer, e.g. seed=0"),
+            ("replica_check_every", Integral, 0, None, "must be an integer number of steps, or 0 to turn it off"),
+            ("start_timeout", Real, 1e-3, None, "must be a number of seconds above 0, e.g. start_timeout=1800"),
+            ("step_timeout", Real, 1e-3, None, "must be a number of seconds above 0, e.g. step_timeout=300"),
+        ):
+            value: float = getattr(self, name)
+            if not isinstance(value, kind) or not least <= value or (most is not None and value > most):
+                raise CommunicationError(f"{name}={value!r} {should}")
+
+
+@dataclass
+class Progress:
+    """How far training has come; restored from a checkpoint."""
+
+    epoch: int = 0
+    """The current epoch."""
+    steps: int = 0
+    """Completed optimizer steps since training began."""
+    samples: int = 0
+    """Trained samples since training began, over all ranks."""
+    steps_of_process: int = 0
+    """Completed optimizer steps of this process."""
+    in_step: bool = False
+    """Whether the user's loop body of a step is running."""
+
+
+@dataclass
+class RunContext:
+    """Config, world, device, communicator and loggers of a run, and what the script has registered with it."""
+
+    config: RunConfig
+    comm: Communicator
+    device: torch.device
+    folder: Path
+    """The folder of the run's files, the same on every rank."""
+    loggers: Loggers | None
+    """Console and log files; None on all ranks but rank 0."""
+    acceleration: Acceleration
+    """Precision, loss scale, compilation and fused optimizers."""
+    padding: PaddingFilter
+    """Drops padding rows from metrics during an evaluation."""
+    summary: Callable[[str], dict[str, object]]
+    """The summary of the run with the given status, for summary.json and checkpoints."""
+    progress: Progress = field(default_factory=Progress)
+    models: list[WrappedModel] = field(default_factory=list)
+    """What `run.wrap` returned."""
+    ledgers: list[ShardLedger] = field(default_factory=list)
+    """One per shard and stream if the run keeps a ledger."""
+    training_data: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+    """The shards and streams that training has read from."""
+    on_close: list[Callable[[], object]] = field(default_factory=list)
+    """Called when the run ends, also after a failure."""
+    planned_micro_batch: int | None = None
+    """The micro-batch size of the plan; None if there is no plan, or each rank's part of a step fits at once."""
+    largest_micro_batch: int = 0
+    """Rows of the largest micro-batch, for advice after an out-of-memory error."""
+    lockstep: bool = False
+    """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricSync(self.comm, self.device, self.loggers)
+        """Averages logged values over the ranks and carries control values."""
+        self.on_close.append(self.metrics.close)
+        self._printed: set[str] = set()
+        self._warnings = WarnOnce()
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""
+        return self.comm.world
+
+    @property
+    def callbacks(self) -> list[StepCallback]:
+        """Called at every step boundary and metric sync, in this order."""
+        return self.metrics.callbacks
+
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows that a micro-batch may have: 0 unless a model has BatchNorm, which must not see padding."""
+        return max((min_rows(model.batchnorms) for model in self.models), default=0)
+
+    def print(self, text: str) -> None:
+        """Print on rank 0 and keep the text in the text log."""
+        if self.loggers is not None:
+            self.loggers.print(text)
+
+    def print_once(self, text: str) -> None:
+        """Print, unless the same text was printed before."""
+        if text not in self._printed:
+            self._printed.add(text)
+            self.print(text)
+
+    def warn_once(self, text: str) -> None:
+        """Warn on rank 0, unless it has given the same warning before."""
+        if self.world.is_main:
+            self._warnings.warn_once(text)
+
+    def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
+        """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception."""
+        return once(self.comm, function, *args, per=per)
+
+    def flush_metrics(self, operation: str) -> None:
+        """Average and write what was logged, now; a collective."""
+        self.metrics.flush(operation, self.progress.steps)
+
+    def reseed(self, step: int) -> None:
+        """Give this rank random numbers from `step` on that no rank has drawn before."""
+        seed_per_rank((self.config.seed + step * _STEP_STRIDE) % (1 << 63), self.world.rank)
+
+    def log_count(self, name: str) -> int:
+        """How often a metric was logged, as rank 0 knows it."""
+        return self.loggers.counts[name] if self.loggers is not None else 0
+
+
+def seed_all_ranks(seed: int) -> None:
+    """Seed the global generators the same on every rank, so that every rank builds the same model."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # every CUDA device as well
+
+
+def seed_per_rank(seed: int, rank: int) -> None:
+    """Seed the global generators differently on each rank, so that noise such as dropout differs between ranks."""
+    seed_all_ranks((seed + (rank + 1) * _RANK_STRIDE) % (1 << 63))

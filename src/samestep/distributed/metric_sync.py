@@ -1,0 +1,284 @@
+"""The metric sync: one small collective about once per second that averages metrics and carries control values."""
+
+import math
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import RankStatus
+from samestep.loggers.loggers import Loggers, MetricKey, check_log_step, check_metric_name, check_metric_value
+
+_SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
+_MAX_STEPS: Final = 1000  # the longest interval between two syncs
+_THROUGHPUT_SECONDS: Final = 1.0  # a throughput measured over less time is noise
+_HEADER: Final = 3  # interval, hash of the metric names, number of metrics
+_SCALAR: Final = torch.Size(())
+
+
+class StepCallback(Protocol):
+    """Follows the steps of a run; every rank must register the same callbacks in the same order."""
+
+    def sync_value(self) -> float:
+        """The control value that this rank sends with the next sync."""
+        ...
+
+    def on_sync(self, values: Sequence[float]) -> None:
+        """Called with the control values of all ranks, in rank order."""
+        ...
+
+    def wants_sync(self) -> bool:
+        """Whether this rank has a control value that should not wait; called from another thread."""
+        ...
+
+    def on_step_end(self, steps: int) -> None:
+        """Called at every step boundary, after the sync if there is one; `steps` steps are complete."""
+        ...
+
+    def on_run_end(self, failed: bool) -> None:
+        """Called when the run ends. If it failed, do not wait for other ranks."""
+        ...
+
+    def save_before_exit(self) -> str | None:
+        """Called at a step boundary before the run ends early: save, and return the name of what was saved."""
+        ...
+
+    def save_seconds(self) -> float:
+        """The estimated duration of `save_before_exit`."""
+        ...
+
+
+class MetricSync:
+    """Averages logged values over the ranks about once per second, at step boundaries that all ranks agree on.
+
+    Rank 0 measures the step time and sends the number of steps until the next sync, so that no rank decides alone. If
+    steps become slow, a rank with an urgent control value requests an earlier sync.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, loggers: Loggers | None) -> None:
+        self._comm, self._device, self._loggers = comm, device, loggers
+        self.pending = PendingMetrics()
+        self.callbacks: list[StepCallback] = []
+        self._interval, self._steps, self._last_sync = 1, 0, time.monotonic()
+        self._rank0_values: dict[MetricKey, float] = {}
+        self._samples, self._samples_since = 0, time.monotonic()
+        self._early = EarlySync(comm, lambda callbacks=self.callbacks: any(each.wants_sync() for each in callbacks))
+
+    def count_step(self) -> Mapping[MetricKey, float] | None:
+        """Count a step; at a sync, the averages over all ranks."""
+        self._steps += 1
+        due = self._early.at_boundary() or self._steps >= self._interval
+        return self.sync("the metric sync") if due else None
+
+    def sync(self, operation: str) -> Mapping[MetricKey, float]:
+        """Exchange now: the averages over all ranks of what was logged since the last sync."""
+        keys, values = self.pending.take()
+        names_hash = float(zlib.crc32(repr(keys).encode()))
+        control, header = [each.sync_value() for each in self.callbacks], _HEADER + len(self.callbacks)
+        mine = [float(self._next_interval()), names_hash, float(len(keys)), *control, *values]
+        parts = self._comm.exchange(operation, mine)
+        self._interval, self._steps, self._last_sync = int(parts[0][0]), 0, time.monotonic()
+        self._early.synced()
+        for index, callback in enumerate(self.callbacks, start=_HEADER):
+            callback.on_sync([float(part[index]) for part in parts])
+        if all(float(part[1]) == names_hash for part in parts):  # all ranks logged the same names at the same steps
+            return average([dict(zip(keys, part[header:].tolist(), strict=True)) for part in parts])
+        return average(self._comm.exchange_objects(operation, dict(zip(keys, values, strict=True))))
+
+    def flush(self, operation: str, steps: int) -> None:
+        """Sync and write now, on all ranks; `steps` steps are complete."""
+        # frequent flushes take the place of syncs at step boundaries, and must log the throughput as often
+        measured = self._samples and time.monotonic() - self._samples_since >= _THROUGHPUT_SECONDS
+        self.write(self.sync(operation), throughput_step=steps - 1 if measured else None)
+
+    def write(self, averages: Mapping[MetricKey, float], throughput_step: int | None) -> None:
+        """Write averages on rank 0, with the throughput since it was last written."""
+        if self._loggers is None:
+            return
+        records = {**self._rank0_values, **averages}
+        self._rank0_values = {}
+        if throughput_step is not None and self._samples:
+            now = time.monotonic()
+            records[throughput_step, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
+            self._samples, self._samples_since = 0, now
+            if self._device.type == "cuda":
+                memory = float(torch.cuda.max_memory_allocated(self._device))
+                records[throughput_step, "train/memory_bytes"] = memory
+        if records:
+            self._loggers.write(records)
+
+    def add_samples(self, count: int) -> None:
+        """Count trained samples, for the throughput."""
+        self._samples += count
+
+    def add_rank0_values(self, values: Mapping[MetricKey, float]) -> None:
+        """Add values that are the same on all ranks, such as learning rates; rank 0 writes its own."""
+        if self._loggers is not None:
+            self._rank0_values.update(values)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._early.close()
+
+    def _next_interval(self) -> int:
+        if not self._steps:
+            return self._interval
+        step_seconds = max((time.monotonic() - self._last_sync) / self._steps, 1e-6)
+        steps = min(_MAX_STEPS, max(1, round(_SYNC_SECONDS / step_seconds)))
+        return min(steps, 4 * self._interval)  # the first steps are not representative: grow slowly
+
+
+@dataclass
+class PendingMetrics:
+    """What this rank has logged since the last sync; tensors stay on their device."""
+
+    values: dict[MetricKey, float | torch.Tensor] = field(default_factory=dict)
+
+    def add(self, step: int, name: str, value: object) -> None:
+        """Keep one value. A tensor is not read yet, since that would synchronize with the device."""
+        is_scalar = isinstance(value, torch.Tensor) and value.shape == _SCALAR and not value.is_complex()
+        kept = (
+            value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else check_metric_value(name, value)
+        )
+        self.values[check_log_step(step), check_metric_name(name)] = kept
+
+    def take(self) -> tuple[list[MetricKey], list[float]]:
+        """All keys and values, copied from each device in one transfer; nothing is pending afterwards."""
+        keys, values = list(self.values), list(self.values.values())
+        self.values = {}
+        floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                by_device.setdefault(value.device, []).append((index, value))
+        for tensors in by_device.values():
+            wide = [value.double() if value.device.type != "mps" else value.float() for _, value in tensors]
+            for (index, _), item in zip(tensors, torch.stack(wide).tolist(), strict=True):
+                floats[index] = item
+        return keys, floats
+
+
+def average(parts: list[dict[MetricKey, float]]) -> dict[MetricKey, float]:
+    """The mean over the ranks that logged a value; equal values keep their exact bits."""
+    gathered: dict[MetricKey, list[float]] = {}
+    for part in parts:
+        for key, value in part.items():
+            gathered.setdefault(key, []).append(value)
+    return {key: _mean(values) for key, values in gathered.items()}
+
+
+def _mean(values: list[float]) -> float:
+    if all(value == values[0] for value in values):
+        return values[0]
+    finite = all(math.isfinite(value) for value in values)
+    return (math.fsum(values) if finite else sum(values)) / len(values)
+
+
+_LATE_SECONDS: Final = 2.0  # twice the usual time between two syncs
+_POLL_SECONDS: Final = 1.0
+_AGREE_SECONDS: Final = 0.05  # ranks may be waiting once an early sync was requested
+_OPERATION: Final = "the request for an early metric sync"
+
+
+class EarlySync:
+    """Lets a rank with an urgent control value request a sync before the interval is over, through the store.
+
+    The interval is set by how fast steps were. If they suddenly take a hundred times longer, the next sync is minutes
+    away, and a scheduler that has sent a signal does not wait that long. So a thread of each rank polls the store while
+    the sync is late. A rank with an urgent value posts a request. Every rank that sees it promises not to pass its next
+    step boundary before the boundary of the sync is known, and posts that promise. The sync happens at the furthest
+    promised boundary. No thread waits for training, and no rank is beyond what it promised, so that boundary is ahead
+    of all ranks. While the sync is on time nothing is polled or sent.
+    """
+
+    def __init__(self, comm: Communicator, is_urgent: Callable[[], bool]) -> None:
+        self._comm, self._is_urgent = comm, is_urgent
+        self._store = None if comm.alone else dist.PrefixStore("early-sync", comm.store)
+        self._boundary = self._round = 0
+        self._promised: int | None = None
+        self._agreed: int | None = None
+        self._last_sync, self._coming = time.monotonic(), False
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        if self._store is not None:
+            arguments = (weakref.ref(self), self._closed)
+            threading.Thread(target=_poll, args=arguments, name="samestep early sync", daemon=True).start()
+
+    def synced(self) -> None:
+        """Note that a sync has happened."""
+        self._last_sync, self._coming = time.monotonic(), False
+
+    def at_boundary(self) -> bool:
+        """Count a step boundary; whether an early sync happens here, which is the same on all ranks."""
+        if self._store is None:
+            return self._is_late() and self._is_urgent()
+        with self._changed:
+            self._boundary += 1
+            if self._promised is None or self._boundary < self._promised:
+                return False
+            since, seen = time.monotonic(), dict[int, RankStatus]()
+            while self._agreed is None:
+                if not self._changed.wait(1.0):
+                    seen = self._comm.check_peers(since, seen, self._comm.timeout, _OPERATION)
+            if self._boundary < self._agreed:
+                return False
+            self._coming = True  # no rank requests another sync before this one is complete
+            self._promised, self._agreed, self._round = None, None, self._round + 1
+            return True
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+
+    def poll(self) -> float:
+        """One turn of the thread; returns the seconds until the next."""
+        if self._promised is None and self._is_late():
+            self._promise()
+        if self._promised is not None and self._agreed is None:
+            self._agree()
+            return _AGREE_SECONDS
+        return _POLL_SECONDS
+
+    def _is_late(self) -> bool:
+        return not self._coming and time.monotonic() - self._last_sync > _LATE_SECONDS
+
+    def _promise(self) -> None:
+        assert self._store is not None
+        request = f"{self._round}/requested"
+        if self._is_urgent():
+            self._store.set(request, "")
+        elif not self._store.check([request]):
+            return
+        with self._changed:
+            self._promised = self._boundary + 1
+        self._store.set(f"{self._round}/{self._comm.world.rank}", str(self._promised))
+
+    def _agree(self) -> None:
+        assert self._store is not None
+        keys = [f"{self._round}/{rank}" for rank in range(self._comm.world.size)]
+        if self._store.check(keys):
+            furthest = max(int(boundary) for boundary in self._store.multi_get(keys))
+            with self._changed:
+                self._agreed = furthest
+                self._changed.notify_all()
+
+
+def _poll(reference: "weakref.ref[EarlySync]", closed: threading.Event) -> None:
+    """The thread; the weak reference lets a run that was dropped without being closed be collected."""
+    pause = _POLL_SECONDS
+    while not closed.wait(pause):
+        early = reference()
+        if early is None:
+            return
+        try:
+            pause = early.poll()
+        except RuntimeError:  # the store exited with the rank that hosted it, and training notices that by itself
+            return
+        del early

@@ -1,0 +1,133 @@
+"""The loop around steps: hands each step to the user's loop body, watches the optimizer, and ends the step."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from samestep.context import RunContext
+from samestep.errors import StepError
+from samestep.parallel.replica_check import check_replicas, replicated_tensors
+from samestep.parallel.wrapped_model import check_optimizer
+from samestep.training.step import Step
+
+_KEPT_STEP_TIMES = 500
+
+
+class StepLoop:
+    """Runs the steps of all shards and streams of a run."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.current: Step | None = None
+        """The current or the last step."""
+        self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
+        """When the last steps started, in seconds."""
+        self.shards = 0
+        """How many shards there are."""
+        self._optimizers: list[Optimizer] = []
+        self._hooks = _watch_optimizers(self)
+
+    @property
+    def step_number(self) -> int:
+        """The number of the current or last step."""
+        return self.current.number if self.current is not None else self.context.progress.steps
+
+    def run(self, step: Step) -> Iterator[Step]:
+        """Yield `step` once to the user's loop body, then end it; a boundary that all ranks reach."""
+        progress = self.context.progress
+        self.current, progress.in_step = step, True
+        self.step_starts.append(time.perf_counter())
+        try:
+            yield step
+        finally:
+            progress.in_step = False
+        step.close()
+        self._end(step)
+
+    def exchange_counts(self, operation: str, count: int) -> list[int]:
+        """An integer of every rank, in rank order; a collective."""
+        return [int(part[0]) for part in self.context.comm.exchange(operation, [float(count)])]
+
+    def detach(self) -> None:
+        """Stop watching optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer steps: inside a training step its parameters must be those of wrapped models."""
+        context, step = self.context, self.current
+        if not context.progress.in_step or step is None:
+            return
+        kind = type(optimizer).__name__
+        if step.abandoned:
+            raise StepError(
+                f"step {step.number} was left before its last micro-batch, and then {kind}.step() was called: its "
+                "gradients are not those of the global batch and were dropped; to skip a step, `continue` with the "
+                "next one"
+            )
+        if step.in_micro_batches and (len(step) > 1 or context.acceleration.loss_scale):
+            raise StepError(
+                f"{kind}.step() was called inside the loop over the micro-batches of step {step.number}, before its "
+                "gradients are complete: call it after the loop"
+            )
+        if not any(optimizer is known for known in self._optimizers):
+            check_optimizer(optimizer, context.models)
+            for model in context.models:
+                model.check_unchanged()
+            self._optimizers.append(optimizer)
+            context.acceleration.prepare_optimizer(optimizer)
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Called after any optimizer has stepped: log its learning rates."""
+        if self.current is None or not self.context.progress.in_step:
+            return
+        which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
+        rates = {(self.current.number, name): rate for name, rate in _learning_rates(which, optimizer)}
+        self.context.metrics.add_rank0_values(rates)
+
+    def _end(self, step: Step) -> None:
+        context = self.context
+        context.comm.start_steps()
+        if context.loggers is not None:
+            context.loggers.advance(context.progress.steps)
+        every = context.config.replica_check_every
+        if every and (step.number + 1) % every == 0 and not context.comm.alone:
+            tensors = replicated_tensors(context.models, self._optimizers)
+            check_replicas(context.comm, tensors, f"after step {step.number}")
+        if (averages := context.metrics.count_step()) is not None:
+            for model in context.models:
+                model.check_unchanged()
+            for ledger in context.ledgers:
+                ledger.flush()
+            context.metrics.write(averages, throughput_step=step.number)
+        for callback in context.callbacks:
+            callback.on_step_end(context.progress.steps)
+
+
+def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+    """The learning rate of every parameter group, by metric name."""
+    prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        yield prefix if len(groups) == 1 else f"{prefix}/{index}", float(group["lr"])
+
+
+def _watch_optimizers(loop: StepLoop) -> list[RemovableHandle]:
+    """Hook every optimizer's step; the weak reference lets a run that was dropped without being closed be collected."""
+    reference = weakref.ref(loop)
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        """Called by torch."""
+        if (live := reference()) is not None:
+            live.before_optimizer(optimizer)
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        """Called by torch."""
+        if (live := reference()) is not None:
+            live.after_optimizer(optimizer)
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

@@ -1,0 +1,135 @@
+"""Rendezvous of ranks in a store that outlives them, and of nodes at one of their own addresses."""
+
+import re
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from samestep.distributed.process_group import connect_store, meet
+from samestep.environment.world import World, read_world
+from samestep.errors import WorldError
+from samestep.launch.rendezvous import RendezvousOptions, can_listen, choose_rendezvous, serve_own_endpoint
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def connect(store: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
+def run_concurrently(*functions: Callable[[], str]) -> list[str]:
+    """The results of functions that run at the same time, one per rank."""
+    results = [""] * len(functions)
+
+    def run(index: int) -> None:
+        results[index] = functions[index]()
+
+    threads = [threading.Thread(target=run, args=[index]) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_ranks_that_meet_twice_in_one_store_agree_on_a_new_name_each_time(store: dist.TCPStore):
+    stores = [store, connect(store), connect(store)]
+    names = [
+        run_concurrently(*(lambda rank=rank: meet(stores[rank], rank, 3, 20.0) for rank in range(3))) for _ in range(3)
+    ]
+    assert all(len(set(meeting)) == 1 and meeting[0] for meeting in names)
+    assert len({meeting[0] for meeting in names}) == 3
+
+
+def test_what_a_killed_rank_left_in_the_store_does_not_keep_its_successor_out(store: dist.TCPStore):
+    # The dead one came and was put on a roll that it never signed.
+    with pytest.raises(WorldError):
+        meet(connect(store), 1, 2, 0.05)
+    late = threading.Event()
+
+    def come_late() -> str:
+        late.wait(0.3)
+        return meet(connect(store), 1, 2, 20.0)
+
+    names = run_concurrently(lambda: meet(store, 0, 2, 20.0), come_late)
+    assert names[0] == names[1] != ""
+
+
+def test_ranks_that_do_not_come_are_named(store: dist.TCPStore):
+    with pytest.raises(WorldError) as told:
+        meet(store, 0, 4, 0.2)
+    assert str(told.value) == (
+        "rank 0 has waited 0.2 s for 4 ranks to meet, and rank(s) 1, 2, 3 did not come: look for their last lines, "
+        "check that as many were started as WORLD_SIZE says, or give slow ones time with Run(start_timeout=...)"
+    )
+
+
+def test_a_rank_that_came_and_was_killed_is_told_of(store: dist.TCPStore):
+    for rank in (1, 0):
+        with pytest.raises(
+            WorldError, match=r"2 ranks to meet, and" if rank else "one of them came and has gone: look"
+        ):
+            meet(connect(store), rank, 2, 0.1)
+
+
+def second_of_two(port: int) -> World:
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    return read_world({**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_a_rank_waits_until_rank_0_listens():
+    port = free_port()
+    served: list[dist.TCPStore] = []
+
+    def listen_late() -> str:
+        threading.Event().wait(0.3)
+        served.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        served[0].set("word", "heard")
+        return ""
+
+    assert (
+        run_concurrently(lambda: connect_store(second_of_two(port), 30.0).get("word").decode(), listen_late)[0]
+        == "heard"
+    )
+
+
+def test_a_first_rank_that_never_listens_is_told_with_its_address():
+    port = free_port()
+    told = f"rank 1 cannot reach the first rank at 127.0.0.1:{port} (waited 0.2 s): check that it started, that"
+    with pytest.raises(WorldError, match=f"^{re.escape(told)}"):
+        connect_store(second_of_two(port), 0.2)
+
+
+def test_the_node_whose_address_is_the_endpoint_serves_the_rendezvous():
+    options = RendezvousOptions(nodes="1:2", endpoint="192.0.2.1:29400")
+    chosen = choose_rendezvous(options, "generated")
+    served = serve_own_endpoint(chosen, lambda host, port: (host, port) == ("192.0.2.1", 29400))
+    assert served.settings == {"is_host": "1"}
+    assert serve_own_endpoint(chosen, lambda host, port: False) == chosen
+    not_host = choose_rendezvous(replace(options, settings="is_host=0"), "generated")
+    assert serve_own_endpoint(not_host, lambda host, port: True) == not_host
+
+
+def test_a_machine_can_listen_only_at_its_own_free_addresses():
+    own = next((each for each in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)), None)
+    assert not can_listen("127.0.0.1", 29400)  # every machine has it
+    assert not can_listen("192.0.2.77", 29400)  # a documentation address belongs to no machine
+    assert not can_listen("no-such-host.invalid", 29400)
+    if own is not None and not own[4][0].startswith("127."):
+        with socket.socket() as taken:
+            taken.bind((own[4][0], 0))
+            taken.listen(1)
+            assert not can_listen(own[4][0], taken.getsockname()[1])
+        assert can_listen(own[4][0], 0)

@@ -1,0 +1,271 @@
+"""Reports of failed ranks: the root cause first, its traceback last, and what is read from the logs."""
+
+import json
+import logging
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import LaunchError
+from samestep.launch.failure_report import (
+    Failure,
+    format_report,
+    is_ended_by_agent,
+    is_lost_peer,
+    last_traceback,
+    read_last_output,
+    sort_by_cause,
+)
+from samestep.launch.job import Job, ShowRanks
+from samestep.launch.launcher import explain_rendezvous_error
+from samestep.launch.rank_logs import RankFiles, RankLogs
+from samestep.launch.rendezvous import Rendezvous
+from tests.small_disk import small_disk
+
+OWN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: mine'
+GLOO = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    work.wait()\n'
+    "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6825. This is typically caused by a remote"
+)
+MISSING = 'Traceback (most recent call last):\n  File "a.py", line 1\nsamestep.errors.RankMissing: rank 0 waits in mean'
+
+
+def failure(rank: int, code: int = 1, time: float = 100.0, output: str = "") -> Failure:
+    return Failure(
+        rank,
+        pid=1000 + rank,
+        code=code,
+        time=time,
+        ended_by_launcher=is_ended_by_agent(code, time - 100.0),
+        output=output,
+        is_traceback=output.startswith("Traceback"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "root"),
+    [
+        ([failure(0, output=OWN)], 0),
+        ([failure(0, time=101, output=OWN), failure(1, time=100, output=OWN)], 1),
+        ([failure(2, output=OWN), failure(1, output=OWN)], 2),  # within a second the agent's order counts
+        ([failure(0, time=100, output=GLOO), failure(1, time=101, output=OWN)], 1),
+        ([failure(0, time=100, output=MISSING), failure(1, time=101, output=OWN)], 1),
+        ([failure(0, time=100, output=GLOO), failure(1, code=-signal.SIGKILL, time=101)], 1),
+        ([failure(0, code=-signal.SIGTERM, time=100), failure(1, time=100, output=GLOO)], 1),
+        ([failure(0, code=-signal.SIGTERM, time=100), failure(1, time=100, code=3)], 1),
+        ([failure(0, time=100, output=MISSING), failure(1, code=-signal.SIGKILL, time=130)], 0),  # the agent killed it
+        ([failure(1, code=-signal.SIGTERM), failure(0, code=-signal.SIGTERM)], 1),
+        ([failure(1, time=100, output=GLOO), failure(0, time=99, output=MISSING)], 0),
+    ],
+)
+def test_the_root_cause_is_the_first_rank_that_failed_by_itself(failures: list[Failure], root: int):
+    assert sort_by_cause(failures)[0].rank == root
+
+
+@pytest.mark.parametrize(
+    "message", ["Connection reset by peer", "Broken pipe", "torch.distributed.DistNetworkError: x"]
+)
+def test_a_lost_peer_is_recognized_by_the_error_message(message: str):
+    assert is_lost_peer(f"Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: {message}")
+
+
+def test_words_in_a_source_line_do_not_count_as_a_lost_peer():
+    assert not is_lost_peer(
+        'Traceback (most recent call last):\n  File "a.py"\n    print("Broken pipe")\nValueError: mine'
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "ending", "exit_code"),
+    [
+        (1, "exit code 1", 1),
+        (255, "exit code 255", 255),
+        (-9, "killed by SIGKILL: often the kernel's out-of-memory killer", 137),
+        (-11, "killed by SIGSEGV: a crash in native code", 139),
+        (-7, "killed by SIGBUS: often a full /dev/shm (shared memory)", 135),
+        (-6, "killed by SIGABRT: native code aborted", 134),
+        (-4, "killed by SIGILL: an instruction that this CPU lacks; run `samestep doctor`", 132),
+        (-15, "killed by SIGTERM", 143),
+        (-40, "killed by signal 40", 168),
+    ],
+)
+def test_exit_codes_and_signals_are_described(code: int, ending: str, exit_code: int):
+    assert (failure(0, code).ending, failure(0, code).exit_code) == (ending, exit_code)
+
+
+def test_the_report_ends_with_the_traceback_of_the_first_failing_rank():
+    failures = [failure(0, output=GLOO), failure(2, code=-15), failure(11, time=101, output=OWN)]
+    assert format_report(failures, ranks=12, host="node1", logs="/runs/x/logs", several_nodes=True) == (
+        "samestep: 2 of 12 rank(s) on node1 failed; logs of all ranks: /runs/x/logs\n"
+        "  rank 11   pid 1011     exit code 1  <- first failure\n"
+        "  rank 0    pid 1000     exit code 1, lost the connection to another rank\n"
+        "  rank 2    pid 1002     ended by the launcher after the first failure (SIGTERM)\n"
+        "\n"
+        "rank 11 on node1, exit code 1:\n" + OWN
+    )
+
+
+def test_a_node_whose_ranks_only_lost_their_peers_points_to_the_other_nodes():
+    hint = "  No rank on this node failed by itself: look for the cause in the logs of the other nodes.\n"
+    assert hint in format_report([failure(0, output=GLOO)], 1, "node1", "logs", several_nodes=True)
+    assert hint not in format_report([failure(0, output=GLOO)], 1, "node1", "logs", several_nodes=False)
+    assert hint not in format_report([failure(0, output=OWN)], 1, "node1", "logs", several_nodes=True)
+
+
+def test_a_rank_without_output_is_reported_as_such():
+    assert format_report([failure(0, code=3)], 1, "node1", "logs", False).endswith(
+        "\nrank 0 on node1, exit code 3; it printed nothing"
+    )
+
+
+def test_lines_shown_above_are_not_repeated_but_a_traceback_is():
+    usage = replace(failure(0, code=2, output="train.py: error: --lr is required"), already_shown=True)
+    assert format_report([usage], 1, "node1", "logs", False).endswith(
+        "\nrank 0 on node1, exit code 2; its last lines are above"
+    )
+    raised = replace(failure(0, output=OWN), already_shown=True)
+    assert format_report([raised], 1, "node1", "logs", False).endswith(f"\nrank 0 on node1, exit code 1:\n{OWN}")
+
+
+CHAIN = """\
+step 1
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'old news'
+step 2
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+KeyError: 'inner'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 5, in <module>
+ValueError: outer
+and its second line
+"""
+
+
+def test_the_last_traceback_includes_the_exceptions_it_was_raised_from():
+    assert last_traceback(CHAIN.splitlines()) == CHAIN.splitlines()[5:]
+
+
+def test_the_rank_prefix_of_torch_is_removed():
+    lines = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "a.py"', "[rank1]: ValueError: x"]
+    assert last_traceback(lines) == ["Traceback (most recent call last):", '  File "a.py"', "ValueError: x"]
+
+
+def test_lines_without_a_traceback_give_an_empty_list():
+    assert last_traceback(["step 1", "Original Traceback (most recent call last):"]) == []
+
+
+def test_a_very_long_traceback_is_shortened_in_the_middle():
+    lines = ["Traceback (most recent call last):", *(f"  frame {number}" for number in range(1000)), "RecursionError"]
+    short = last_traceback(lines)
+    assert (len(short), short[0], short[100], short[-1]) == (201, lines[0], "  ...", "RecursionError")
+
+
+def write_logs(folder: Path, err: str = "", out: str = "", screen: str | None = None) -> RankFiles:
+    files = RankFiles(folder, 1)
+    files.err.write_text(err)
+    files.out.write_text(out)
+    if screen is not None:
+        files.screen.write_text(screen)
+    return files
+
+
+def test_a_log_line_of_native_code_after_the_traceback_is_omitted(tmp_path: Path):
+    warning = "[rank0]:[W1115 04:11:01.123456 ProcessGroup.cpp:1] Warning: destroy_process_group() was not called"
+    assert read_last_output(write_logs(tmp_path, f"{OWN}\n{warning}\n"), crashed=False) == (OWN, True)
+
+
+def test_a_crash_shows_the_end_of_the_log_and_no_older_traceback(tmp_path: Path):
+    files = write_logs(tmp_path, err=OWN, out="\n".join(f"step {number}" for number in range(50)))
+    output, is_traceback = read_last_output(files, crashed=True)
+    assert not is_traceback
+    assert output.splitlines()[-1] == "ValueError: mine"
+    assert len(output.splitlines()) == 20
+
+
+def test_terminal_colors_are_removed(tmp_path: Path):
+    files = write_logs(tmp_path, screen="\x1b[31mred\x1b[0m\r\nlast\r\n")
+    assert read_last_output(files, crashed=True) == ("red\nlast", False)
+
+
+def test_a_truncated_error_file_falls_back_to_the_log(tmp_path: Path):
+    files = write_logs(tmp_path, err=OWN)
+    files.error.write_text(json.dumps({"message": {"message": "x", "extraInfo": {}}})[:20])
+    assert read_last_output(files, crashed=False) == (OWN, True)
+
+
+def test_logs_of_an_earlier_run_are_renamed(tmp_path: Path):
+    for word in ("first", "second"):
+        files = write_logs(tmp_path, out=word)
+        files.rename_existing()
+    assert not files.out.exists()
+    assert (tmp_path / "rank-1.out.1").read_text() == "first"
+    assert (tmp_path / "rank-1.out.2").read_text() == "second"
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("no..where", "the host name no..where cannot be resolved"), ("[::1]", "timed out")],
+)
+def test_a_failed_rendezvous_is_explained(host: str, reason: str):
+    rendezvous = Rendezvous("c10d", f"{host}:29400", "id", {}, 2, 2, None)
+    job = Job("train.py", False, (), 1, rendezvous, 0, Path("kept"))
+    where = f"at {host}:29400 (TimeoutError: {reason})"
+    message = explain_rendezvous_error(job, TimeoutError(), had_started=False)
+    assert message.startswith(f"the launchers of 2 node(s) did not find each other {where}: check that --rdzv-endpoint")
+    assert explain_rendezvous_error(job, TimeoutError(), had_started=True) == (
+        f"the launchers of 2 node(s) lost their rendezvous {where}: the launcher that ended first reports the cause; "
+        "the logs of the ranks on this node are in kept/logs; start all launchers again to resume"
+    )
+
+
+def variables(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def test_an_unwritable_log_folder_is_reported(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "attempt-0").touch()
+    message = r"cannot write the logs of the ranks to .* \(File exists\): choose another --folder"
+    with pytest.raises(LaunchError, match=message):
+        RankLogs(tmp_path / "file", "first").open_agent_log("node1")
+    with pytest.raises(LaunchError, match=message):
+        RankLogs(tmp_path, "first").open({0: variables(0)})
+
+
+def test_agent_log_records_lost_on_a_full_disk_are_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        log = RankLogs(disk.path / "logs", "first").open_agent_log("node1")
+        disk.fill()
+        log.emit(logging.LogRecord("agent", logging.INFO, "", 1, "joined", None, None))
+        disk.make_space()
+        log.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("show", "printed", "shown"),
+    [
+        ("first", {"rank-2.out": "", "rank-2.err": "usage"}, True),
+        ("first", {"rank-2.out": "a result", "rank-2.err": "usage"}, False),  # stdout may have been redirected
+        ("first", {"rank-2.log": "usage"}, True),
+        ("first", {"rank-2.log": "a result", "rank-2.err": "usage"}, False),
+        ("all", {"rank-2.out": "", "rank-2.err": "usage"}, False),  # each line has the rank as a prefix
+    ],
+)
+def test_a_rank_counts_as_shown_if_the_console_has_all_its_output(
+    tmp_path: Path, show: ShowRanks, printed: dict[str, str], shown: bool
+):
+    logs = RankLogs(tmp_path, show)
+    logs.open({0: variables(2), 1: variables(3)})
+    for name, text in printed.items():
+        (tmp_path / "attempt-0" / name).write_text(text)
+    (tmp_path / "attempt-0" / "rank-3.err").write_text("usage")
+    logs.close()
+    assert (logs.has_shown(2), logs.has_shown(3)) == (shown, False)

@@ -1,0 +1,100 @@
+"""What a test must not leave behind: environment variables, threads, processes, files, a process group."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# pytest sets the first for every test; libraries set the others permanently when they are first imported.
+IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+# Caches are not leftovers, and people edit sources and pages while tests run.
+IGNORED_FOLDERS = {".git", ".venv", ".ruff_cache", ".hypothesis", ".import_linter_cache", "__pycache__"}
+IGNORED_SUFFIXES = (".py", ".md", ".toml", ".swp", ".tmp")
+GRACE_SECONDS = 2.0  # for threads and processes that are about to end
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of this process and of the repository at one moment."""
+
+    variables: dict[str, str]
+    threads: frozenset[threading.Thread]
+    files: frozenset[str]
+
+
+def take_snapshot(repository: Path) -> Snapshot:
+    """Record the state before a test."""
+    return Snapshot(dict(os.environ), frozenset(threading.enumerate()), frozenset(files_under(repository)))
+
+
+def files_under(folder: Path | str) -> Iterator[str]:
+    """Find files that a test could have written."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in IGNORED_FOLDERS and not entry.name.endswith(".egg-info"):
+                yield from files_under(entry.path)
+        elif not entry.name.endswith(IGNORED_SUFFIXES):
+            yield entry.path
+
+
+def leftovers(before: Snapshot, repository: Path, known_processes: set[int]) -> list[str]:
+    """Describe what the test has left behind; threads and processes get a moment to end."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (running := [*threads(before), *processes(known_processes)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [*variables(before), *running, *written_files(before, repository), *process_group()]
+
+
+def variables(before: Snapshot) -> Iterator[str]:
+    """Name variables that were set, changed or deleted."""
+    now = dict(os.environ)
+    for name in sorted((before.variables.keys() | now.keys()) - IGNORED_VARIABLES):
+        old, new = before.variables.get(name), now.get(name)
+        if old != new:
+            yield f"the variable {name} was {old!r} and is {new!r}: use monkeypatch.setenv or monkeypatch.delenv"
+
+
+def threads(before: Snapshot) -> Iterator[str]:
+    """Name threads that keep a process from ending."""
+    for thread in threading.enumerate():
+        if thread not in before.threads and thread.is_alive() and not thread.daemon:
+            yield f"the thread {thread.name!r} is still running: join it"
+
+
+def processes(known: set[int]) -> Iterator[str]:
+    """Name descendants of this process that still run, except the resource tracker of multiprocessing."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            running = child.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            continue
+        if running and child.pid not in known and "multiprocessing.resource_tracker" not in command:
+            yield f"the process {child.pid} is still running: {command[:200]}"
+
+
+def written_files(before: Snapshot, repository: Path) -> Iterator[str]:
+    """Name files that are new in the repository."""
+    for path in sorted(set(files_under(repository)) - before.files):
+        yield f"the file {os.path.relpath(path, repository)} was left in the repository: write to tmp_path"
+
+
+def process_group() -> Iterator[str]:
+    """Report a process group in pytest's own process, without importing torch for it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        yield "a process group is still open in this process: close the Run, or use the ranks fixture"
+
+
+def clean_up(before: Snapshot) -> None:
+    """Undo what can be undone, so that the next test does not fail because of this one."""
+    for name in os.environ.keys() - before.variables.keys() - IGNORED_VARIABLES:
+        del os.environ[name]
+    os.environ.update(before.variables)
+    if any(process_group()):
+        sys.modules["torch.distributed"].destroy_process_group()

@@ -1,0 +1,166 @@
+"""Operations of a traced step run for real, one by one: all of them, and together about as long as the step."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from samestep.parallel.precision import choose_precision, detect_support
+from samestep.planner.cluster_spec import parse_cluster_spec
+from samestep.planner.model_profile import Op
+from samestep.planner.operations import OpCall, OpCost, OpCounter, TensorShape
+from samestep.planner.step_timing import host_seconds, replay, time_calls, time_model
+from samestep.planner.time_model import op_seconds
+from samestep.planner.trace import trace_calls, trace_model
+
+CPU = torch.device("cpu")
+FP32 = choose_precision([detect_support(CPU, "fp32", False)])
+
+
+@pytest.fixture(autouse=True)
+def _torch_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+
+
+class Images(nn.Module):
+    """Convolutions, and norms that a GPU has kernels of its own for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 32, 3),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3),
+            nn.GroupNorm(4, 32),
+            nn.MaxPool2d(2),
+        )
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images).mean((2, 3)))
+
+
+class Words(nn.Module):
+    """A table that is read here and there, attention with shared heads, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.drop = nn.Embedding(50, 64), nn.Dropout(0.1)
+        self.query, self.both, self.norm = nn.Linear(64, 64), nn.Linear(64, 32), nn.LayerNorm(64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        words = self.drop(self.norm(self.table(tokens)))
+        query = self.query(words).unflatten(-1, (4, 16)).transpose(1, 2)
+        key, value = self.both(words).unflatten(-1, (2, 16)).transpose(1, 2).repeat_interleave(2, 1).chunk(2, 1)
+        key, value = key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2) @ self.table.weight.T
+
+
+def images():
+    return Images(), (torch.randn(4, 3, 48, 48), torch.zeros(4, dtype=torch.long))
+
+
+def words():
+    ids = torch.randint(0, 50, (4, 16))
+    return Words(), (ids, ids)
+
+
+def score(model, batch):
+    return cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+@pytest.mark.parametrize(("build", "loss"), [(images, None), (words, score)])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_every_operation_of_a_step_can_be_run_alone(build, loss, target):
+    (work,) = trace_calls(build, [4], precision="fp32", loss=loss, target=target)
+    assert work.calls
+    assert sum(cost.count for cost in work.calls.values()) == sum(op.count for op in work.ops())
+    assert sum(cost.flops for cost in work.calls.values()) == work.flops
+    found = replay(work.calls, CPU)
+    assert [call.func for call in work.calls if call not in found] == []
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_operations_for_which_there_is_no_memory_are_reckoned():
+    here, work = parse_cluster_spec("cpu:1"), OpCounter(record_calls=True)
+    huge = TensorShape((2**46,), (1,), torch.float32)
+    assert work.calls is not None
+    work.calls[OpCall(torch.ops.aten.add.Tensor, (huge, huge), ())] = OpCost(2, 0.0, 3 * 2.0**49)
+    assert replay(work.calls, CPU) == {}
+    assert time_calls(work, here, CPU, tf32=False) == op_seconds(
+        here, Op("aten.add", 2, 0.0, 3 * 2.0**49, "float32"), tf32=False
+    )
+
+
+def test_together_they_take_about_as_long_as_the_step():
+    build = lambda: (nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(256, 512))  # noqa: E731
+    facts = trace_model(build, precision="fp32", target="cpu")
+    model, batch = build()
+    told, came = [], []
+    for _ in range(30):  # the least of several, and of more while others that compute at the same time are in the way
+        timed = time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 256, FP32).measured_time
+        assert timed is not None
+        assert [samples for samples, _ in timed.points] == [128, 256]
+        told.append(timed.at(256))
+        for _ in range(5):
+            since = time.perf_counter()
+            model(batch).sum().backward()
+            came.append(time.perf_counter() - since)
+        if len(told) >= 4 and min(came) / 3 < min(told) < 3 * min(came):
+            break
+    assert min(came) / 3 < min(told) < 3 * min(came)
+
+
+def test_the_device_is_named_so_that_times_count_for_it_alone():
+    here = parse_cluster_spec("cpu:2")
+    timed = time_model(trace_model(images, precision="fp32", target="cpu"), images, here, CPU, 4, FP32).measured_time
+    assert timed is not None
+    assert timed.device == here.device.name
+
+
+class Looks(nn.Linear):
+    """Asks for a value, which a trace has not."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch * (2 if batch.sum().item() > 0 else 1))
+
+
+def test_a_model_that_looks_at_values_is_not_timed():
+    build = lambda: (Looks(4, 4), torch.randn(2, 4))  # noqa: E731
+    facts = trace_model(build, precision="fp32", target="cpu")
+    assert time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 4, FP32) == facts
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_a_norm_over_the_batch_is_timed_with_more_rows_than_one(micro_batch):
+    facts = trace_model(images, precision="fp32", target="cpu")
+    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).measured_time
+    assert timed is not None
+    assert [samples for samples, _ in timed.points] == [2, 4]
+
+
+def test_the_host_is_timed_with_a_few_samples_and_without_weights():
+    found = host_seconds(words, CPU, None, score, channels_last=False)
+    assert found is not None
+    assert 0 < found < 10
+
+
+def test_a_model_that_cannot_be_run_with_zeros_has_no_time_of_the_host():
+    def build():
+        model = nn.Linear(4, 4)
+        model.register_forward_pre_hook(lambda module, _: 1 / module.weight.abs().sum().item())
+        return model, torch.randn(2, 4)
+
+    assert host_seconds(build, CPU, None, None, channels_last=False) is None
+
+
+def test_facts_with_times_are_still_facts():
+    facts = trace_model(images, precision="fp32", target="cpu")
+    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, 4, FP32)
+    assert timed.method == f"{facts.method}; operations timed on this device"
+    assert replace(timed, measured_time=None, method=facts.method) == facts
