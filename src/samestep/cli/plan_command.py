@@ -59,18 +59,12 @@ _MAX_DEVICES_PER_NODE = 8
 class PlanArguments:
     """Command-line options that describe the training."""
 
-    global_batch: int
-    """Samples per step."""
-    precision: str
-    """auto, fp32, bf16 or fp16."""
-    optimizer: str
-    """Name of a class in torch.optim."""
-    margin: float
-    """Fraction of a device's memory that stays free."""
-    channels_last: bool
-    """Whether the model uses the channels-last memory format."""
-    blocks: tuple[str, ...]
-    """Class names of the blocks; empty: detected."""
+    global_batch: int  # samples per step
+    precision: str  # auto, fp32, bf16 or fp16
+    optimizer: str  # name of a class in torch.optim
+    margin: float  # fraction of a device's memory that stays free
+    channels_last: bool  # whether the model uses the channels-last memory format
+    blocks: tuple[str, ...]  # class names of the blocks; empty: detected
 
 
 @click.command("plan")

@@ -39,22 +39,16 @@ _FIRST_CAPABILITY_WITH_TF32 = 8
 class Calibration:
     """Measured FLOP/s and bandwidths of one device model."""
 
-    device: str
-    """Name that CUDA reports for the device, or "cpu" or "mps"."""
-    device_count: int
-    """Devices that took part in the all-reduce."""
+    device: str  # name that CUDA reports for the device, or "cpu" or "mps"
+    device_count: int  # devices that took part in the all-reduce
     matmul_flops: Mapping[str, tuple[tuple[float, float], ...]]
     """(operations per matrix product, FLOP/s) by dtype, smallest product first."""
-    copy_bandwidth: float
-    """Bytes per second read and written by a copy in device memory."""
-    host_bandwidth: float
-    """Bytes per second from pinned host memory to the device."""
+    copy_bandwidth: float  # bytes per second read and written by a copy in device memory
+    host_bandwidth: float  # bytes per second from pinned host memory to the device
     all_reduce_bandwidth: float | None
     """Bytes per second that each device sends during an all-reduce; None with a single device."""
-    launch_seconds: float
-    """Host time to launch one operation."""
-    date: str
-    """Day of the measurement, such as 2025-01-31."""
+    launch_seconds: float  # host time to launch one operation
+    date: str  # day of the measurement, such as 2025-01-31
 
 
 def apply_calibration(cluster: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:

@@ -129,14 +129,10 @@ def _host_cluster(hardware: Hardware, mps: bool) -> ClusterSpec:
 class Allocation:
     """A SLURM job as its environment variables describe it."""
 
-    job: str
-    """Job ID."""
-    gpus: int
-    """GPUs per node; 0 if the job has none or the variables do not say."""
-    name: str | None
-    """The known device that the job requested by name; None if it named none, or an unknown one."""
-    inside: bool
-    """Whether this process runs on a node of the job. `salloc` leaves the shell on the login node."""
+    job: str  # job ID
+    gpus: int  # GPUs per node; 0 if the job has none or the variables do not say
+    name: str | None  # the known device that the job requested by name; None if it named none, or an unknown one
+    inside: bool  # whether this process runs on a node of the job. `salloc` leaves the shell on the login node
 
     def describe(self, nodes: int) -> str:
         """The allocation in one phrase."""
@@ -161,10 +157,7 @@ def slurm_job_cluster(here: ClusterSpec, environ: Mapping[str, str], nodes: int)
     cluster = parse_cluster_spec(f"{job.name}:{job.gpus}", nodes)
     memory, cores = _number(environ, "SLURM_MEM_PER_NODE") * _MIB, _number(environ, "SLURM_CPUS_ON_NODE")
     return replace(
-        cluster,
-        host_memory=memory or cluster.host_memory,
-        cores=cores or cluster.cores,
-        source=job.describe(nodes),
+        cluster, host_memory=memory or cluster.host_memory, cores=cores or cluster.cores, source=job.describe(nodes)
     )
 
 

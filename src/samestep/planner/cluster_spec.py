@@ -20,20 +20,13 @@ DEFAULT_DISK_BANDWIDTH = 2e9
 class DeviceSpec:
     """One accelerator, or the part of a CPU that one rank uses."""
 
-    name: str
-    """Name in the table of known devices, or the name that the vendor gives it."""
-    kind: str
-    """One of "cuda", "mps" and "cpu"."""
-    memory: int
-    """Bytes of memory."""
-    memory_free: int
-    """Bytes of memory that no process uses."""
-    bandwidth: float
-    """Peak memory bandwidth in bytes per second."""
-    peak_flops: Mapping[str, float]
-    """Peak dense FLOP/s of matrix products by dtype: float32, tf32, bfloat16, float16."""
-    source: str
-    """Where the numbers come from: a data sheet, this machine, a calibration."""
+    name: str  # name in the table of known devices, or the name that the vendor gives it
+    kind: str  # one of "cuda", "mps" and "cpu"
+    memory: int  # bytes of memory
+    memory_free: int  # bytes of memory that no process uses
+    bandwidth: float  # peak memory bandwidth in bytes per second
+    peak_flops: Mapping[str, float]  # peak dense FLOP/s of matrix products by dtype: float32, tf32, bfloat16, float16
+    source: str  # where the numbers come from: a data sheet, this machine, a calibration
     launch_seconds: float | None = None
     """Measured host time to launch one operation. A device that finishes sooner waits for the host."""
     measured_flops: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
@@ -46,32 +39,21 @@ class DeviceSpec:
 class ClusterSpec:
     """`nodes` nodes with `devices_per_node` equal devices each, and the bandwidths between them."""
 
-    device: DeviceSpec
-    """One of the devices. If they differ, the one with the least free memory."""
-    devices_per_node: int
-    """Devices per node."""
-    nodes: int
-    """Number of nodes."""
-    host_memory: int
-    """Bytes of host memory per node that a run may use."""
-    cores: int
-    """CPU cores per node."""
-    intra_node_bandwidth: float
-    """Bytes per second that one device can send to other devices of its node."""
-    inter_node_bandwidth: float
-    """Bytes per second that one device can send to other nodes."""
-    host_bandwidth: float
-    """Bytes per second between host memory and one device."""
-    disk_bandwidth: float
-    """Bytes per second that a node reads from disk."""
-    source: str
-    """How the cluster is known: the --gpus option, this machine, or a SLURM job."""
+    device: DeviceSpec  # one of the devices. If they differ, the one with the least free memory
+    devices_per_node: int  # devices per node
+    nodes: int  # number of nodes
+    host_memory: int  # bytes of host memory per node that a run may use
+    cores: int  # CPU cores per node
+    intra_node_bandwidth: float  # bytes per second that one device can send to other devices of its node
+    inter_node_bandwidth: float  # bytes per second that one device can send to other nodes
+    host_bandwidth: float  # bytes per second between host memory and one device
+    disk_bandwidth: float  # bytes per second that a node reads from disk
+    source: str  # how the cluster is known: the --gpus option, this machine, or a SLURM job
     efficiency: float = 0.5
     """Fraction of the peak FLOP/s that large matrix products reach. A calibration replaces this estimate."""
     all_reduce_measured: bool = False
     """Whether `intra_node_bandwidth` was measured with an all-reduce instead of read from a data sheet."""
-    shm: int | None = None
-    """Bytes of /dev/shm per node; None if unknown."""
+    shm: int | None = None  # bytes of /dev/shm per node; None if unknown
 
     @property
     def devices(self) -> int:

@@ -22,10 +22,8 @@ _MAX_PASSES_WITHOUT_GRADIENT = 1.4
 class PlanOptions:
     """Options of the training script that hold for every layout."""
 
-    script: str = "train.py"
-    """Training script, or name of a recipe."""
-    channels_last: bool = False
-    """Whether the script passes run.wrap(channels_last=True)."""
+    script: str = "train.py"  # training script, or name of a recipe
+    channels_last: bool = False  # whether the script passes run.wrap(channels_last=True)
     blocks: bool = False
     """Whether the script names the classes of its blocks, run.wrap(blocks=...), instead of having them detected."""
 
@@ -37,20 +35,15 @@ DEFAULT_OPTIONS = PlanOptions()
 class Layout:
     """One way to distribute a training step over ranks; the micro-batch size is chosen later."""
 
-    strategy: Strategy
-    """Strategy of `run.wrap`."""
-    ranks: int
-    """Number of ranks that train."""
+    strategy: Strategy  # strategy of `run.wrap`
+    ranks: int  # number of ranks that train
     shards: int
     """Number of ranks that weights, gradients and optimizer state are sharded over; 1: every rank has a full copy."""
-    cpu_offload: bool = False
-    """Whether shards are kept in host memory."""
-    activation_checkpointing: bool = False
-    """Whether blocks recompute their activations in the backward pass."""
+    cpu_offload: bool = False  # whether shards are kept in host memory
+    activation_checkpointing: bool = False  # whether blocks recompute their activations in the backward pass
     teacher_placement: TeacherPlacement | None = None
     """Where `run.teacher` puts the frozen parts; None: they stay in the model, on every rank."""
-    unsupported: str | None = None
-    """Why samestep cannot run this layout; None if it can."""
+    unsupported: str | None = None  # why samestep cannot run this layout; None if it can
 
     @property
     def name(self) -> str:
@@ -123,11 +116,7 @@ def gradient_flows_through_frozen(model: ModelProfile) -> bool:
 
 
 def script_lines(
-    layout: Layout,
-    model: ModelProfile,
-    micro_batch: int,
-    accumulation: int,
-    options: PlanOptions = DEFAULT_OPTIONS,
+    layout: Layout, model: ModelProfile, micro_batch: int, accumulation: int, options: PlanOptions = DEFAULT_OPTIONS
 ) -> tuple[str, ...]:
     """The lines of the training script that select this layout."""
     arguments = ["model"] if layout.strategy == "single" else ["model", f'"{layout.strategy}"']

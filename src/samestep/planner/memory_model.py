@@ -18,22 +18,15 @@ _COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buckets", "g
 class MemoryEstimate:
     """Bytes on one device at the peak of a step, and bytes of host memory per node."""
 
-    weights: int
-    """Weights and buffers."""
-    gradients: int
-    """Gradients at the end of a backward pass."""
-    optimizer: int
-    """Optimizer state."""
-    activations: int
-    """Activations, temporaries and the batch."""
+    weights: int  # weights and buffers
+    gradients: int  # gradients at the end of a backward pass
+    optimizer: int  # optimizer state
+    activations: int  # activations, temporaries and the batch
     buckets: int
     """Gradients that already exist at the peak of the activations: DDP's buckets, or those of earlier micro-batches."""
-    gathered: int
-    """Weights gathered from other ranks for the current blocks, and their gradients before reduce-scatter."""
-    overhead: int
-    """Context of the device and buffers of NCCL."""
-    host: int
-    """Bytes of host memory per node, for all of its ranks."""
+    gathered: int  # weights gathered from other ranks for the current blocks, and their gradients before reduce-scatter
+    overhead: int  # context of the device and buffers of NCCL
+    host: int  # bytes of host memory per node, for all of its ranks
 
     @property
     def total(self) -> int:

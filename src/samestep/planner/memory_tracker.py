@@ -29,14 +29,10 @@ _FP32_BACKWARD_CHANNELS_LAST = 3.3
 class MemorySample(NamedTuple):
     """Memory in use after one operation."""
 
-    op: str
-    """The operation."""
-    used: int
-    """Bytes in use, gradients included, as the allocator rounds them."""
-    exact: int
-    """The same, not rounded."""
-    gradients: int
-    """Bytes of gradients among them."""
+    op: str  # the operation
+    used: int  # bytes in use, gradients included, as the allocator rounds them
+    exact: int  # the same, not rounded
+    gradients: int  # bytes of gradients among them
 
 
 class MemoryTracker(TorchDispatchMode):

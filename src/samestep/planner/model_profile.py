@@ -19,12 +19,9 @@ predicted (benchmarks/memory.py). The rest covers fragmentation, other algorithm
 class MemoryPoint:
     """One point of a step's memory timeline, as a linear function of the micro-batch size."""
 
-    fixed: int
-    """Bytes for any micro-batch, without weights, optimizer state and gradients."""
-    per_sample: int
-    """Additional bytes per sample."""
-    gradients: int
-    """Bytes of gradients that exist at this point."""
+    fixed: int  # bytes for any micro-batch, without weights, optimizer state and gradients
+    per_sample: int  # additional bytes per sample
+    gradients: int  # bytes of gradients that exist at this point
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,7 @@ class PeakMemory:
 
     points: tuple[MemoryPoint, ...]
     """The points that are the peak for some micro-batch size and some sharding; at least one."""
-    gradients: int
-    """Bytes of all gradients."""
+    gradients: int  # bytes of all gradients
 
     @classmethod
     def linear(cls, fixed: int, per_sample: int) -> "PeakMemory":
@@ -81,26 +77,19 @@ class PeakMemory:
 class Op:
     """All calls of one operator in one dtype during forward and backward pass."""
 
-    name: str
-    """Torch's name, such as aten.mm."""
-    count: int
-    """Calls in one micro-batch of `ModelProfile.traced_samples` samples."""
-    flops: float
-    """Floating-point operations of all calls; 0 for operators that only move data."""
-    bytes_moved: float
-    """Bytes that all calls read and write."""
-    dtype: str
-    """Dtype of the computation, such as bfloat16."""
+    name: str  # Torch's name, such as aten.mm
+    count: int  # calls in one micro-batch of `ModelProfile.traced_samples` samples
+    flops: float  # floating-point operations of all calls; 0 for operators that only move data
+    bytes_moved: float  # bytes that all calls read and write
+    dtype: str  # dtype of the computation, such as bfloat16
 
 
 @dataclass(frozen=True)
 class MeasuredTime:
     """Time of a micro-batch on one device, from operations that were measured there."""
 
-    device: str
-    """`DeviceSpec.name` of the device."""
-    points: tuple[tuple[int, float], ...]
-    """(samples, seconds), at least one, smallest micro-batch first."""
+    device: str  # `DeviceSpec.name` of the device
+    points: tuple[tuple[int, float], ...]  # (samples, seconds), at least one, smallest micro-batch first
     host_seconds: float | None = None
     """Host time to launch all operations of a micro-batch of any size; None if it was not measured."""
 
@@ -121,54 +110,35 @@ class MeasuredTime:
 class ModelPart:
     """A submodule that is sharded, gathered or placed as a unit: a block, or a frozen submodule."""
 
-    name: str
-    """Name in `named_modules`."""
-    trainable: int
-    """Bytes of its trainable parameters."""
-    frozen: int
-    """Bytes of its frozen parameters and its buffers."""
-    forward_flops: float
-    """FLOPs of its forward pass per sample."""
+    name: str  # name in `named_modules`
+    trainable: int  # bytes of its trainable parameters
+    frozen: int  # bytes of its frozen parameters and its buffers
+    forward_flops: float  # FLOPs of its forward pass per sample
 
 
 @dataclass(frozen=True)
 class ModelProfile:
     """Memory and work of a training step on one device, traced or measured."""
 
-    name: str
-    """Class of the model."""
-    trainable: Mapping[str, int]
-    """Bytes of trainable parameters by dtype."""
-    frozen: Mapping[str, int]
-    """Bytes of frozen parameters by dtype."""
-    buffers: int
-    """Bytes of buffers."""
-    gradients: int
-    """Bytes of all gradients."""
-    optimizer: str
-    """Class of the optimizer, such as AdamW."""
-    optimizer_state: int
-    """Bytes of the optimizer state."""
-    activations: PeakMemory
-    """Peak memory of a step in addition to weights, gradients and optimizer state."""
+    name: str  # class of the model
+    trainable: Mapping[str, int]  # bytes of trainable parameters by dtype
+    frozen: Mapping[str, int]  # bytes of frozen parameters by dtype
+    buffers: int  # bytes of buffers
+    gradients: int  # bytes of all gradients
+    optimizer: str  # class of the optimizer, such as AdamW
+    optimizer_state: int  # bytes of the optimizer state
+    activations: PeakMemory  # peak memory of a step in addition to weights, gradients and optimizer state
     checkpointed_activations: PeakMemory | None
     """The same with activation checkpointing of every block; None if the model has no blocks."""
-    forward_flops: float
-    """FLOPs of the forward pass per sample."""
-    step_flops: float
-    """FLOPs of forward and backward pass per sample."""
+    forward_flops: float  # FLOPs of the forward pass per sample
+    step_flops: float  # FLOPs of forward and backward pass per sample
     checkpointed_step_flops: float
     """The same with activation checkpointing; equal to `step_flops` if the model has no blocks."""
-    ops: tuple[Op, ...]
-    """Operators of a micro-batch of `traced_samples` samples; empty if they are unknown."""
-    traced_samples: int
-    """Samples in the traced micro-batch."""
-    blocks: tuple[ModelPart, ...]
-    """Repeated blocks; FSDP gathers each as a unit."""
-    frozen_parts: tuple[ModelPart, ...]
-    """Outermost submodules without trainable parameters."""
-    method: str
-    """How the profile was made: traced, or measured with real micro-batches and why."""
+    ops: tuple[Op, ...]  # operators of a micro-batch of `traced_samples` samples; empty if they are unknown
+    traced_samples: int  # samples in the traced micro-batch
+    blocks: tuple[ModelPart, ...]  # repeated blocks; FSDP gathers each as a unit
+    frozen_parts: tuple[ModelPart, ...]  # outermost submodules without trainable parameters
+    method: str  # how the profile was made: traced, or measured with real micro-batches and why
     measured_time: MeasuredTime | None = None
     """Measured time on an available device; None: the time is estimated from `ops`."""
 

@@ -17,36 +17,27 @@ CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 class TensorShape:
     """Size, stride and dtype of a tensor argument."""
 
-    size: tuple[int, ...]
-    """Size."""
-    stride: tuple[int, ...]
-    """Stride; empty for a sparse tensor."""
-    dtype: torch.dtype
-    """Dtype of the elements."""
+    size: tuple[int, ...]  # size
+    stride: tuple[int, ...]  # stride; empty for a sparse tensor
+    dtype: torch.dtype  # dtype of the elements
 
 
 @dataclass(frozen=True)
 class OpCall:
     """One call of an operator with shapes in place of tensors; equal calls cost the same."""
 
-    func: OpOverload
-    """The operator."""
-    args: tuple[object, ...]
-    """Positional arguments: shapes, numbers, and tuples of these."""
-    kwargs: tuple[tuple[str, object], ...]
-    """Keyword arguments, sorted by name."""
+    func: OpOverload  # the operator
+    args: tuple[object, ...]  # positional arguments: shapes, numbers, and tuples of these
+    kwargs: tuple[tuple[str, object], ...]  # keyword arguments, sorted by name
 
 
 @dataclass
 class OpCost:
     """Total cost of several calls."""
 
-    count: int = 0
-    """Number of calls."""
-    flops: float = 0.0
-    """Floating-point operations."""
-    bytes_moved: float = 0.0
-    """Bytes read and written."""
+    count: int = 0  # number of calls
+    flops: float = 0.0  # floating-point operations
+    bytes_moved: float = 0.0  # bytes read and written
 
 
 class OpCounter:

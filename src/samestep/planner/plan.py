@@ -28,20 +28,13 @@ _MAX_LARGER_DEVICES = 3  # number of larger devices that advice names
 class PlanRequest:
     """What a plan is made for."""
 
-    cluster: ClusterSpec
-    """The cluster."""
-    model: ModelProfile
-    """The model."""
-    global_batch: int
-    """Samples per step, over all ranks."""
-    precision: str
-    """fp32, bf16 or fp16."""
-    tf32: bool
-    """Whether matrix products in fp32 may use TF32."""
-    margin: float
-    """Fraction of a device's memory that stays free."""
-    options: PlanOptions = DEFAULT_OPTIONS
-    """Options that hold for every layout."""
+    cluster: ClusterSpec  # the cluster
+    model: ModelProfile  # the model
+    global_batch: int  # samples per step, over all ranks
+    precision: str  # fp32, bf16 or fp16
+    tf32: bool  # whether matrix products in fp32 may use TF32
+    margin: float  # fraction of a device's memory that stays free
+    options: PlanOptions = DEFAULT_OPTIONS  # options that hold for every layout
 
     @property
     def usable_memory(self) -> int:
@@ -59,20 +52,13 @@ class PlanRequest:
 class Candidate:
     """One layout with its micro-batch size, memory and time."""
 
-    layout: Layout
-    """How the step is distributed."""
-    micro_batch: int
-    """Samples per forward pass on each rank."""
-    accumulation: int
-    """Micro-batches per step on each rank."""
-    memory: MemoryEstimate
-    """Estimated memory; that of the smallest possible micro-batch if none fits."""
-    time: StepTime
-    """Estimated time of a step."""
-    fits: bool
-    """Whether it can be chosen."""
-    reason: str
-    """Why it was or was not chosen, with numbers."""
+    layout: Layout  # how the step is distributed
+    micro_batch: int  # samples per forward pass on each rank
+    accumulation: int  # micro-batches per step on each rank
+    memory: MemoryEstimate  # estimated memory; that of the smallest possible micro-batch if none fits
+    time: StepTime  # estimated time of a step
+    fits: bool  # whether it can be chosen
+    reason: str  # why it was or was not chosen, with numbers
 
     def to_json(self) -> dict[str, object]:
         """The candidate as plain data."""
@@ -92,14 +78,11 @@ class Candidate:
 class Plan:
     """The chosen layout, and why."""
 
-    request: PlanRequest
-    """What the plan was made for."""
-    chosen: Candidate | None
-    """The fastest candidate that fits; None if none fits."""
+    request: PlanRequest  # what the plan was made for
+    chosen: Candidate | None  # the fastest candidate that fits; None if none fits
     candidates: tuple[Candidate, ...]
     """All candidates: the chosen one, then those that fit by time, then the others by memory."""
-    advice: tuple[str, ...] = ()
-    """If nothing fits: what would."""
+    advice: tuple[str, ...] = ()  # if nothing fits: what would
 
     @property
     def code(self) -> tuple[str, ...]:

@@ -19,12 +19,9 @@ WHAT_IF_COLUMNS = ("GPUs", "precision", "strategy", "micro-batch", "memory", "st
 class Segment:
     """One segment of a memory bar."""
 
-    name: str
-    """Component of the memory."""
-    size: int
-    """Bytes."""
-    cells: int
-    """Width in characters."""
+    name: str  # component of the memory
+    size: int  # bytes
+    cells: int  # width in characters
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, ...]]:

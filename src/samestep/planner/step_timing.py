@@ -49,13 +49,7 @@ _MODEL_ERRORS = (
 
 
 def time_on_gpu(
-    profile: ModelProfile,
-    build: Build,
-    cluster: ClusterSpec,
-    micro_batch: int,
-    precision: str,
-    *,
-    channels_last: bool,
+    profile: ModelProfile, build: Build, cluster: ClusterSpec, micro_batch: int, precision: str, *, channels_last: bool
 ) -> ModelProfile:
     """`time_model` outside of a run, on the first GPU of this machine, which is one of `cluster`."""
     device = torch.device("cuda", 0)

@@ -26,18 +26,12 @@ _EQUALLY_FAST = 1.02  # of placements closer than this the one with less memory 
 class TeacherProfile:
     """Memory and work of a frozen model, independent of its placement."""
 
-    bytes: int
-    """Bytes of its weights in the dtype of the computation."""
-    largest_layer: int
-    """Bytes of the largest layer, which moves as a unit."""
-    flops_per_sample: float
-    """FLOPs of the forward pass per sample."""
-    output_per_sample: int
-    """Bytes of the outputs per sample."""
-    working_per_sample: int = 0
-    """Bytes per sample that the forward pass uses in addition to weights and outputs."""
-    dtype: str = "bfloat16"
-    """Dtype of the computation."""
+    bytes: int  # bytes of its weights in the dtype of the computation
+    largest_layer: int  # bytes of the largest layer, which moves as a unit
+    flops_per_sample: float  # FLOPs of the forward pass per sample
+    output_per_sample: int  # bytes of the outputs per sample
+    working_per_sample: int = 0  # bytes per sample that the forward pass uses in addition to weights and outputs
+    dtype: str = "bfloat16"  # dtype of the computation
     resident: int = 0
     """Bytes outside of layers, such as embeddings, which stay on the device while layers are loaded and freed."""
 
@@ -46,18 +40,12 @@ class TeacherProfile:
 class TeacherSetup:
     """The training run that a teacher is placed for."""
 
-    cluster: ClusterSpec
-    """The cluster."""
-    ranks: int
-    """Number of ranks that train, the same number on each node."""
-    global_batch: int
-    """Samples per step."""
-    micro_batch: int
-    """Samples per forward pass on a rank."""
-    used_per_gpu: int = 0
-    """Bytes of each device that training uses."""
-    used_per_node: int = 0
-    """Bytes of each node's host memory that training uses."""
+    cluster: ClusterSpec  # the cluster
+    ranks: int  # number of ranks that train, the same number on each node
+    global_batch: int  # samples per step
+    micro_batch: int  # samples per forward pass on a rank
+    used_per_gpu: int = 0  # bytes of each device that training uses
+    used_per_node: int = 0  # bytes of each node's host memory that training uses
 
     @property
     def ranks_per_node(self) -> int:
@@ -94,40 +82,29 @@ class TeacherSetup:
 class PlacementCost(NamedTuple):
     """What a placement of a teacher costs."""
 
-    per_gpu: int
-    """Bytes on the device with the most of it."""
-    per_node: int
-    """Bytes of host memory per node."""
-    seconds: float
-    """Estimated time that it adds to a step, without overlap with the student."""
+    per_gpu: int  # bytes on the device with the most of it
+    per_node: int  # bytes of host memory per node
+    seconds: float  # estimated time that it adds to a step, without overlap with the student
 
 
 @dataclass(frozen=True)
 class Placement:
     """One placement of a teacher with its cost."""
 
-    name: str
-    """Name in `run.teacher(placement=...)`."""
-    per_gpu: int
-    """Bytes on the device with the most of it."""
-    per_node: int
-    """Bytes of host memory per node."""
-    seconds: float
-    """Estimated time that it adds to a step, without overlap with the student."""
-    fits: bool
-    """Whether it can be chosen."""
-    reason: str
-    """Why it was or was not chosen."""
+    name: str  # name in `run.teacher(placement=...)`
+    per_gpu: int  # bytes on the device with the most of it
+    per_node: int  # bytes of host memory per node
+    seconds: float  # estimated time that it adds to a step, without overlap with the student
+    fits: bool  # whether it can be chosen
+    reason: str  # why it was or was not chosen
 
 
 @dataclass(frozen=True)
 class TeacherPlan:
     """All placements: the chosen one first, then those that fit, then the others, each by time."""
 
-    chosen: Placement | None
-    """The fastest placement that fits; None if none fits."""
-    placements: tuple[Placement, ...]
-    """All ten placements."""
+    chosen: Placement | None  # the fastest placement that fits; None if none fits
+    placements: tuple[Placement, ...]  # all ten placements
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain data."""

@@ -55,14 +55,10 @@ HOST_MEMORY_BANDWIDTH = 1e11
 class StepTime:
     """Estimated seconds of one optimizer step."""
 
-    compute: float
-    """Forward and backward passes."""
-    communication: float
-    """Communication that does not overlap with compute."""
-    optimizer: float
-    """The optimizer's step."""
-    teacher: float
-    """Frozen parts that `run.teacher` placed."""
+    compute: float  # forward and backward passes
+    communication: float  # communication that does not overlap with compute
+    optimizer: float  # the optimizer's step
+    teacher: float  # frozen parts that `run.teacher` placed
 
     @property
     def total(self) -> float:

@@ -32,14 +32,10 @@ _MAX_INTEGERS = 2**26  # elements of an integer tensor that is computed with rea
 class TracedModel:
     """The user's model, an example batch, and how to compute a loss."""
 
-    model: nn.Module
-    """The model."""
-    example: object
-    """A batch with samples along the first dimension of its tensors."""
-    samples: int
-    """Number of samples in the example."""
-    loss: Loss | None
-    """The user's loss function of model and batch; None: the loss comes from the model's outputs."""
+    model: nn.Module  # the model
+    example: object  # a batch with samples along the first dimension of its tensors
+    samples: int  # number of samples in the example
+    loss: Loss | None  # the user's loss function of model and batch; None: the loss comes from the model's outputs
 
     def batch(self, samples: int) -> object:
         """A batch of this size that repeats the samples of the example; tensors without samples stay as they are."""

@@ -28,26 +28,19 @@ class StepConfig:
 
     optimizer: str | MakeOptimizer
     """Name of a class in torch.optim, or a function of the parameters that returns an optimizer."""
-    dtype: torch.dtype | None
-    """Dtype of autocast; None: no autocast."""
-    target: str
-    """The device that the step would run on: "cuda" or "cpu"."""
-    blocks: tuple[type[nn.Module] | str, ...] = ()
-    """Classes of the blocks, or their names; empty: detected."""
-    channels_last: bool = False
-    """Whether images and convolution weights use the channels-last memory format."""
+    dtype: torch.dtype | None  # dtype of autocast; None: no autocast
+    target: str  # the device that the step would run on: "cuda" or "cpu"
+    blocks: tuple[type[nn.Module] | str, ...] = ()  # classes of the blocks, or their names; empty: detected
+    channels_last: bool = False  # whether images and convolution weights use the channels-last memory format
 
 
 @dataclass(frozen=True)
 class StepTrace:
     """The trace of one step."""
 
-    timeline: list[MemorySample]
-    """Memory in use after each operation."""
-    forward_flops: float
-    """FLOPs of the forward pass; 0 without a counter."""
-    batch_bytes: int
-    """Bytes of the batch."""
+    timeline: list[MemorySample]  # memory in use after each operation
+    forward_flops: float  # FLOPs of the forward pass; 0 without a counter
+    batch_bytes: int  # bytes of the batch
 
 
 class StepTracer:
