@@ -1,4 +1,4 @@
-"""`run.wrap` and its plan: traces the model, plans for the hardware of this run, and wraps the model accordingly."""
+"""The plan of a run: traces the model and plans strategy, memory and micro-batch for the hardware of this run."""
 
 import copy
 import statistics
@@ -8,14 +8,12 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from samestep.context import RunContext, seed_per_rank
-from samestep.data.loader import list_tensors
+from samestep.context import RunContext
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
-from samestep.errors import DataError, WrapError
 from samestep.messages import format_bytes, format_seconds
-from samestep.parallel.wrap import WrapOptions, check_options, wrap
+from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.model_parts import checkpointable_classes, profile_weights
@@ -83,42 +81,6 @@ class RunPlan:
     def summary(self, device: torch.device, step_starts: list[float]) -> dict[str, object]:
         """The plan and the comparison, for summary.json."""
         return self.details | {"compared": self.comparison(device, step_starts) if self.traced else {}}
-
-
-def wrap_model(
-    context: RunContext, plans: list[RunPlan], model: nn.Module, options: WrapOptions, example: object, optimizer: str
-) -> nn.Module:
-    """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
-        raise WrapError(
-            f"run.wrap needs a torch.nn.Module, got {type(model).__name__}: wrap the model that trains; a teacher is "
-            "frozen and needs no wrapping"
-        )
-    if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
-        raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
-    context.acceleration.report()
-    check_options(options, model)
-    if example is not None:
-        _check_example(example)
-    made = plan_run(context, model, options, example, optimizer)
-    if made is not None:
-        plans.append(made)
-        if made.micro_batch is not None:
-            context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
-        context.print(made.message)
-        options = made.apply(options, model)
-    wrapped = wrap(
-        context.comm,
-        model,
-        context.device,
-        options,
-        context.acceleration.precision,
-        in_step=lambda: context.progress.in_step,
-        report=context.print,
-    )
-    context.models.append(wrapped)
-    seed_per_rank(context.config.seed, context.world.rank)
-    return wrapped.model
 
 
 def plan_run(
@@ -293,16 +255,3 @@ def _details(made: Plan, chosen: Candidate) -> dict[str, object]:
     data = replace(made, chosen=chosen, candidates=()).to_json()
     others = {each.layout.name: each.reason for each in made.candidates if each.layout != chosen.layout}
     return {"chosen": data["chosen"], "others": others, "margin": made.request.margin, "model": data["model"]}
-
-
-def _check_example(example: object) -> None:
-    """Raise if there is no batch to trace a step with."""
-    try:
-        sizes = [len(tensor) for tensor in list_tensors(example) if tensor.dim()]
-    except DataError:
-        sizes = []
-    if not sizes or not sizes[0]:
-        raise WrapError(
-            f"run.wrap got a {type(example).__name__} without samples as example=: pass a batch as the model is called "
-            "with it, a tensor or tuples, lists and dicts of tensors, with samples along the first dimension"
-        )
