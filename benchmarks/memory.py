@@ -338,9 +338,9 @@ class Rows:
 
 
 def recomputed_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    from samestep.planner.model_parts import recomputable
+    from samestep.planner.model_parts import checkpointable_classes
 
-    return recomputable(model, ())
+    return checkpointable_classes(model, ())
 
 
 def predict(case: Case) -> dict[str, object]:
@@ -356,7 +356,7 @@ def predict(case: Case) -> dict[str, object]:
         channels_last=case.workload in CHANNELS_LAST,
     )
     seconds, cpu = time.monotonic() - began, time.process_time() - began_cpu
-    working = facts.working_recomputed if case.recompute else facts.working
+    working = facts.checkpointed_activations if case.recompute else facts.activations
     assert working is not None
     told = asdict(replace(facts, ops=()))
     return {

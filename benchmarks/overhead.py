@@ -1,15 +1,15 @@
-"""What a step costs beside its arithmetic: samestep against a hand-written DDP loop, Lightning, Fabric and Accelerate.
+"""The overhead of a training step: samestep compared with a hand-written DDP loop, Lightning, Fabric and Accelerate.
 
     python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
     python benchmarks/overhead.py --device cuda --task gpt2 [--compile]
 
-Every contender has ranks of its own (two on the CPU, joined by gloo, one thread each; one on a GPU), started once.
-They take turns in short blocks of steps, in an order that changes from round to round, and wait without work in
-between. A ratio is taken inside a round, so that a machine whose speed drifts does not favour anybody; the median over
-the rounds counts. "best" compares the fastest rounds and "cpu" the CPU seconds of the first rank: a machine that others
-use disturbs these less than the clock. All read the same rows through a DataLoader without workers, shuffle, step the
-same AdamW, and log their loss every 50 steps or, where logging is the framework's own, as it does by itself; nobody
-writes checkpoints. On the GPU all compute in bf16 with TF32 and a fused AdamW.
+Each contender has its own ranks, started once: two on the CPU with gloo and one thread each, or one on a GPU. They run
+short blocks of steps in turn, in a different order each round, and are idle in between. Ratios are computed per round,
+so that a change of the machine's speed affects all contenders, and the median over the rounds is reported. "best"
+compares the fastest rounds and "cpu" the CPU seconds of rank 0, which other processes on the machine disturb less. All
+contenders read the same rows through a DataLoader without workers, shuffle, use the same AdamW, and log their loss
+every 50 steps, or with their own logger at its default. None writes checkpoints. On a GPU all use bf16 with TF32 and a
+fused AdamW.
 """
 
 import argparse
@@ -34,13 +34,13 @@ LOG_EVERY = 50
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how long a turn is."""
+    """A model with its data, and the length of a turn."""
 
     name: str
-    rows: int  # samples a rank and step
-    steps: int  # steps an epoch
-    warm: int  # steps of a turn before the clock starts
-    timed: int  # steps on the clock
+    rows: int  # samples per rank and step
+    steps: int  # per epoch
+    warm_up: int  # steps of a turn before the timer starts
+    timed: int  # timed steps of a turn
     device: str
     compile: bool
     world: int
@@ -54,7 +54,7 @@ def tasks(args) -> Iterator[Task]:
 
 
 def build(task: Task):
-    """Make model and data; the same on every rank and for every contender."""
+    """Create model and data, the same on every rank and for every contender."""
     import torch
 
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def build(task: Task):
 
 
 class Rows:
-    """A map-style dataset as people write them, read row by row."""
+    """A map-style dataset that is read row by row."""
 
     def __init__(self, inputs, targets) -> None:
         self.inputs, self.targets = inputs, targets
@@ -83,7 +83,7 @@ class Rows:
 
 
 def language_model(vocabulary: int, width: int, depth: int, heads: int, length: int):
-    """Build a decoder like GPT-2, attention through scaled_dot_product_attention, embedding and head tied."""
+    """A decoder like GPT-2 with scaled_dot_product_attention; embedding and head share their weights."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -105,14 +105,15 @@ def language_model(vocabulary: int, width: int, depth: int, heads: int, length: 
     class Decoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+            self.tokens = nn.Embedding(vocabulary, width)
+            self.positions = nn.Embedding(length, width)
             self.blocks = nn.ModuleList(Block() for _ in range(depth))
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, vocabulary, bias=False)
             self.head.weight = self.tokens.weight
 
         def forward(self, tokens):
-            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+            x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
             for block in self.blocks:
                 x = block(x)
             return self.head(self.norm(x))
@@ -136,33 +137,33 @@ def adamw(task: Task, parameters):
 
 
 class Turns:
-    """Called before every step: starts and stops the clock, and waits for the next turn where one is over."""
+    """Called before every step: starts and stops the timer, and waits for the next turn at the end of one."""
 
     def __init__(self, task: Task, pipe: Connection) -> None:
         self._task, self._pipe = task, pipe
-        self._length = task.warm + task.timed
+        self._length = task.warm_up + task.timed
         self._step = self._length
         self._wall = self._cpu = 0.0
         self._turns = 0
 
-    def __call__(self) -> None:  # noqa: D102 the class says it
+    def __call__(self) -> None:  # noqa: D102 see the class
         if self._step == self._length:
             self._wait()
-        if self._step == self._task.warm:
+        if self._step == self._task.warm_up:
             self._finish_queue()
             self._wall, self._cpu = time.perf_counter(), time.process_time()
         self._step += 1
 
     def _wait(self) -> None:
         self._finish_queue()
-        taken = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        seconds = time.perf_counter() - self._wall, time.process_time() - self._cpu
         if self._task.device == "cuda":
             import torch
 
-            torch.cuda.empty_cache()  # the contenders share one card
-        self._pipe.send([value / self._task.timed for value in taken])
+            torch.cuda.empty_cache()  # the contenders share one GPU
+        self._pipe.send([value / self._task.timed for value in seconds])
         if self._pipe.recv() == "stop":
-            os._exit(0)  # a Trainer in the midst of its epoch has no other quick way out
+            os._exit(0)  # a Trainer cannot be stopped quickly within an epoch
         self._step = 0
 
     def _finish_queue(self) -> None:
@@ -173,12 +174,12 @@ class Turns:
 
 
 class Log:
-    """A line of JSON every LOG_EVERY steps, for those who have no logger of their own."""
+    """A line of JSON every LOG_EVERY steps, for contenders without a logger."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "log.jsonl").open("a")
 
-    def __call__(self, step: int, loss) -> None:  # noqa: D102 the class says it
+    def __call__(self, step: int, loss) -> None:  # noqa: D102 see the class
         if step % LOG_EVERY == 0:
             self._file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
             self._file.flush()
@@ -241,7 +242,7 @@ def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
 
 
 def lightning_packages():
-    """Lightning is on sale under two names."""
+    """Lightning is published under two names."""
     try:
         import lightning.fabric as fabric
         import lightning.pytorch as pl
@@ -274,7 +275,7 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
         def configure_optimizers(self):
             return adamw(task, self.parameters())
 
-    class Boundary(pl.Callback):
+    class TurnCallback(pl.Callback):
         def on_train_batch_start(self, *_) -> None:
             turn()
 
@@ -293,7 +294,7 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Boundary()],
+        callbacks=[TurnCallback()],
     )
     trainer.fit(net, batches(task, build(task)[1], None))
 
@@ -363,11 +364,11 @@ CONTENDERS: dict[str, Callable[[Task, Turns, Path], None]] = {
 
 
 def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: Path) -> None:
-    """Be one rank of one contender until told to stop."""
+    """Run one rank of one contender until it receives "stop"."""
     if task.world > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world), GROUP_RANK="0")
         os.environ.update(LOCAL_WORLD_SIZE=str(task.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if task.device == "cpu":  # Lightning gives itself more threads where nobody says how many, samestep takes a GPU
+    if task.device == "cpu":  # otherwise Lightning uses more threads, and samestep a GPU
         os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     sys.stdout = sys.stderr = (folder / f"output-{rank}.txt").open("w", buffering=1)
     import torch
@@ -382,26 +383,26 @@ def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: 
 
 
 class Failed(Exception):
-    """A contender cannot run here."""
+    """A contender cannot run on this machine."""
 
 
 class Contender:
-    """One contender's ranks, waiting for their turn."""
+    """The ranks of one contender, which wait for their turn."""
 
     def __init__(self, name: str, task: Task, folder: Path) -> None:
         self.name, self._pipes, self._processes = name, [], []
         context, port = multiprocessing.get_context("spawn"), free_port()
         for rank in range(task.world):
-            here, there = context.Pipe()
-            arguments = (name, task, rank, port, there, folder)
+            pipe, child_pipe = context.Pipe()
+            arguments = (name, task, rank, port, child_pipe, folder)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
-            there.close()
-            self._pipes.append(here)
+            child_pipe.close()
+            self._pipes.append(pipe)
             self._processes.append(process)
 
     def ready(self) -> list[float]:
-        """Wait until every rank stands before a turn; (seconds, CPU seconds) a step of the first rank's last one."""
+        """Wait until every rank waits for a turn; return wall and CPU seconds per step of rank 0 in its last turn."""
         answers = [pipe.recv() for pipe in self._pipes]
         for answer in answers:
             if isinstance(answer, str):
@@ -415,7 +416,7 @@ class Contender:
         return self.ready()
 
     def stop(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send("stop")
@@ -430,46 +431,46 @@ def free_port() -> int:
 
 
 def compare(task: Task, names: list[str], rounds: int) -> list[dict[str, object]]:
-    """Let the contenders take turns; medians of their times and of their ratios to the hand-written loop."""
-    with tempfile.TemporaryDirectory() as place, ExitStack() as running:
+    """Let the contenders take turns; return medians of their times and of their ratios to the hand-written loop."""
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as running:
         contenders = []
         for name in names:
-            folder = Path(place) / name
+            folder = Path(temporary) / name
             folder.mkdir()
             contenders.append(Contender(name, task, folder))
             running.callback(contenders[-1].stop)
-        contenders = [contender for contender in contenders if stands(contender)]
-        taken = {contender.name: [] for contender in contenders}
+        contenders = [contender for contender in contenders if can_run(contender)]
+        times = {contender.name: [] for contender in contenders}
         for number in range(rounds + 1):
             for contender in random.Random(number).sample(contenders, len(contenders)):
-                times = contender.turn()
-                if number:  # the first round pays for what is loaded late
-                    taken[contender.name].append(times)
-    return [summarise(task, name, times, taken["hand-written"]) for name, times in taken.items()]
+                seconds = contender.turn()
+                if number:  # the first round includes lazy imports
+                    times[contender.name].append(seconds)
+    return [summarize(task, name, own, times["hand-written"]) for name, own in times.items()]
 
 
-def stands(contender: Contender) -> bool:
-    """Whether a contender could be started; a package that is not installed here must not end the comparison."""
+def can_run(contender: Contender) -> bool:
+    """Whether a contender has started; a missing package must not end the comparison."""
     try:
         contender.ready()
     except (Failed, EOFError) as error:
-        print(f"left out: {error}", file=sys.stderr)
+        print(f"skipped: {error}", file=sys.stderr)
         return False
     return True
 
 
-def summarise(task: Task, name: str, mine: list[list[float]], by_hand: list[list[float]]) -> dict[str, object]:
-    pairs = list(zip(mine, by_hand, strict=True))
+def summarize(task: Task, name: str, own: list[list[float]], by_hand: list[list[float]]) -> dict[str, object]:
+    pairs = list(zip(own, by_hand, strict=True))
     return {
         **asdict(task),
         "contender": name,
-        "ms": 1e3 * statistics.median(own[0] for own in mine),
-        "ratio": statistics.median(own[0] / hand[0] for own, hand in pairs),
-        "best_ratio": min(own[0] for own in mine) / min(hand[0] for hand in by_hand),
-        "added_us": 1e6 * statistics.median(own[0] - hand[0] for own, hand in pairs),
-        "cpu_ratio": statistics.median(own[1] / hand[1] for own, hand in pairs),
-        "added_cpu_us": 1e6 * statistics.median(own[1] - hand[1] for own, hand in pairs),
-        "rounds": len(mine),
+        "ms": 1e3 * statistics.median(turn[0] for turn in own),
+        "ratio": statistics.median(turn[0] / hand[0] for turn, hand in pairs),
+        "best_ratio": min(turn[0] for turn in own) / min(hand[0] for hand in by_hand),
+        "added_us": 1e6 * statistics.median(turn[0] - hand[0] for turn, hand in pairs),
+        "cpu_ratio": statistics.median(turn[1] / hand[1] for turn, hand in pairs),
+        "added_cpu_us": 1e6 * statistics.median(turn[1] - hand[1] for turn, hand in pairs),
+        "rounds": len(own),
     }
 
 
@@ -488,7 +489,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     args.task = args.task or (["mlp", "transformer"] if args.device == "cpu" else ["gpt2"])
     names = list(dict.fromkeys(["hand-written", *args.contender]))

@@ -1,14 +1,14 @@
-"""What a killed rank costs: plain torchrun against samestep run, by who comes back and after how long.
+"""Recovery from a killed rank: torchrun compared with `samestep run`, by success rate and time.
 
-    python benchmarks/recovery.py [--kills 10] [--ranks 2] [--patience 60]
+    python benchmarks/recovery.py [--kills 10] [--ranks 2] [--timeout 60]
 
-For every kill each contender is started afresh, in turns, with three restarts allowed. Once all ranks have done some
-steps, one of them gets SIGKILL after a random delay that is the same for all contenders. "back" counts the launches in
-which, within the patience, all ranks step again; "at the first restart" those that needed no second one. Seconds run
-from the kill to the first step that a new process has done.
+Each variant is started again for every kill, with three restarts allowed. After all ranks have trained some steps, one
+of them gets SIGKILL after a random delay that is the same for all variants. "recovered" counts the launches whose ranks
+all train again within the timeout; "at the first restart" counts those that needed one restart only. The time runs
+from the kill to the first step of the new processes.
 
-Contenders: a DDP script written by hand under torchrun, samestep's Run under torchrun, and samestep's Run under
-`samestep run`. All train the same small model over gloo, one thread each, and save every 20 steps.
+Variants: a hand-written DDP script under torchrun, samestep's Run under torchrun, and samestep's Run under `samestep
+run`. All train the same small model over gloo with one thread per rank, and save every 20 steps.
 """
 
 import argparse
@@ -23,10 +23,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PAUSE = 0.02  # seconds a step lasts at least, so that contenders wait alike
+PAUSE = 0.02  # minimum seconds per step, so that all variants train at the same pace
 SAVE_EVERY = 20
 PREFIXES = ("SLURM_", "TORCHELASTIC_", "TORCH_", "GROUP_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "SAMESTEP_")
-CONTENDERS = {
+VARIANTS = {
     "torchrun, by hand": ("torch.distributed.run", "hand"),
     "torchrun, Run": ("torch.distributed.run", "run"),
     "samestep run": ("samestep", "run"),
@@ -34,10 +34,10 @@ CONTENDERS = {
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """A line that a rank wrote when it had done a step."""
+class StepRecord:
+    """A line that a rank writes after each step."""
 
-    when: float
+    time: float
     pid: int
     rank: int
     restart: int
@@ -45,14 +45,14 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one kill."""
+    """The result of one kill; `seconds` is None if the ranks did not recover."""
 
     seconds: float | None
     restarts: int
 
 
 def train_by_hand(out: Path) -> None:
-    """DDP as its tutorial has it, with a checkpoint by the first rank."""
+    """DDP as in its tutorial, with a checkpoint by rank 0."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -67,7 +67,7 @@ def train_by_hand(out: Path) -> None:
         model(torch.ones(8, 64)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell(out, rank)
+        record_step(out, rank)
         if rank == 0 and step % SAVE_EVERY == 0:
             torch.save(model.state_dict(), out / "saving.pt")
             (out / "saving.pt").replace(saved)
@@ -90,63 +90,66 @@ def train_by_run(out: Path) -> None:
                     step.mean(model(rows).mean(1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                tell(out, run.rank)
+                record_step(out, run.rank)
 
 
-def tell(out: Path, rank: int) -> None:
+def record_step(out: Path, rank: int) -> None:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with (out / "steps").open("a") as file:
         file.write(f"{time.time()} {os.getpid()} {rank} {restart}\n")
     time.sleep(PAUSE)
 
 
-def read_steps(out: Path) -> list[Stepped]:
+def read_steps(out: Path) -> list[StepRecord]:
     path = out / "steps"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [
-        Stepped(float(when), int(pid), int(rank), int(restart)) for when, pid, rank, restart in map(str.split, lines)
+        StepRecord(float(moment), int(pid), int(rank), int(restart))
+        for moment, pid, rank, restart in map(str.split, lines)
     ]
 
 
-def wait_for_steps(out: Path, old: set[int], ranks: int, process: subprocess.Popen[bytes], patience: float):
-    """The step by which every rank has done one in a new process; None where the launcher ends or time is up."""
-    end = time.monotonic() + patience
+def wait_for_steps(out: Path, old: set[int], ranks: int, process: subprocess.Popen[bytes], timeout: float):
+    """The step by which every rank has trained one in a new process; None if the launcher ends or after the timeout."""
+    end = time.monotonic() + timeout
     while time.monotonic() < end:
-        firsts: dict[int, Stepped] = {}
+        firsts: dict[int, StepRecord] = {}
         for step in read_steps(out):
             if step.pid not in old:
                 firsts.setdefault(step.rank, step)
         if len(firsts) == ranks:
-            return max(firsts.values(), key=lambda step: step.when)
+            return max(firsts.values(), key=lambda step: step.time)
         if process.poll() is not None:
             return None
         time.sleep(0.05)
     return None
 
 
-def kill_once(module: str, how: str, ranks: int, luck: random.Random, patience: float) -> Outcome:
+def kill_once(module: str, how: str, ranks: int, rng: random.Random, timeout: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         command = [sys.executable, "-m", module, *(["run", "--folder", folder] if module == "samestep" else [])]
         command += ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3"]
         command += [__file__, "--train", how, folder]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-        with (out / "said").open("wb") as said:
+        with (out / "output").open("wb") as output:
             process = subprocess.Popen(
-                command, env={**environ, "OMP_NUM_THREADS": "1"}, stdout=said, stderr=said, start_new_session=True
+                command, env={**environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, start_new_session=True
             )
         try:
-            victim, delay = luck.randrange(ranks), luck.uniform(0.0, 1.0)
-            if wait_for_steps(out, set(), ranks, process, patience) is None:
-                raise SystemExit(f"it did not even start:\n{(out / 'said').read_text()}")
+            victim, delay = rng.randrange(ranks), rng.uniform(0.0, 1.0)
+            if wait_for_steps(out, set(), ranks, process, timeout) is None:
+                raise SystemExit(f"the launch did not start:\n{(out / 'output').read_text()}")
             time.sleep(delay)
             steps = read_steps(out)
             pid = next(step.pid for step in steps if step.rank == victim)
             os.kill(pid, signal.SIGKILL)
-            killed = time.time()
-            back = wait_for_steps(out, {step.pid for step in steps}, ranks, process, patience)
+            killed_at = time.time()
+            recovered = wait_for_steps(out, {step.pid for step in steps}, ranks, process, timeout)
             newest = max(step.restart for step in read_steps(out))
-            return Outcome(None, newest) if back is None else Outcome(back.when - killed, back.restart)
+            return (
+                Outcome(None, newest) if recovered is None else Outcome(recovered.time - killed_at, recovered.restart)
+            )
         finally:
             process.terminate()
             try:
@@ -157,7 +160,7 @@ def kill_once(module: str, how: str, ranks: int, luck: random.Random, patience: 
 
 
 def report(outcomes: dict[str, list[Outcome]]) -> str:
-    rows = [f"{'':20} {'back':>9} {'at the first restart':>21} {'median s':>9} {'longest s':>10}"]
+    rows = [f"{'':20} {'recovered':>9} {'at the first restart':>21} {'median s':>9} {'longest s':>10}"]
     for name, each in outcomes.items():
         seconds = [outcome.seconds for outcome in each if outcome.seconds is not None]
         first = sum(outcome.seconds is not None and outcome.restarts == 1 for outcome in each)
@@ -170,8 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--patience", type=float, default=60.0)
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", nargs=2, metavar=("HOW", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -182,11 +185,11 @@ def main() -> None:
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arguments.only}
     for number in range(arguments.kills):
         for name in sorted(outcomes, key=lambda each: random.Random(f"{number} {each}").random()):
-            luck = random.Random(arguments.seed * 1000 + number)
-            outcome = kill_once(*CONTENDERS[name], arguments.ranks, luck, arguments.patience)
+            rng = random.Random(arguments.seed * 1000 + number)
+            outcome = kill_once(*VARIANTS[name], arguments.ranks, rng, arguments.timeout)
             outcomes[name].append(outcome)
-            told = "did not come back" if outcome.seconds is None else f"back after {outcome.seconds:.1f} s"
-            print(f"kill {number + 1}: {name} {told}, restarts {outcome.restarts}", flush=True)
+            result = "did not recover" if outcome.seconds is None else f"recovered after {outcome.seconds:.1f} s"
+            print(f"kill {number + 1}: {name} {result}, restarts {outcome.restarts}", flush=True)
     print(report(outcomes))
 
 

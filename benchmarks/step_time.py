@@ -42,10 +42,12 @@ def trace(case: Case):
 def estimate(case: Case, facts, machines, numbers) -> float:
     """Seconds of a step on one device, by the plan's arithmetic."""
     from samestep.planner.layouts import Layout
-    from samestep.planner.time_model import step_time
+    from samestep.planner.time_model import estimate_step_time
 
-    layout = Layout(strategy="single", ranks=1, shards=1, recompute=case.recompute)
-    return step_time(layout, machines, facts, (case.samples, 1), case.precision, numbers.tf32, 0.0).total
+    layout = Layout(strategy="single", ranks=1, shards=1, activation_checkpointing=case.recompute)
+    return estimate_step_time(
+        layout, machines, facts, case.samples, 1, precision=case.precision, tf32=numbers.tf32
+    ).total
 
 
 def train(case: Case, numbers) -> float:
@@ -104,9 +106,9 @@ def compare(case: Case, facts, machines) -> dict[str, object]:
     real = train(case, numbers)
     restore()
     clear()
-    row = {"name": case.name, "real_s": real, "timing_took_s": took, "timed": timed.timed}
+    row = {"name": case.name, "real_s": real, "timing_took_s": took, "timed": timed.measured_time}
     row["timed_s"], row["reckoned_s"] = (
-        estimate(case, known, machines, numbers) for known in (timed, replace(facts, timed=None))
+        estimate(case, known, machines, numbers) for known in (timed, replace(facts, measured_time=None))
     )
     row["timed_error"], row["reckoned_error"] = (row[key] / real - 1 for key in ("timed_s", "reckoned_s"))
     print(
@@ -141,7 +143,7 @@ def operations(case: Case, machines) -> list[dict[str, object]]:
         row["count"], row["flops"], row["moved"] = (
             row["count"] + op.count,
             row["flops"] + op.flops,
-            row["moved"] + op.moved,
+            row["moved"] + op.bytes_moved,
         )
         row["rates_s"] += op_seconds(machines, op, tf32)
         row["run_s"] = row.get("run_s", 0.0) + (op_seconds(machines, op, tf32) if alone is None else alone * op.count)

@@ -103,7 +103,7 @@ def main(
     width: Annotated[int, typer.Option(min=16, help="a multiple of 16")] = 64,
     layers: Annotated[int, typer.Option(min=1)] = 3,
     learning_rate: float = 5e-3,
-    scale: Annotated[float, typer.Option(help="guidance scale; 1 is no guidance")] = 3.0,
+    scale: Annotated[float, typer.Option(help="guidance scale; 1 disables guidance")] = 3.0,
     passes: Annotated[int, typer.Option(min=1, help="forward passes per generated image")] = 32,
     samples: Annotated[int, typer.Option(min=1, help="images to generate per class")] = 20,
 ) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassF1Score
 
 from samestep import epoch_setting, sample_rng
-from samestep.lightning import Logs, SameStep, layout, once
+from samestep.lightning import FileLogger, SameStep, launcher_args, once
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -137,12 +137,13 @@ def main(
         global_batch=global_batch,
         micro_batch=micro_batch,
         seed=seed,
-        settings=lambda epoch: 8 + 4 * min(2, 3 * epoch // epochs),
+        epoch_settings=lambda epoch: 8 + 4 * min(2, 3 * epoch // epochs),
     )
-    logs = Logs(out)
-    trainer = Trainer(max_epochs=epochs, callbacks=[same, logs], logger=False, enable_checkpointing=False, **layout())
+    files = FileLogger(out)
+    options = {"logger": False, "enable_checkpointing": False}
+    trainer = Trainer(max_epochs=epochs, callbacks=[same, files], **options, **launcher_args())
     module = Images(lr, warm_up=0.1)
-    trainer.fit(module, datamodule=same.data(DigitsData(num_workers)))
+    trainer.fit(module, datamodule=same.datamodule(DigitsData(num_workers)))
     weights = {name: value.cpu() for name, value in module.net.state_dict().items()}
     once(trainer, torch.save, weights, out / "weights.pt")
     once(trainer, print, f"weights and logs: {out}")

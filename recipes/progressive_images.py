@@ -59,7 +59,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """An image, its label, the label of the image mixed in, and the weight of its own label."""
+        """An image, its label, the label of the image mixed in, and the weight of the first label."""
         if not self.train:
             return self.crop(index, 1.0, (0.5, 0.5)), self.labels[index], self.labels[index], torch.tensor(1.0)
         rng = sample_numpy_rng()

@@ -1,4 +1,4 @@
-"""The demo: one training on one rank and on several, side by side; the numbers must be the same."""
+"""The demo: the same training on one rank and on several; the results must be the same."""
 
 import json
 import shutil
@@ -19,27 +19,27 @@ LIMIT = 1e-6
 
 
 def train(ranks: int, out: Path) -> float:
-    """Run the recipe on `ranks` ranks, its progress visible; the seconds it took."""
+    """Run the digits recipe on `ranks` ranks, showing its progress; return the seconds it took."""
     script = [str(ROOT / "recipes" / "digits.py"), "--out", str(out)]
     command = [sys.executable, "-m", "samestep", "run", "--nproc-per-node", str(ranks), "--folder", str(out), *script]
-    began = time.monotonic()
+    start = time.monotonic()
     subprocess.run(command, check=True, cwd=ROOT)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """The largest difference between two sets of weights."""
-    a, b = (torch.load(path / "weights.pt", weights_only=True) for path in (one, other))
+    """The largest difference between the weights of two runs."""
+    a, b = (torch.load(folder / "weights.pt", weights_only=True) for folder in (one, other))
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
 def epochs(folder: Path) -> list[dict[str, float]]:
-    """What was logged after each epoch."""
+    """The metrics that a run logged after each epoch."""
     return [record for record in read_metrics(folder / "metrics.jsonl", by_step=True) if "epoch/loss" in record]
 
 
 def plot(folders: dict[str, Path], path: Path) -> None:
-    """Draw the loss of every step of each run into one picture."""
+    """Plot the loss per step of both runs in one figure."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,42 +55,45 @@ def plot(folders: dict[str, Path], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
-    """Train twice, compare, draw, tell."""
-    many = max(2, torch.cuda.device_count())
-    folders = {"1 rank": OUT / "1-rank", f"{many} ranks": OUT / f"{many}-ranks"}
-    console = Console()
-    shutil.rmtree(OUT, ignore_errors=True)
-    seconds: dict[str, float] = {}
-    for ranks, (label, folder) in zip((1, many), folders.items(), strict=True):
-        console.rule(f"training on {label}")
-        seconds[label] = train(ranks, folder)
-    plot(folders, OUT / "curves.png")
-    (one, one_folder), (other, other_folder) = folders.items()
-    summaries = {label: json.loads((folder / "summary.json").read_text()) for label, folder in folders.items()}
-    difference = largest_difference(one_folder, other_folder)
-
-    table = Table(title="the same training, twice")
-    for heading in ("", one, other, "difference"):
+def compare(folders: dict[str, Path], seconds: dict[str, float], difference: float, samples: list[int]) -> Table:
+    """A table with the results of both runs and their difference."""
+    table = Table(title="the same training on 1 rank and on several")
+    for heading in ("", *folders, "difference"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for a, b in zip(epochs(one_folder), epochs(other_folder), strict=True):
-        gap = abs(a["epoch/loss"] - b["epoch/loss"])
-        losses = f"{a['epoch/loss']:.6f}", f"{b['epoch/loss']:.6f}"
-        table.add_row(f"loss after epoch {a['step']:.0f}", *losses, f"{gap:.1e}")
-    last = epochs(one_folder)[-1]["epoch/accuracy"], epochs(other_folder)[-1]["epoch/accuracy"]
-    table.add_row("test accuracy", *(f"{value:.4f}" for value in last), f"{abs(last[0] - last[1]):.1e}")
-    samples = [summaries[label]["samples"] for label in folders]
+    one, other = (epochs(folder) for folder in folders.values())
+    for a, b in zip(one, other, strict=True):
+        losses = a["epoch/loss"], b["epoch/loss"]
+        row = f"loss after epoch {a['step']:.0f}", *(f"{loss:.6f}" for loss in losses)
+        table.add_row(*row, f"{abs(losses[0] - losses[1]):.1e}")
+    accuracies = one[-1]["epoch/accuracy"], other[-1]["epoch/accuracy"]
+    table.add_row("test accuracy", *(f"{x:.4f}" for x in accuracies), f"{abs(accuracies[0] - accuracies[1]):.1e}")
     table.add_row("samples counted", *(f"{count:,}" for count in samples), str(samples[0] - samples[1]))
     table.add_row("seconds", *(f"{seconds[label]:.0f}" for label in folders), "")
     table.add_row("largest weight difference", "", "", f"{difference:.1e}")
-    console.print(table)
+    return table
+
+
+def main() -> int:
+    """Train twice, compare and plot; the exit status is 1 if the results differ."""
+    ranks = max(2, torch.cuda.device_count())
+    folders = {"1 rank": OUT / "1-rank", f"{ranks} ranks": OUT / f"{ranks}-ranks"}
+    console = Console()
+    shutil.rmtree(OUT, ignore_errors=True)
+    seconds: dict[str, float] = {}
+    for count, (label, folder) in zip((1, ranks), folders.items(), strict=True):
+        console.rule(f"training on {label}")
+        seconds[label] = train(count, folder)
+    plot(folders, OUT / "curves.png")
+    difference = largest_difference(*folders.values())
+    samples = [json.loads((folder / "summary.json").read_text())["samples"] for folder in folders.values()]
+    console.print(compare(folders, seconds, difference, samples))
     for label, folder in folders.items():
-        place = folder.relative_to(ROOT)
-        console.print(f"{label:8} logs: {place}/  weights: {place / 'weights.pt'}")
+        relative = folder.relative_to(ROOT)
+        console.print(f"{label:8} logs: {relative}/  weights: {relative / 'weights.pt'}")
     console.print(f"plot     {(OUT / 'curves.png').relative_to(ROOT)}")
     same = difference < LIMIT and samples[0] == samples[1]
-    verdict = "The same numbers." if same else f"NOT the same: weights differ by {difference:.1e}"
-    console.print(f"[bold]{verdict}[/bold]")
+    result = "The results are the same." if same else f"The results DIFFER: weights by up to {difference:.1e}"
+    console.print(f"[bold]{result}[/bold]")
     return 0 if same else 1
 
 

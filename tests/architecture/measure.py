@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.match_case)
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 BROAD = {"Exception", "BaseException"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -62,10 +62,8 @@ def length(node: Function | ast.ClassDef) -> int:
 
 
 def complexity(function: Function) -> int:
-    """Count the paths as McCabe does; `and`, `or`, conditional expressions and comprehensions count as branches too."""
-    nodes = list(ast.walk(function))
-    operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
-    return 1 + operators + sum(isinstance(node, BRANCHES) for node in nodes)
+    """McCabe's complexity: one more than the number of branching statements."""
+    return 1 + sum(isinstance(node, BRANCHES) for node in ast.walk(function))
 
 
 def parameters(function: Function) -> list[ast.arg]:
@@ -89,8 +87,11 @@ def decorators(function: Function) -> set[str]:
 
 
 def undocumented(module: Module) -> Iterator[Function | ast.ClassDef]:
-    """Find public definitions without a docstring; overloads and setters are documented with the first definition."""
+    """Find public definitions without a docstring, except overloads, setters and functions inside of functions."""
+    local = {inner for outer in module.functions for inner in ast.walk(outer) if inner is not outer}
     for node in (*module.functions, *module.classes):
+        if node in local:
+            continue
         repeated = isinstance(node, Function) and decorators(node) & {"overload", "setter", "deleter"}
         if not node.name.startswith("_") and not repeated and not ast.get_docstring(node):
             yield node

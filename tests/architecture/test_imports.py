@@ -45,7 +45,7 @@ for name in sys.argv[1:]:
 
 def torch_free_modules() -> list[measure.Module]:
     found = [module for module in measure.read_package(SOURCE) if f"{module.name}..".split(".")[1] in TORCH_FREE]
-    assert found, f"there is no module of {TORCH_FREE}, so these tests would check nothing"
+    assert found, f"found no module of {TORCH_FREE}, so these tests would check nothing"
     assert NEEDS_TORCH.keys() <= {module.name for module in found}, "NEEDS_TORCH names a module that does not exist"
     return [module for module in found if module.name not in NEEDS_TORCH]
 

@@ -24,11 +24,18 @@ MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10
 ENVIRONMENT_PACKAGE = "samestep.environment"
 MEANINGLESS_NAMES = {"util", "utils", "utility", "utilities", "helper", "helpers", "common", "misc"}
 
+# Protocols with fewer than two implementations in src: name -> who implements it.
+OPEN_PROTOCOLS = {
+    "Movable": "batch classes of users",
+    "Seekable": "streams of users",
+    "Sharded": "streams of users",
+}
+
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     found = measure.read_package(REPOSITORY / "src" / "samestep")
-    assert found, "there is no module in src/samestep, so these tests would check nothing"
+    assert found, "found no module in src/samestep, so these tests would check nothing"
     return found
 
 
@@ -46,7 +53,7 @@ def test_module_names_are_unique(modules):
     names = Counter(Path(module.path).stem for module in modules)
     repeated = {name for name, count in names.items() if count > 1 and name not in ("__init__", "__main__")}
     found = (module.path for module in modules if Path(module.path).stem in repeated)
-    assert_none(found, "give each module a name of its own, so that nobody has to ask which one is meant")
+    assert_none(found, "give each module a unique name")
 
 
 def test_no_class_is_too_long(modules):
@@ -77,6 +84,16 @@ def test_no_function_has_too_many_branches(modules):
         if (paths := measure.complexity(node)) > MAX_COMPLEXITY
     )
     assert_none(complex_ones, f"a function has at most {MAX_COMPLEXITY} paths; use a table, or a function per case")
+
+
+def test_every_protocol_has_two_implementations(modules):
+    few = {
+        location: classes
+        for location, classes in measure.implementations(modules).items()
+        if len(classes) < 2 and location.split()[-1] not in OPEN_PROTOCOLS
+    }
+    found = (f"{location}: implemented by {', '.join(classes) or 'no class'}" for location, classes in few.items())
+    assert_none(found, "use the class itself; if users or other packages implement it, say so in OPEN_PROTOCOLS")
 
 
 def test_every_function_is_typed(modules):

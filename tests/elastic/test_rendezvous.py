@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from samestep.distributed.process_group import connect_store, meet
+from samestep.distributed.process_group import connect_store, rendezvous
 from samestep.environment.world import World, read_world
 from samestep.errors import WorldError
 from samestep.launch.rendezvous import RendezvousOptions, can_listen, choose_rendezvous, serve_own_endpoint
@@ -39,49 +39,47 @@ def run_concurrently(*functions: Callable[[], str]) -> list[str]:
     return results
 
 
-def test_ranks_that_meet_twice_in_one_store_agree_on_a_new_name_each_time(store: dist.TCPStore):
+def test_ranks_that_use_one_store_again_agree_on_a_new_name_each_time(store: dist.TCPStore):
     stores = [store, connect(store), connect(store)]
-    names = [
-        run_concurrently(*(lambda rank=rank: meet(stores[rank], rank, 3, 20.0) for rank in range(3))) for _ in range(3)
-    ]
-    assert all(len(set(meeting)) == 1 and meeting[0] for meeting in names)
-    assert len({meeting[0] for meeting in names}) == 3
+    ranks = [lambda rank=rank: rendezvous(stores[rank], rank, 3, 20.0) for rank in range(3)]
+    generations = [run_concurrently(*ranks) for _ in range(3)]
+    assert all(len(set(names)) == 1 and names[0] for names in generations)
+    assert len({names[0] for names in generations}) == 3
 
 
-def test_what_a_killed_rank_left_in_the_store_does_not_keep_its_successor_out(store: dist.TCPStore):
-    # The dead one came and was put on a roll that it never signed.
+def test_what_a_killed_rank_left_in_the_store_does_not_block_its_successor(store: dist.TCPStore):
+    # The killed rank posted a token, but never confirmed the membership.
     with pytest.raises(WorldError):
-        meet(connect(store), 1, 2, 0.05)
-    late = threading.Event()
+        rendezvous(connect(store), 1, 2, 0.05)
 
-    def come_late() -> str:
-        late.wait(0.3)
-        return meet(connect(store), 1, 2, 20.0)
+    def join_late() -> str:
+        threading.Event().wait(0.3)
+        return rendezvous(connect(store), 1, 2, 20.0)
 
-    names = run_concurrently(lambda: meet(store, 0, 2, 20.0), come_late)
+    names = run_concurrently(lambda: rendezvous(store, 0, 2, 20.0), join_late)
     assert names[0] == names[1] != ""
 
 
-def test_ranks_that_do_not_come_are_named(store: dist.TCPStore):
-    with pytest.raises(WorldError) as told:
-        meet(store, 0, 4, 0.2)
-    assert str(told.value) == (
-        "rank 0 has waited 0.2 s for 4 ranks to meet, and rank(s) 1, 2, 3 did not come: look for their last lines, "
-        "check that as many were started as WORLD_SIZE says, or give slow ones time with Run(start_timeout=...)"
+def test_ranks_that_do_not_connect_are_listed(store: dist.TCPStore):
+    with pytest.raises(WorldError) as caught:
+        rendezvous(store, 0, 4, 0.2)
+    assert str(caught.value) == (
+        "rank 0 waited 0.2 s for 4 ranks, and rank(s) 1, 2, 3 did not connect: look for their last lines, check that "
+        "WORLD_SIZE processes were started, or raise the timeout with Run(start_timeout=...)"
     )
 
 
-def test_a_rank_that_came_and_was_killed_is_told_of(store: dist.TCPStore):
+def test_a_rank_that_connected_and_was_killed_is_reported(store: dist.TCPStore):
     for rank in (1, 0):
         with pytest.raises(
-            WorldError, match=r"2 ranks to meet, and" if rank else "one of them came and has gone: look"
+            WorldError, match="for 2 ranks, and" if rank else "one of them connected and has exited: look"
         ):
-            meet(connect(store), rank, 2, 0.1)
+            rendezvous(connect(store), rank, 2, 0.1)
 
 
 def second_of_two(port: int) -> World:
-    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    return read_world({**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    return read_world({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
 
 
 def free_port() -> int:
@@ -96,19 +94,17 @@ def test_a_rank_waits_until_rank_0_listens():
     def listen_late() -> str:
         threading.Event().wait(0.3)
         served.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-        served[0].set("word", "heard")
+        served[0].set("key", "value")
         return ""
 
-    assert (
-        run_concurrently(lambda: connect_store(second_of_two(port), 30.0).get("word").decode(), listen_late)[0]
-        == "heard"
-    )
+    results = run_concurrently(lambda: connect_store(second_of_two(port), 30.0).get("key").decode(), listen_late)
+    assert results[0] == "value"
 
 
-def test_a_first_rank_that_never_listens_is_told_with_its_address():
+def test_a_rank_0_that_never_listens_is_reported_with_its_address():
     port = free_port()
-    told = f"rank 1 cannot reach the first rank at 127.0.0.1:{port} (waited 0.2 s): check that it started, that"
-    with pytest.raises(WorldError, match=f"^{re.escape(told)}"):
+    message = f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port} within 0.2 s: check that rank 0 has started, that"
+    with pytest.raises(WorldError, match=f"^{re.escape(message)}"):
         connect_store(second_of_two(port), 0.2)
 
 

@@ -76,7 +76,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def took(make, samples, precision, optimizer, checkpoint, channels_last):
-    """Peak of steady steps, beyond what other tests left."""
+    """PeakMemory of steady steps, beyond what other tests left."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -109,7 +109,7 @@ def test_a_trace_predicts_the_peak_of_a_run(make, samples, precision, optimizer,
     facts = trace_model(
         lambda: make(4), optimizer=optimizer, precision=precision, blocks=checkpoint, channels_last=channels_last
     )
-    working = facts.working_recomputed if checkpoint else facts.working
+    working = facts.checkpointed_activations if checkpoint else facts.activations
     assert working is not None
     predicted = facts.persistent + working.at(samples)
     real = took(make, samples, precision, optimizer, checkpoint, channels_last)
@@ -129,5 +129,5 @@ def test_a_model_on_the_gpu_is_refused():
         model.register_buffer("count", torch.zeros(3, dtype=torch.long, device="cuda"))
         return model, batch
 
-    with pytest.raises(PlanError, match=r"puts 'count' on cuda:0: build the model and its batch without a device"):
+    with pytest.raises(PlanError, match=r"puts 'count' on cuda:0\. Build the model and its batch without a device"):
         trace_model(build)

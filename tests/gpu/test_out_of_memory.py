@@ -1,4 +1,4 @@
-"""A GPU that is really full in the first steps: half the micro-batch, the same weights."""
+"""A full GPU in the first steps: samestep halves the micro-batch, and the weights stay the same."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ with Run(global_batch=64, seed=0, precision="fp32") as run:
     model = run.wrap(nn.Sequential(nn.Linear(64, 1 << 20), nn.GELU(), nn.Linear(1 << 20, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     rows = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
-    for epoch in run.shard(TensorDataset(rows), shuffle=True, workers=0).epochs(1):
+    for epoch in run.shard(TensorDataset(rows), shuffle=True, num_workers=0).epochs(1):
         for step in epoch:
             for (x,) in step:
                 step.mean(model(x).square().squeeze(1)).backward()
@@ -30,7 +30,7 @@ with Run(global_batch=64, seed=0, precision="fp32") as run:
 
 
 def train(folder: Path, gigabytes: float, name: str) -> str:
-    """Run the script with so much memory; what launcher and run said."""
+    """Run the script with a memory limit; returns the output of the launcher and the run."""
     fraction = gigabytes * 2**30 / torch.cuda.get_device_properties(0).total_memory
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "samestep", "run", "--nproc-per-node", "1", "train.py", str(fraction), name]
@@ -40,10 +40,10 @@ def train(folder: Path, gigabytes: float, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_full_gpu_halves_the_micro_batch_and_learns_the_same(tmp_path):
-    told = train(tmp_path, 0.9, "tight.pt")  # 0.52 GiB of weights and gradients, 8 MiB or more a row
-    assert "out of memory in the first steps, so all ranks start anew with half the micro-batch" in told
-    assert "since that ran out of memory; the global batch of 64 and what is learnt stay the same" in told
-    assert "start anew with half" not in train(tmp_path, 20, "roomy.pt")
-    tight, roomy = (torch.load(tmp_path / name) for name in ("tight.pt", "roomy.pt"))
-    assert torch.allclose(tight, roomy, rtol=0, atol=1e-6)
+def test_a_full_gpu_halves_the_micro_batch_and_gives_the_same_weights(tmp_path):
+    output = train(tmp_path, 0.9, "small.pt")  # 0.52 GiB of weights and gradients, at least 8 MiB per row
+    assert "out of memory in the first steps: restarting all ranks with half the micro-batch" in output
+    assert "which ran out of memory; the global batch of 64 and the training result stay the same" in output
+    assert "with half the micro-batch" not in train(tmp_path, 20, "large.pt")
+    small, large = (torch.load(tmp_path / name) for name in ("small.pt", "large.pt"))
+    assert torch.allclose(small, large, rtol=0, atol=1e-6)

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from samestep.cli.main import main
 from samestep.planner.calibration import apply_calibration, calibrate
 from samestep.planner.cluster_discovery import detect_cluster
-from samestep.planner.plan import plan
-from samestep.planner.step_timing import time_here
+from samestep.planner.plan import make_plan
+from samestep.planner.step_timing import time_on_gpu
 from samestep.planner.trace import trace_model
 from tests.gpu.test_memory import convolutions, transformer
 
@@ -60,8 +60,8 @@ def test_the_time_of_a_step_is_told_within_a_fifth(machines, workload, samples):
         return workload(samples)
 
     facts = trace_model(build, precision="bf16")
-    facts = time_here(facts, build, machines, samples, "bf16", channels_last=False)
-    found = {each.layout.name: each for each in plan(machines, facts, samples, "bf16").candidates}["single"]
+    facts = time_on_gpu(facts, build, machines, samples, "bf16", channels_last=False)
+    found = {each.layout.name: each for each in make_plan(machines, facts, samples, "bf16").candidates}["single"]
     assert found.micro_batch == samples
     real = real_seconds(workload, samples)
     assert found.time.total == pytest.approx(real, rel=0.2)
@@ -77,4 +77,4 @@ def test_the_command_times_the_gpu_that_is_here(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", "lab:build", "--global-batch", "64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["model"]["how"].endswith("its operations timed on this device")
+    assert told["model"]["method"].endswith("operations timed on this device")

@@ -38,7 +38,7 @@ MISTAKES = [
         "run --max-restart 2 ok.py",
         f"unknown option --max-restart: use one of {OPTIONS}; did you mean --max-restarts?",
     ),
-    ("run train.py", "script train.py not found in HERE; scripts here: ok.py"),
+    ("run train.py", "script train.py not found in HERE; scripts there: ok.py"),
     ("run .", ". is a folder, not a script: pass a file, or `samestep run -m PACKAGE` for a package"),
     (
         "run -m lab.nope",

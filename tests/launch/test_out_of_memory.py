@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep import Run
-from samestep.environment.world import micro_batch_halvings
+from samestep.environment.world import oom_retries
 from samestep.training.lifecycle import is_out_of_memory, out_of_memory_advice
 from tests.launch.launched import run_script, start
 from tests.warm import Ranks
@@ -98,12 +98,12 @@ def test_a_rank_recognizes_that_another_rank_ran_out_of_memory():
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
 
 
-def test_halvings_are_read_from_the_variable_of_the_launcher():
-    assert (micro_batch_halvings({}), micro_batch_halvings({"SAMESTEP_MICRO_BATCH_HALVINGS": "2"})) == (0, 2)
+def test_the_number_of_retries_is_read_from_the_variable_of_the_launcher():
+    assert (oom_retries({}), oom_retries({"SAMESTEP_OOM_RETRIES": "2"})) == (0, 2)
 
 
 def test_rows_are_halved_rounding_up_and_never_below_one(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setenv("SAMESTEP_MICRO_BATCH_HALVINGS", "2")
+    monkeypatch.setenv("SAMESTEP_OOM_RETRIES", "2")
     with Run(global_batch=10) as run:
         sizes = [len(x) for rows in (None, 5, 1) for x in run.shard([torch.ones(1)] * 10, micro_batch=rows)]
     assert sizes == [3, 3, 3, 1] + [2] * 5 + [1] * 10

@@ -1,8 +1,8 @@
-"""Runs of tests write their folders beside the test's other files, not into the repository."""
+"""Tests run in a temporary folder, so that Lightning does not write into the repository."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _run_in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What stands around a training: files, one rank for all, stopping, and that nothing of Lightning is changed."""
+"""FileLogger, once and StopAllRanks; a user's datamodule keeps its hooks; Lightning's classes are not changed."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ def fit_logged(folder, fail=False):
 def _fit_logged(folder, fail):
     from torch.optim.lr_scheduler import LambdaLR
 
-    from samestep.lightning import Logs, SameStep
+    from samestep.lightning import FileLogger, SameStep
 
     same, module = SameStep(global_batch=8), regression()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -30,11 +30,11 @@ def _fit_logged(folder, fail):
     module.configure_optimizers = lambda: {"optimizer": optimizer, "lr_scheduler": schedule}
     if fail:
         module.on_train_epoch_start = lambda: 1 / (1 - module.current_epoch)
-    trainer = make_trainer(callbacks=[same, Logs(folder)], max_epochs=2, log_every_n_steps=3)
-    trainer.fit(module, datamodule=same.loaders(train=loader(29), val=loader(29, shuffle=False)))
+    trainer = make_trainer(callbacks=[same, FileLogger(folder)], max_epochs=2, log_every_n_steps=3)
+    trainer.fit(module, datamodule=same.dataloaders(train=loader(29), val=loader(29, shuffle=False)))
 
 
-def test_files_hold_loss_and_learning_rate_of_every_step_on_one_rank_as_on_two(ranks, tmp_path):
+def test_files_have_loss_and_learning_rate_of_every_step_on_one_rank_as_on_two(ranks, tmp_path):
     for size in (1, 2):
         ranks(size, fit_logged, str(tmp_path / str(size)))
     one, two = (read_metrics(tmp_path / size / "metrics.jsonl", by_step=True) for size in ("1", "2"))
@@ -45,30 +45,30 @@ def test_files_hold_loss_and_learning_rate_of_every_step_on_one_rank_as_on_two(r
             assert b[name] == pytest.approx(a[name], rel=1e-5), name
     assert two[3]["val/label"] == 14.0
     assert "train/loss_epoch" in two[7]
-    assert "train/loss_step" not in two[7]  # that of one rank
+    assert "train/loss_step" not in two[7]  # it is the value of one rank
     text = (tmp_path / "2" / "log.txt").read_text()
-    assert "Regression: 49 parameters train on 2 rank(s)" in text
+    assert "Regression: 49 trainable parameters, 2 rank(s)" in text
     assert "val/label 14" in text
     summary = json.loads((tmp_path / "2" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 8, 2)
     assert summary["metrics"]["val/count"] == 29.0
 
 
-def test_files_tell_of_a_run_that_failed(ranks, tmp_path):
+def test_the_summary_of_a_failed_run_says_so(ranks, tmp_path):
     (error,) = ranks.errors(1, fit_logged, str(tmp_path), True)
     assert "ZeroDivisionError" in error
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_folder_that_cannot_be_made_is_told_on_every_rank(ranks, tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     for error in ranks.errors(2, fit_logged, str(tmp_path / "file" / "logs")):
         assert "NotADirectoryError" in error
         assert "raised on rank 0 in once(_open), for every rank:" in error
 
 
-class Untold(Exception):
-    """One that does not survive a pickle."""
+class UnpicklableError(Exception):
+    """Cannot be unpickled."""
 
     def __init__(self, one, two):
         super().__init__(one)
@@ -84,27 +84,27 @@ def _use_once(case):
 
     module, got = regression(), []
 
-    def act():
+    def work():
         if case == "raises":
             raise FileNotFoundError("no words.txt")
-        if case == "untold":
-            raise Untold("no words", 2)
-        with Path("acted.txt").open("a") as file:
+        if case == "unpicklable":
+            raise UnpicklableError("no words", 2)
+        with Path("worked.txt").open("a") as file:
             file.write("x")
         return {"words": 3}
 
-    module.on_train_start = lambda: got.append(once(module, act))
+    module.on_train_start = lambda: got.append(once(module, work))
     make_trainer(max_epochs=1).fit(module, loader(8))
     return got
 
 
-def test_once_runs_on_one_rank_and_gives_all_the_value_or_the_error(ranks, tmp_path):
+def test_once_runs_on_rank_0_and_all_ranks_get_its_value_or_error(ranks, tmp_path):
     assert ranks(2, use_once, "works") == [[{"words": 3}]] * 2
-    assert (tmp_path / "acted.txt").read_text() == "x"
+    assert (tmp_path / "worked.txt").read_text() == "x"
     for error in ranks.errors(2, use_once, "raises"):
         assert "FileNotFoundError: no words.txt" in error
-        assert "raised on rank 0 in once(act), for every rank:" in error
-    for error in ranks.errors(2, use_once, "untold"):
+        assert "raised on rank 0 in once(work), for every rank:" in error
+    for error in ranks.errors(2, use_once, "unpicklable"):
         assert "OnceFailed" in error
         assert "no words" in error
 
@@ -114,10 +114,10 @@ def fit_stopped(early):
 
 
 def _fit_stopped(early):
-    """Where each rank stops: by a flag that one rank sets, or by EarlyStopping on a value of all ranks."""
+    """Return the step at which each rank stops: by a flag of one rank, or by EarlyStopping on a metric of all."""
     from lightning.pytorch.callbacks import EarlyStopping
 
-    from samestep.lightning import SameStep, StopTogether
+    from samestep.lightning import SameStep, StopAllRanks
 
     same, module = SameStep(global_batch=8), regression()
     step = type(module).training_step
@@ -132,23 +132,23 @@ def _fit_stopped(early):
         return step(module, batch)
 
     module.training_step = training_step
-    stop = EarlyStopping("val/label", patience=2, mode="min") if early else StopTogether()
+    stop = EarlyStopping("val/label", patience=2, mode="min") if early else StopAllRanks()
     trainer = make_trainer(callbacks=[same, stop], max_epochs=9)
-    trainer.fit(module, datamodule=same.loaders(train=loader(29), val=loader(29, shuffle=False)))
+    trainer.fit(module, datamodule=same.dataloaders(train=loader(29), val=loader(29, shuffle=False)))
     return trainer.global_step
 
 
-def test_all_ranks_stop_where_one_wants_to(ranks):
+def test_all_ranks_stop_if_one_sets_should_stop(ranks):
     assert ranks(2, fit_stopped, False) == [3, 3]
 
 
-def test_early_stopping_decides_alike_on_one_rank_and_on_two(ranks):
+def test_early_stopping_stops_at_the_same_step_on_one_rank_and_on_two(ranks):
     assert ranks(1, fit_stopped, True) == [12]
     assert ranks(2, fit_stopped, True) == [12, 12]
 
 
 def attributes(*classes):
-    """Every attribute of the classes and of their bases, by name and identity."""
+    """Return every attribute of the classes and their bases, by name and identity."""
     return {
         (kind.__name__, name): id(value)
         for top in classes
@@ -160,7 +160,7 @@ def attributes(*classes):
 
 
 def attributes_changed_by_a_fit():
-    """What changed in Lightning's and torch's own classes through a training with all of ours."""
+    """Return which attributes of classes of Lightning and torch a training with samestep changed."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -179,18 +179,14 @@ def attributes_changed_by_a_fit():
     return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
 
 
-def test_nothing_in_lightning_is_patched(ranks):
+def test_samestep_does_not_patch_lightning(ranks):
     for size in (1, 2):
         assert ranks(size, attributes_changed_after_a_warm_up) == [[]] * size
 
 
 def attributes_changed_after_a_warm_up():
-    fit_logged("warm")  # what Lightning and torch set on themselves when first used
+    fit_logged("warm")  # Lightning and torch set some attributes on first use
     return attributes_changed_by_a_fit()
-
-
-class Own(Exception):
-    pass
 
 
 def use_datamodule():
@@ -198,7 +194,7 @@ def use_datamodule():
 
 
 def _use_datamodule():
-    """A datamodule with hooks and a state of its own keeps them."""
+    """Train with a datamodule that has hooks and a state."""
     from lightning.pytorch import LightningDataModule
 
     from samestep.lightning import SameStep
@@ -235,19 +231,21 @@ def _use_datamodule():
     same, module = SameStep(global_batch=8), regression()
     module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log("val/label", batch[1].mean())
     trainer = make_trainer(callbacks=[same], max_epochs=1)
-    trainer.fit(module, datamodule=same.data(Data()))
-    trainer.save_checkpoint("whole.ckpt")
+    trainer.fit(module, datamodule=same.datamodule(Data()))
+    trainer.save_checkpoint("saved.ckpt")
     again = SameStep(global_batch=8)
-    make_trainer(callbacks=[again], max_epochs=2).fit(regression(), datamodule=again.loaders(train=loader(16)))
+    make_trainer(callbacks=[again], max_epochs=2).fit(regression(), datamodule=again.dataloaders(train=loader(16)))
     third = SameStep(global_batch=8)
-    make_trainer(callbacks=[third], max_epochs=2).fit(module, datamodule=third.data(Data()), ckpt_path="whole.ckpt")
+    make_trainer(callbacks=[third], max_epochs=2).fit(
+        module, datamodule=third.datamodule(Data()), ckpt_path="saved.ckpt"
+    )
     return calls, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_a_datamodule_keeps_its_hooks_and_several_validation_sets_their_values(ranks):
+def test_a_datamodule_keeps_its_hooks_and_several_validation_sets(ranks):
     runs = ranks(2, use_datamodule)
     assert runs[0][0][:3] == ["prepare", "setup fit", "transferred"]
-    assert runs[1][0][:2] == ["setup fit", "transferred"]  # one rank of a node prepares
+    assert runs[1][0][:2] == ["setup fit", "transferred"]  # one rank per node prepares the data
     for calls, metrics in runs:
         assert "teardown fit" in calls
         assert "state 3" in calls
@@ -255,13 +253,13 @@ def test_a_datamodule_keeps_its_hooks_and_several_validation_sets_their_values(r
         assert metrics["val/label/dataloader_idx_1"] == 2.5
 
 
-def test_without_lightning_the_message_says_what_to_type():
+def test_without_lightning_the_error_names_the_extra():
     script = "import sys; sys.modules['lightning'] = None; from samestep.lightning import SameStep"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "samestep.lightning needs Lightning and cannot import it" in ended.stderr
     assert "pip install 'samestep[lightning]'" in ended.stderr
 
 
-def test_the_package_loads_without_lightning():
+def test_the_package_can_be_imported_without_lightning():
     script = "import sys, samestep.lightning; assert 'lightning' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,4 +1,4 @@
-"""Trainings inside a Lightning Trainer, for warm ranks; the group that Lightning opens is closed behind them."""
+"""Training in a Lightning Trainer on test ranks; the process group that Lightning opens is destroyed afterwards."""
 
 import contextlib
 import gc
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What Lightning says of itself and of this machine; nothing of ours is among it.
-CHATTER = (
+# Warnings of Lightning about itself and this machine; none of samestep.
+LIGHTNING_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The `srun` command is available on your system but is not used",
     r"The number of training batches \(.*\) is smaller than the logging interval",
@@ -29,22 +29,22 @@ CHATTER = (
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Errors for warnings, as in all tests, but for what Lightning says of itself."""
+    """Ignore the warnings of Lightning; all others are errors, as in all tests."""
     import logging
 
     with warnings.catch_warnings():
-        for text in CHATTER:
+        for text in LIGHTNING_WARNINGS:
             warnings.filterwarnings("ignore", message=text)
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             yield
         finally:
-            gc.collect()  # a wrapper that outlives its group can hang the next one
+            gc.collect()  # a wrapper that survives its process group can hang the next one
 
 
 def closing(function, *arguments):
-    """Run a training and close the group that Lightning leaves open."""
+    """Run a training and destroy the process group that Lightning leaves open."""
     with quiet():
         value = function(*arguments)
         gc.collect()
@@ -56,17 +56,17 @@ def closing(function, *arguments):
 def make_trainer(**options: Any):
     from lightning.pytorch import Trainer
 
-    from samestep.lightning import layout
+    from samestep.lightning import launcher_args
 
-    plain: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "max_epochs": 1, "num_sanity_val_steps": 0, **layout(),
+        "enable_model_summary": False, "max_epochs": 1, "num_sanity_val_steps": 0, **launcher_args(),
     }  # fmt: skip
-    return Trainer(**{**plain, **options})
+    return Trainer(**{**defaults, **options})
 
 
 def numbers(n: int) -> TensorDataset:
-    """Rows whose label is their index."""
+    """Return rows whose label is their index."""
     inputs = torch.randn(n, 4, generator=torch.Generator().manual_seed(5))
     return TensorDataset(inputs, torch.arange(float(n)))
 
@@ -76,7 +76,7 @@ def loader(n: int, rows: int = 4, shuffle: bool = True, workers: int = 0) -> Dat
 
 
 def regression(lr: float = 0.01, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any):
-    """A LightningModule as anybody writes it, that remembers what it saw."""
+    """Return an ordinary LightningModule that records the labels it gets."""
     from lightning.pytorch import LightningModule
 
     class Regression(LightningModule):
@@ -85,7 +85,7 @@ def regression(lr: float = 0.01, optimizer: type[torch.optim.Optimizer] = torch.
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
             self.seen: list[list[int]] = []
-            self.judged: list[int] = []
+            self.validated: list[int] = []
 
         def training_step(self, batch):
             inputs, labels = batch
@@ -96,7 +96,7 @@ def regression(lr: float = 0.01, optimizer: type[torch.optim.Optimizer] = torch.
 
         def validation_step(self, batch):
             _, labels = batch
-            self.judged += labels.int().tolist()
+            self.validated += labels.int().tolist()
             self.log("val/label", labels.mean())
             self.log("val/synced", labels.mean(), sync_dist=True)
             self.log("val/largest", labels.max(), reduce_fx="max")
@@ -112,23 +112,22 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def fit_numbers(n: int, given: dict[str, Any], options: dict[str, Any], checkpoint: str | None = None):
-    """Train on `numbers(n)`; (weights, what was seen, metrics, epoch and step at the end)."""
+    """Train on `numbers(n)`; return (weights, labels seen, metrics, (epoch, step) at the end, labels validated)."""
     from samestep.lightning import SameStep
 
-    settings = {"global_batch": 8, "seed": 0, **given}
-    same = SameStep(**settings)
+    same = SameStep(**{"global_batch": 8, "seed": 0, **given})
     trainer, module = make_trainer(callbacks=[same, *options.pop("callbacks", [])], **options), regression()
     trainer.fit(
-        module, datamodule=same.loaders(train=loader(n), val=loader(n, rows=3, shuffle=False)), ckpt_path=checkpoint
+        module, datamodule=same.dataloaders(train=loader(n), val=loader(n, rows=3, shuffle=False)), ckpt_path=checkpoint
     )
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return weights(module), module.seen, metrics, (trainer.current_epoch, trainer.global_step), module.judged
+    return weights(module), module.seen, metrics, (trainer.current_epoch, trainer.global_step), module.validated
 
 
 def fit(n, given, options, checkpoint=None):

@@ -1,4 +1,4 @@
-"""A run that plans by itself: live hardware, a traced step, one choice for all ranks, the same weights."""
+"""A run that plans by itself: detected hardware, a traced step, one choice for all ranks, the same weights."""
 
 import json
 import os
@@ -19,20 +19,19 @@ from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_parts import profile_weights
-from samestep.planner.plan import plan
-from samestep.training import auto_plan as planning
-from samestep.training.auto_plan import PlanSite, tell
+from samestep.planner.plan import make_plan
+from samestep.training import auto_plan
 
-LUCK = torch.Generator().manual_seed(0)
-DATA = TensorDataset(torch.randn(96, 20, 64, generator=LUCK), torch.randint(0, 10, (96,), generator=LUCK))
+RNG = torch.Generator().manual_seed(0)
+DATA = TensorDataset(torch.randn(96, 20, 64, generator=RNG), torch.randint(0, 10, (96,), generator=RNG))
 EXAMPLE = (torch.zeros(8, 20, 64), torch.zeros(8, dtype=torch.long))
 EXAMPLE_OF_FOUR = torch.zeros(4, 4)
 FP32 = choose_precision([detect_support(torch.device("cpu"), "fp32", False)])
-OVERHEAD = 300 * 2**20  # that a plan counts for a process on the CPU
+OVERHEAD = 300 * 2**20  # bytes that a plan counts for a process on the CPU
 
 
 class Block(nn.Module):
-    """A residual block, wide enough that activations outweigh weights."""
+    """A residual block, wide enough that activations are larger than weights."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +42,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks over a sequence, then one score a class."""
+    """Blocks over a sequence, then a classifier."""
 
     def __init__(self):
         super().__init__()
@@ -54,164 +53,169 @@ class Net(nn.Module):
 
 
 @contextmanager
-def room(free):
-    """A device with so many bytes for a model beside what each process takes; None: as it is."""
-    before = planning._free, planning.CUDA_MARGIN
+def free_memory(free):
+    """Pretend that each rank has `free` bytes in addition to the overhead of its process; None: as detected."""
+    before = auto_plan._free_memory, auto_plan.CUDA_MARGIN
     if free is not None:
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a node share what is free on its CPU
-        planning._free, planning.CUDA_MARGIN = lambda device: float(sharing * (OVERHEAD + free)), 0.0
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a node share the memory of its CPU
+        auto_plan._free_memory, auto_plan.CUDA_MARGIN = lambda device: float(ranks * (OVERHEAD + free)), 0.0
     try:
         yield
     finally:
-        planning._free, planning.CUDA_MARGIN = before
+        auto_plan._free_memory, auto_plan.CUDA_MARGIN = before
 
 
-def whole(tensor):
+def unsharded(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def train(example, free, strategy=None):
-    """Weights, rows of the largest micro-batch and the plan in the summary."""
-    with room(free), Run(global_batch=32, seed=0, folder="out") as run:
+    """Weights, rows of the largest micro-batch, the plans of the summary, and the log."""
+    with free_memory(free), Run(global_batch=32, seed=0, folder="out") as run:
         model = run.wrap(Net(), strategy, example=example)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        most = 0
+        largest = 0
         for epoch in run.shard(DATA, shuffle=True, num_workers=0).epochs(2):
             for step in epoch:
                 for x, y in step:
-                    most = max(most, len(x))
+                    largest = max(largest, len(x))
                     step.mean(cross_entropy(model(x), y, reduction="none")).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        weights = torch.cat([whole(p).flatten() for p in model.parameters()])
+        weights = torch.cat([unsharded(p).flatten() for p in model.parameters()])
         run.print("end")
     summary = json.loads((run.folder / "summary.json").read_text()) if run.is_main else None
-    return weights, most, summary and summary["plan"], (run.folder / "log.txt").read_text() if run.is_main else ""
+    return weights, largest, summary and summary["plan"], (run.folder / "log.txt").read_text() if run.is_main else ""
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_plan_is_said_followed_kept_and_compared_with_what_came(ranks, size):
-    (_, most, (made,), log), *_ = ranks(size, train, EXAMPLE, None)
+def test_a_run_prints_follows_saves_and_evaluates_its_plan(ranks, size):
+    (_, largest, (plan,), log), *_ = ranks(size, train, EXAMPLE, None)
     name = {1: "single", 2: "ddp"}[size]
     assert re.search(
-        rf"plan: {name}, global batch 32 as {size} x {32 // size} x 1 \(\d+\.\d MiB of .* free on a dev", log
+        rf"plan: {name}, global batch 32 as {size} x {32 // size} x 1 \(\d+\.\d MiB of .* free per device", log
     )
-    assert "that fit the simplest that is about the fastest)" in log
-    assert re.search(r"plan: [\d.]+ m?s a step were estimated and [\d.]+ m?s came \([+-]\d+%\)", log)
-    assert most == 32 // size
-    assert made["chosen"]["strategy"] == name
-    assert made["compared"].keys() == {"planned_seconds", "actual_seconds"}
-    assert made["compared"]["actual_seconds"] > 0
+    assert re.search(r"the simplest of the fastest among \d+ that fit\)", log)
+    assert re.search(r"plan: [\d.]+ m?s per step estimated, [\d.]+ m?s measured \([+-]\d+%\)", log)
+    assert largest == 32 // size
+    assert plan["chosen"]["strategy"] == name
+    assert plan["compared"].keys() == {"planned_seconds", "actual_seconds"}
+    assert plan["compared"]["actual_seconds"] > 0
     if size == 2:
         assert "strategy: ddp (as planned)" in log
 
 
-def test_a_tight_device_gets_a_smaller_micro_batch_and_learns_the_same(ranks):
+def test_less_memory_means_a_smaller_micro_batch_and_the_same_weights(ranks):
     plain = ranks(1, train, None, None)[0][0]
     for size in (1, 2):
-        needs = ranks(size, train, EXAMPLE, None)[0][2][0]["chosen"]["memory"]
-        by_rank = ranks(size, train, EXAMPLE, needs["total"] - needs["overhead"] - needs["working"] // 2)
-        mosts = {most for _, most, *_ in by_rank}
-        assert len(mosts) == 1
-        assert 1 <= mosts.pop() < 32 // size
+        memory = ranks(size, train, EXAMPLE, None)[0][2][0]["chosen"]["memory"]
+        by_rank = ranks(size, train, EXAMPLE, memory["total"] - memory["overhead"] - memory["activations"] // 2)
+        largest = {rows for _, rows, *_ in by_rank}
+        assert len(largest) == 1
+        assert 1 <= largest.pop() < 32 // size
         assert by_rank[0][2][0]["chosen"]["fits"]
         for weights, *_ in by_rank:
             assert torch.allclose(weights, plain, rtol=0, atol=1e-6)
 
 
-def test_where_nothing_fits_it_is_said_and_tried_all_the_same(ranks):
-    (_, most, (made,), log), *_ = ranks(1, train, EXAMPLE, 1000)
+def test_a_run_in_which_nothing_fits_says_so_and_trains_anyway(ranks):
+    (_, largest, (plan,), log), *_ = ranks(1, train, EXAMPLE, 1000)
     assert "plan: nothing fits by this estimate, single" in log
-    assert "a micro-batch of 1 needs " in log
-    assert most == 1
-    assert not made["chosen"]["fits"]
+    assert "does not fit: " in log
+    assert largest == 1
+    assert not plan["chosen"]["fits"]
 
 
-def test_a_named_strategy_is_kept_and_the_rest_is_planned(ranks):
-    (_, _, (made,), log), *_ = ranks(2, train, EXAMPLE, None, "fsdp")
-    assert made["chosen"]["strategy"] == "fsdp"
+def test_a_given_strategy_is_kept_and_the_rest_is_planned(ranks):
+    (_, _, (plan,), log), *_ = ranks(2, train, EXAMPLE, None, "fsdp")
+    assert plan["chosen"]["strategy"] == "fsdp"
     assert "strategy: fsdp (as requested)" in log
 
 
 def test_without_an_example_nothing_is_traced_on_the_cpu(ranks):
-    (_, _, made, log), *_ = ranks(2, train, None, None)
-    assert made == []
+    (_, _, plans, log), *_ = ranks(2, train, None, None)
+    assert plans == []
     assert "plan:" not in log
 
 
-def wrap_badly(strategy, optimizer, example=EXAMPLE):
+def wrap_with(strategy, optimizer, example=EXAMPLE):
     with Run(global_batch=4) as run:
         run.wrap(Net(), strategy, example=example, optimizer=optimizer)
 
 
-def test_a_wrong_wish_is_told_on_every_rank(ranks):
-    for text in ranks.errors(2, wrap_badly, "dpp", "AdamW"):
-        assert "WrapError: run.wrap does not know strategy='dpp'" in text
-    for text in ranks.errors(2, wrap_badly, None, "Adamw"):
-        assert "PlanError: optimizer='Adamw' is not in torch.optim: use one of" in text
+def test_invalid_options_raise_on_every_rank(ranks):
+    for text in ranks.errors(2, wrap_with, "dpp", "AdamW"):
+        assert re.search("WrapError: .*strategy.*'dpp'", text)
+    for text in ranks.errors(2, wrap_with, None, "Adamw"):
+        assert "PlanError: optimizer='Adamw' is not in torch.optim. Use one of" in text
     for example, kind in (([0.5], "list"), (torch.zeros(0, 8), "Tensor"), (torch.tensor(1.0), "Tensor")):
-        for text in ranks.errors(2, wrap_badly, None, "AdamW", example):
-            assert f"WrapError: run.wrap got a {kind} without samples as example=: give a batch as the model" in text
-    for text in ranks.errors(2, wrap_badly, None, "AdamW", torch.zeros(4, 3)):
+        for text in ranks.errors(2, wrap_with, None, "AdamW", example):
+            assert f"WrapError: run.wrap got a {kind} without samples as example=: pass a batch as the model" in text
+    for text in ranks.errors(2, wrap_with, None, "AdamW", torch.zeros(4, 3)):
         assert "Net cannot be called with the example batch (" in text
-        assert "give the batch as the model takes it; " in text
+        assert "Return the batch in the form that the model takes, " in text
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])
-def test_by_weights_alone_a_model_is_sharded_where_its_state_takes_half_of_a_gpu(width, strategy):
+def test_without_an_example_a_model_is_sharded_if_its_state_needs_half_of_a_gpu(width, strategy):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    made = plan(parse_cluster_spec("h100:4", 1), profile_weights(model), 256, "bf16", 0.5)
-    ours = [each for each in made.candidates if each.fits and each.layout.ranks == 4]
-    assert min(ours, key=planning._simplicity).layout.strategy == strategy
+    plan = make_plan(parse_cluster_spec("h100:4", 1), profile_weights(model), 256, "bf16", 0.5)
+    fitting = [each for each in plan.candidates if each.fits and each.layout.ranks == 4]
+    assert min(fitting, key=auto_plan._complexity).layout.strategy == strategy
     assert profile_weights(model).persistent == 16 * sum(p.numel() for p in model.parameters())
 
 
-def test_memory_is_compared_where_the_device_tells_it():
-    told = tell({"planned_bytes": 2**30, "actual_bytes": 2**30 + 2**27, "planned_seconds": 0.5, "actual_seconds": 0.4})
-    assert (
-        told
-        == "plan: 1.0 GiB were estimated and 1.1 GiB came (+12%); 500 ms a step were estimated and 400 ms came (-20%)"
+def test_planned_and_actual_memory_are_compared_if_the_device_reports_it():
+    compared = {"planned_bytes": 2**30, "actual_bytes": 2**30 + 2**27, "planned_seconds": 0.5, "actual_seconds": 0.4}
+    assert auto_plan.format_comparison(compared) == (
+        "plan: 1.0 GiB estimated, 1.1 GiB used (+12%); 500 ms per step estimated, 400 ms measured (-20%)"
     )
-    assert tell({"planned_seconds": 0.5}) == ""
+    assert auto_plan.format_comparison({"planned_seconds": 0.5}) == ""
 
 
-def free_of_a_rank(free):
-    with room(None), Run(global_batch=8) as run:
-        return smallest_memory_share(run._comm, "looking for room", run.device, free)
+def memory_share(free):
+    with free_memory(None), Run(global_batch=8) as run:
+        return smallest_memory_share(run._comm, "detecting free memory", run.device, free)
 
 
-def test_ranks_of_one_device_share_what_is_free_there(ranks):
-    assert ranks(1, free_of_a_rank, 6e9) == [MemoryShare(6 * 10**9, 1)]
-    assert ranks(2, free_of_a_rank, 6e9) == 2 * [MemoryShare(3 * 10**9, 2)]
-    assert ranks(2, free_of_a_rank, 6e9, nodes=2) == 2 * [MemoryShare(6 * 10**9, 1)]
+def test_ranks_on_one_device_share_its_free_memory(ranks):
+    assert ranks(1, memory_share, 6e9) == [MemoryShare(6 * 10**9, 1)]
+    assert ranks(2, memory_share, 6e9) == 2 * [MemoryShare(3 * 10**9, 2)]
+    assert ranks(2, memory_share, 6e9, nodes=2) == 2 * [MemoryShare(6 * 10**9, 1)]
+
+
+def context(world, device, global_batch):
+    """What planning needs of a RunContext."""
+    return SimpleNamespace(
+        world=world,
+        device=torch.device(device),
+        acceleration=SimpleNamespace(precision=FP32),
+        config=SimpleNamespace(global_batch=global_batch),
+    )
 
 
 @pytest.mark.parametrize("sharing", [2, 8])
-def test_ranks_that_share_a_gpu_have_a_part_of_its_memory_and_leave_free_a_part_of_that(monkeypatch, sharing):
+def test_ranks_that_share_a_gpu_plan_with_their_part_of_its_memory_and_speed(monkeypatch, sharing):
     monkeypatch.setattr(
-        "samestep.planner.cluster_discovery.machines_seen", lambda nodes: parse_cluster_spec("h200:1", nodes)
+        "samestep.planner.cluster_discovery.detect_cluster", lambda nodes: parse_cluster_spec("h200:1", nodes)
     )
-    world, whole = World(size=sharing, local_size=sharing), parse_cluster_spec("h200:1", 1)
-    share = MemoryShare(whole.device.memory // sharing, sharing)
-    found = planning._machines(world, share)
+    world, full = World(size=sharing, local_size=sharing), parse_cluster_spec("h200:1", 1)
+    share = MemoryShare(full.device.memory // sharing, sharing)
+    found = auto_plan._cluster(world, share)
     assert found.device.memory == found.device.memory_free == share.free
-    assert found.device.rates["bfloat16"] == whole.device.rates["bfloat16"] / sharing
-    assert found.host_link == whole.host_link / sharing
-    site = PlanSite(
-        SimpleNamespace(world=world), torch.device("cuda"), FP32, 16, lambda function, *given: function(*given)
-    )
-    made = planning._decide(site, Net(), WrapOptions(), None, "AdamW", share)
-    assert made.told.startswith("plan: ddp"), made.told
+    assert found.device.peak_flops["bfloat16"] == full.device.peak_flops["bfloat16"] / sharing
+    assert found.host_bandwidth == full.host_bandwidth / sharing
+    plan = auto_plan._plan_on_rank0(context(world, "cuda", 16), Net(), WrapOptions(), None, "AdamW", share)
+    assert plan.message.startswith("plan: ddp"), plan.message
 
 
-def test_nodes_with_unlike_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):
+def test_nodes_with_different_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
-    world = World(rank=0, size=3, local_size=2, nodes=2)
-    found = planning._machines(world, MemoryShare(2**33, 2))
-    assert (found.devices, found.per_node, found.nodes) == (3, 1, 3)
-    site = PlanSite(
-        SimpleNamespace(world=world), torch.device("cpu"), FP32, 12, lambda function, *given: function(*given)
+    world, share = World(rank=0, size=3, local_size=2, nodes=2), MemoryShare(2**33, 2)
+    found = auto_plan._cluster(world, share)
+    assert (found.devices, found.devices_per_node, found.nodes) == (3, 1, 3)
+    plan = auto_plan._plan_on_rank0(
+        context(world, "cpu", 12), nn.Linear(4, 4), WrapOptions(), EXAMPLE_OF_FOUR, "AdamW", share
     )
-    made = planning._decide(site, nn.Linear(4, 4), WrapOptions(), EXAMPLE_OF_FOUR, "AdamW", MemoryShare(2**33, 2))
-    assert made.chosen.layout.ranks == 3
+    assert plan.chosen.layout.ranks == 3

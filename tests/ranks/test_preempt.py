@@ -82,13 +82,11 @@ def test_a_run_with_nothing_to_save_goes_on_after_a_warning_and_ends_at_sigterm(
     assert all(torch.equal(warned[name], calm[name]) for name in calm)
     assert len(evaluated) == EPOCHS
     told = (tmp_path / "warned" / "log.txt").read_text()
-    assert told.count("SIGUSR2: this run has no checkpoint to save (run.checkpoint makes one), so it goes on") == 1
+    assert told.count("SIGUSR2: this run has no checkpoint to save (run.checkpoint makes one), so it continues") == 1
     for ended in ranks(2, train, tmp_path / "ended", "ddp", 2, False):
         assert ended == (143, "stopped", "ended at step 3 with nothing saved", [])
     told = (tmp_path / "ended" / "log.txt").read_text()
-    assert (
-        "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3, and what it" in told
-    )
+    assert "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3 and its" in told
     assert json.loads((tmp_path / "ended" / "summary.json").read_text())["status"] == "stopped"
 
 
@@ -168,21 +166,21 @@ def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(t
     told = python(
         """
         import os, signal, time
-        from samestep.run import preempt
-        preempt._ECHO_SECONDS = 1.0
-        signals = preempt.Signals()
-        signals.listen()
+        from samestep.training import preemption
+        preemption._ECHO_SECONDS = 1.0
+        signals = preemption.SignalRecorder()
+        signals.install()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        print("goes on", signals.noted, flush=True)
+        print("continues", signals.received, flush=True)
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGTERM)
         print("should not be", flush=True)
         """,
         tmp_path,
     )
-    assert (told.returncode, told.stdout) == (-signal.SIGTERM, "goes on 4\n")
+    assert (told.returncode, told.stdout) == (-signal.SIGTERM, "continues 4\n")
 
 
 @pytest.mark.slow
@@ -190,15 +188,15 @@ def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
     told = python(
         """
         import os, signal, time
-        from samestep.run import preempt
-        signals = preempt.Signals()
-        signals.listen()
+        from samestep.training import preemption
+        signals = preemption.SignalRecorder()
+        signals.install()
         child = os.fork()
         if not child:
             time.sleep(30)
         time.sleep(0.2)
         os.kill(child, signal.SIGTERM)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.noted)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.received)
         """,
         tmp_path,
     )
@@ -207,24 +205,26 @@ def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
 
 def test_a_time_limit_leaves_room_for_saving_twice_and_for_the_longest_pause_yet():
     limit = TimeLimit(time.time() + 100)  # margin: 5 s
-    assert not limit.is_up(saving=0.0)
-    assert not limit.is_up(saving=45.5)
-    assert limit.is_up(saving=48.0)
+    assert not limit.check(save_seconds=0.0)
+    assert not limit.check(save_seconds=45.5)
+    assert limit.check(save_seconds=48.0)
     time.sleep(1.5)
-    assert limit.is_up(saving=46.8)
+    assert limit.check(save_seconds=46.8)
 
 
 class Saver(Preemption):
-    def saving(self):
+    def save_seconds(self):
         return 25.0
 
 
 def test_a_time_limit_leaves_room_for_every_checkpoint_of_a_run():
-    riders = [Saver([], print, None)]
-    preemption = Preemption(riders, print, time.time() + 100)
-    assert preemption.word() == 0.0
-    riders.append(Saver([], print, None))
-    assert preemption.word() == 3.0  # the time limit
+    with Run(global_batch=4) as run:
+        context = run._lifecycle.context
+        context.callbacks.append(Saver(context, None))
+        preemption = Preemption(context, time.time() + 100)
+        assert preemption.sync_value() == 0.0
+        context.callbacks.append(Saver(context, None))
+        assert preemption.sync_value() == 3.0  # the time limit
 
 
 GROUP = """

@@ -22,10 +22,10 @@ LONG = 60 * "mine-" + ".py"
 
 MISTAKES = [
     ("run", f"no recipe given: choose one of {KNOWN}"),
-    ("run salency", f"there is no recipe salency: choose one of {KNOWN}; did you mean saliency?"),
-    ("run zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
+    ("run salency", f"unknown recipe salency: choose one of {KNOWN}; did you mean saliency?"),
+    ("run zzz", f"unknown recipe zzz: choose one of {KNOWN}"),
     ("run --nproc-per-node 0 saliency", "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got 0"),
-    ("copy zzz", f"there is no recipe zzz: choose one of {KNOWN}"),
+    ("copy zzz", f"unknown recipe zzz: choose one of {KNOWN}"),
     ("copy digits --to here.py", "here.py exists and is not overwritten: move it, or pass another file with --to"),
     (
         "copy digits --to no/such/mine.py",
@@ -129,7 +129,7 @@ def test_a_package_without_recipes_raises(monkeypatch, capsys, tmp_path):
     )
     assert main(["recipe", "list"]) == 2
     inside = tmp_path / "src" / "samestep" / "recipes"
-    assert capsys.readouterr().err == f"samestep: there are no recipes in {inside}: reinstall samestep\n"
+    assert capsys.readouterr().err == f"samestep: no recipes found in {inside}: reinstall samestep\n"
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])

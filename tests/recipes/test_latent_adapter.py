@@ -40,9 +40,11 @@ def test_latents_tell_the_full_model_which_text_it_is(ranks, tmp_path, models):
     full, latents, another, nothing = (
         metrics[f"perplexity/model0/{prefix}"] for prefix in ("full_text", "latents", "latents_of_another", "nothing")
     )
-    assert full < nothing / 10
-    assert latents < nothing / 3
-    assert latents < another / 1.5  # what is learned about the language alone would help with any text
+    assert full < nothing / 10  # 28.7 and 821, without any training
+    # Seeds 0 to 4: 36.4 16.8 14.0 15.0 9.1, with the latents of another text 783 590 672 666 793. The latter show what
+    # was learned about the language alone.
+    assert latents < nothing / 5
+    assert latents < another / 3
 
 
 @pytest.mark.slow

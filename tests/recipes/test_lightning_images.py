@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
-from tests.lightning.trained import closing, furthest
+from tests.lightning.trained import closing, max_difference
 
 
 def train_alone(folder: Path) -> None:
@@ -25,10 +25,11 @@ def test_a_trainer_learns_the_same_on_one_rank_and_on_two_of_the_launcher(ranks,
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
-    assert furthest(one, two) < 1e-6
+    assert max_difference(one, two) < 1e-6
     records = [read_metrics(tmp_path / name / "metrics.jsonl", by_step=True) for name in ("one", "two")]
     for a, b in zip(*records, strict=True):
         for name in a.keys() - {"time"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
-    assert records[1][-1]["val/accuracy"] > 0.9  # one that learnt nothing has 0.1
+    # seeds 0 to 4 of `python -m tests.recipes.seed_spread lightning_images`: 0.939 0.929 0.933 0.919 0.929
+    assert records[1][-1]["val/accuracy"] > 0.85
     assert (tmp_path / "launched" / "logs").is_dir()

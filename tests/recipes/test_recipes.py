@@ -99,7 +99,7 @@ def test_progressive_images_learns_fashion_mnist(ranks, tmp_path):
         pytest.skip(f"{FASHION_MNIST} does not exist: apt install dataset-fashion-mnist")
     recipe, options = small_run("fashion")
     ((_, metrics),) = ranks(1, train, recipe, tmp_path, options, timeout=TIMEOUT)
-    assert metrics["val/accuracy"] > 0.5  # chance is 0.1
+    assert metrics["val/accuracy"] > 0.5  # seeds 0 to 4: 0.696 0.720 0.720 0.696 0.720; chance is 0.1
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["epoch/image_size"] for record in records if "epoch/loss" in record] == [8, 12, 16, 16]
 

@@ -22,7 +22,7 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # them with several seeds.
 SMALL_RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "digits": ("digits", {"epochs": 3}),
-    "cfg_diffusion": ("cfg_diffusion", {"epochs": 6, "width": 48, "layers": 2, "draws": 5, "passes": 8}),
+    "cfg_diffusion": ("cfg_diffusion", {"epochs": 6, "width": 48, "layers": 2, "samples": 5, "passes": 8}),
     "progressive_images": ("progressive_images", {"epochs": 4, "size": 16, "global_batch": 128}),
     "fashion": ("progressive_images", {"data": FASHION_MNIST, "epochs": 4, "size": 16, "every": 40}),
     "saliency": ("saliency", {"epochs": 2, "entropy": 0.01}),
@@ -41,7 +41,10 @@ SMALL_RUNS: dict[str, tuple[str, dict[str, object]]] = {
         "latent_adapter",
         {"models": [Path("1"), Path("2")], "count": 160, "held_out": 12, "length": 10},
     ),
-    "latent_adapter": ("latent_adapter", {"models": [Path("30")], "count": 256, "held_out": 24, "length": 12}),
+    "latent_adapter": (
+        "latent_adapter",
+        {"models": [Path("30")], "latents": 8, "count": 128, "held_out": 24, "length": 12},
+    ),
 }  # fmt: skip
 
 

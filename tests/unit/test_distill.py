@@ -17,13 +17,13 @@ def logits(*shape, seed=0, dtype=torch.float32):
 
 
 def torch_kl(student, teacher, temperature):
-    terms = kl_div(
+    summands = kl_div(
         log_softmax(student / temperature, -1),
         log_softmax(teacher / temperature, -1),
         reduction="none",
         log_target=True,
     )
-    return terms.sum(-1) * temperature**2
+    return summands.sum(-1) * temperature**2
 
 
 def test_two_classes_match_the_value_computed_by_hand():

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from samestep.environment.gpus import SmiGpu, detect_software, parse_links, parse_memory
+from samestep.environment.gpus import detect_software, parse_links, parse_memory
 from samestep.environment.hardware import Limits, read_hardware, read_limits, usable_cores, usable_memory
 from samestep.environment.network import Interface, choose_gloo, choose_nccl, read_network
 from samestep.environment.slurm_variables import SlurmInfo, read_slurm
@@ -187,7 +187,7 @@ def test_output_without_a_matrix_gives_no_links(text):
 
 def test_free_memory_is_read_by_uuid_and_omitted_if_not_available():
     text = "0, GPU-5ba3-01, 1000\n1, GPU-5ba3-02, [N/A]\n7, GPU-5ba3-03, 0\n"
-    assert parse_memory(text) == {"5ba3-01": SmiGpu(0, 1000 * 2**20), "5ba3-03": SmiGpu(7, 0)}
+    assert parse_memory(text) == {"5ba3-01": (0, 1000 * 2**20), "5ba3-03": (7, 0)}
 
 
 # Interfaces

@@ -132,9 +132,7 @@ def test_a_step_sets_the_keys_of_its_samples(tmp_path):
 
 
 def test_training_mode_outside_of_a_step_raises():
-    with pytest.raises(
-        StepError, match=r"called in training mode outside of a step, so there are no samples to draw for"
-    ):
+    with pytest.raises(StepError, match=r"called in training mode outside of a step, without samples to draw for"):
         ConditioningDropout(0.1, null="zeros")(torch.ones(2, 3))
 
 

@@ -13,27 +13,29 @@ from samestep.data.partition import Partition
 from samestep.errors import PlanError
 from samestep.messages import format_seconds
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.layouts import Layout, PlanOptions, gradient_passes, layouts
-from samestep.planner.memory_model import memory
-from samestep.planner.model_profile import Op, Timed
-from samestep.planner.plan import plan, precision_on
-from samestep.planner.plan_report import bar, gpu_hours, rows, speed_ups, what_if_rows
+from samestep.planner.layouts import Layout, PlanOptions, gradient_flows_through_frozen, layouts
+from samestep.planner.memory_model import estimate_memory
+from samestep.planner.model_profile import MeasuredTime, Op
+from samestep.planner.plan import make_plan, resolve_precision
+from samestep.planner.plan_report import gpu_hours, memory_bar, plan_rows, speed_ups, what_if_rows
 from samestep.planner.time_model import (
     collective_seconds,
     compute_seconds,
+    estimate_step_time,
+    launch_seconds,
+    matmul_rate,
     op_seconds,
-    product_rate,
-    ring_rate,
-    start_seconds,
-    step_time,
+    ring_bandwidth,
 )
-from tests.unit.plan_facts import DEVICE, GIB, MIB, machines, model, peak, with_teacher
+from tests.unit.plan_examples import DEVICE, GIB, MIB, cluster, model, peak, with_teacher
 
 CONTEXT, CHANNELS = 600 * MIB, 400 * MIB
 
 
 def parts(layout, facts, micro_batch, accumulates=False, on=None, precision="bf16"):
-    return memory(layout, on or machines(layout.ranks), facts, micro_batch, accumulates, precision, None)
+    return estimate_memory(
+        layout, on or cluster(layout.ranks), facts, micro_batch, accumulates=accumulates, precision=precision
+    )
 
 
 def named(found):
@@ -42,11 +44,11 @@ def named(found):
 
 def test_one_device_holds_everything():
     found = parts(Layout("single", 1, 1), model(), 4)
-    assert dict(found.parts()) == {
+    assert dict(found.components()) == {
         "weights": GIB,
         "gradients": GIB,
         "optimizer": 2 * GIB,
-        "working": 4 * GIB,
+        "activations": 4 * GIB,
         "buckets": 0,
         "gathered": 0,
         "overhead": CONTEXT,
@@ -55,13 +57,13 @@ def test_one_device_holds_everything():
 
 
 def test_gradients_stand_throughout_with_ddp_and_between_micro_batches():
-    facts = model(working=peak(1, 100 * MIB))
+    facts = model(activations=peak(1, 100 * MIB))
     lone = Layout("single", 1, 1)
     # 8 samples: 800 MiB of activations are gone when 1 GiB of gradients stands, and 10 MiB beside it
-    assert parts(lone, facts, 8).working == 10 * MIB
+    assert parts(lone, facts, 8).activations == 10 * MIB
     assert parts(lone, facts, 8).buckets == 0
     for found in (parts(lone, facts, 8, accumulates=True), parts(Layout("ddp", 2, 1), facts, 8)):
-        assert found.working + found.buckets == 800 * MIB
+        assert found.activations + found.buckets == 800 * MIB
         assert found.gradients == GIB
 
 
@@ -70,7 +72,7 @@ def test_shards_divide_what_stands_between_steps():
     assert (found.weights, found.gradients, found.optimizer) == (GIB // 4, GIB // 4, GIB // 2)
     assert found.overhead == CONTEXT + CHANNELS
     # in bf16 the copies that autocast keeps, half of the weights, are not made
-    assert found.working == 5 * GIB - GIB // 2
+    assert found.activations == 5 * GIB - GIB // 2
     # two blocks of a tenth in bf16, and a block's whole gradient twice in fp32
     assert found.gathered == pytest.approx(0.1 * GIB + 0.2 * GIB, abs=16)
 
@@ -87,17 +89,17 @@ def test_sharded_gradients_wait_whole_for_the_last_micro_batch():
 
 
 def test_offload_moves_shards_to_the_node():
-    found = parts(Layout("fsdp", 4, 4, offload=True), model(), 4)
+    found = parts(Layout("fsdp", 4, 4, cpu_offload=True), model(), 4)
     assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
     assert found.host == 4 * GIB  # weights, gradients and two moments of all four ranks
 
 
 def test_what_computes_twice_keeps_less():
-    assert parts(Layout("single", 1, 1, recompute=True), model(per_sample=1000), 4).working == 400
+    assert parts(Layout("single", 1, 1, activation_checkpointing=True), model(per_sample=1000), 4).activations == 400
 
 
 def test_an_operation_takes_the_longer_of_products_memory_and_kernels():
-    on, product = machines(), Op("aten.mm", 1, 1e12, 0, "bfloat16")
+    on, product = cluster(), Op("aten.mm", 1, 1e12, 0, "bfloat16")
     assert compute_seconds(on, (product,), 1, tf32=True) == pytest.approx(1e12 / (1e14 * 0.5) / 0.7)
     assert compute_seconds(on, (product,), 2, tf32=True) == pytest.approx(2e12 / (1e14 * 0.5) / 0.7)
     moving = Op("aten.add", 1, 0, 8e9, "float32")
@@ -105,12 +107,12 @@ def test_an_operation_takes_the_longer_of_products_memory_and_kernels():
     # no kernel of a GPU ends in less than 2 microseconds, and the host needs longer to start one
     small = (Op("aten.add", 1000, 0, 8, "float32"),)
     assert compute_seconds(on, small, 1, True) == pytest.approx(0.002)
-    assert start_seconds(on, small) == pytest.approx(0.03)
-    assert start_seconds(replace(on, device=replace(DEVICE, launch=4e-6)), small) == pytest.approx(0.004)
+    assert launch_seconds(on, small) == pytest.approx(0.03)
+    assert launch_seconds(replace(on, device=replace(DEVICE, launch_seconds=4e-6)), small) == pytest.approx(0.004)
 
 
 def test_kinds_of_operations_reach_unlike_parts_of_a_gpu_and_all_of_a_processor():
-    on = machines()
+    on = cluster()
     processor = replace(on, device=replace(DEVICE, kind="cpu"))
     for name, part in (("aten.convolution", 0.5), ("aten.native_batch_norm", 0.2), ("aten.relu", 0.8)):
         op = Op(name, 1, 0, 8e9, "float32")
@@ -119,64 +121,66 @@ def test_kinds_of_operations_reach_unlike_parts_of_a_gpu_and_all_of_a_processor(
 
 
 def test_products_in_fp32_use_tf32_only_where_that_is_allowed():
-    on = machines()
-    assert product_rate(on, "float32", 1e12, tf32=True) == 0.5 * 5e13
-    assert product_rate(on, "float32", 1e12, tf32=False) == 0.5 * 1e13
-    old = replace(on, device=replace(DEVICE, rates={"float16": 1e14, "float32": 1e13}))
-    assert product_rate(old, "float32", 1e12, tf32=True) == 0.5 * 1e13
-    assert product_rate(old, "bfloat16", 1e12, tf32=True) == 0.5 * 1e13
+    on = cluster()
+    assert matmul_rate(on, "float32", 1e12, tf32=True) == 0.5 * 5e13
+    assert matmul_rate(on, "float32", 1e12, tf32=False) == 0.5 * 1e13
+    old = replace(on, device=replace(DEVICE, peak_flops={"float16": 1e14, "float32": 1e13}))
+    assert matmul_rate(old, "float32", 1e12, tf32=True) == 0.5 * 1e13
+    assert matmul_rate(old, "bfloat16", 1e12, tf32=True) == 0.5 * 1e13
 
 
 def test_measured_rates_are_taken_as_they_are_and_by_size():
     points = {"bfloat16": ((1e6, 1e12), (1e8, 1e14))}
-    on = replace(machines(), device=replace(DEVICE, measured=points))
-    assert product_rate(on, "bfloat16", 1e5, True) == 1e12
-    assert product_rate(on, "bfloat16", 1e7, True) == pytest.approx(1e13)
-    assert product_rate(on, "bfloat16", 1e9, True) == 1e14
+    on = replace(cluster(), device=replace(DEVICE, measured_flops=points))
+    assert matmul_rate(on, "bfloat16", 1e5, True) == 1e12
+    assert matmul_rate(on, "bfloat16", 1e7, True) == pytest.approx(1e13)
+    assert matmul_rate(on, "bfloat16", 1e9, True) == 1e14
 
 
 def test_measured_tf32_is_not_taken_for_strict_fp32():
     points = {"tf32": ((1e6, 4e13),), "float32": ((1e6, 9e12),)}
-    on = replace(machines(), device=replace(DEVICE, measured=points))
-    assert product_rate(on, "float32", 1e9, tf32=True) == 4e13
-    assert product_rate(on, "float32", 1e9, tf32=False) == 9e12
+    on = replace(cluster(), device=replace(DEVICE, measured_flops=points))
+    assert matmul_rate(on, "float32", 1e9, tf32=True) == 4e13
+    assert matmul_rate(on, "float32", 1e9, tf32=False) == 9e12
 
 
 def test_nodes_send_side_by_side():
-    assert ring_rate(machines(4), 4) == pytest.approx(0.7e11)
-    assert ring_rate(machines(4, nodes=2), 8) == pytest.approx(4 * 0.7e10)
-    assert collective_seconds(machines(4), 4, 0.7e11) == pytest.approx(1, rel=1e-3)
-    assert collective_seconds(machines(4), 1, 1e11) == 0
+    assert ring_bandwidth(cluster(4), 4) == pytest.approx(0.7e11)
+    assert ring_bandwidth(cluster(4, nodes=2), 8) == pytest.approx(4 * 0.7e10)
+    assert collective_seconds(cluster(4), 4, 0.7e11) == pytest.approx(1, rel=1e-3)
+    assert collective_seconds(cluster(4), 1, 1e11) == 0
 
 
 def test_a_step_by_hand():
     # two samples: 6e12 operations at 0.7 of half of 1e14, and 1e10 bytes at 0.8 of 0.8 of 1e12
     each = 6e12 / 5e13 / 0.7 + 1e10 / 8e11 / 0.8
-    found = step_time(Layout("single", 1, 1), machines(), model(), (4, 3), "bf16", True, 0.25)
+    found = estimate_step_time(
+        Layout("single", 1, 1), cluster(), model(), 4, 3, precision="bf16", tf32=True, teacher_seconds=0.25
+    )
     assert found.compute == pytest.approx(3 * 2 * each)
     assert found.communication == 0
     assert found.optimizer == pytest.approx((2 + 1 + 4) * GIB / 8e11)
     assert found.teacher == 0.25
-    assert found.total == pytest.approx(sum(found.parts().values()))
+    assert found.total == pytest.approx(sum(found.components().values()))
 
 
 def test_ddp_hides_all_but_the_last_bucket_behind_the_backward_pass():
-    on = machines(4)
+    on = cluster(4)
     sent = collective_seconds(on, 4, 2 * GIB * 3 / 4)
-    quick = step_time(Layout("ddp", 4, 1), on, model(), (2, 1), "bf16", True, 0)
+    quick = estimate_step_time(Layout("ddp", 4, 1), on, model(), 2, 1, precision="bf16", tf32=True)
     assert quick.communication == pytest.approx(sent * 25 * MIB / GIB)
-    slow = replace(on, within_node=1e9)
+    slow = replace(on, intra_node_bandwidth=1e9)
     backward = quick.compute * 2 / 3
     sent = collective_seconds(slow, 4, 2 * GIB * 3 / 4)
-    assert step_time(Layout("ddp", 4, 1), slow, model(), (2, 1), "bf16", True, 0).communication == pytest.approx(
-        sent - backward
-    )
+    assert estimate_step_time(
+        Layout("ddp", 4, 1), slow, model(), 2, 1, precision="bf16", tf32=True
+    ).communication == pytest.approx(sent - backward)
 
 
 def test_fsdp_gathers_twice_in_every_micro_batch_and_zero2_once():
-    on = replace(machines(4), within_node=1e9)
+    on = replace(cluster(4), intra_node_bandwidth=1e9)
     gathered = {
-        name: step_time(Layout(name, 4, 4), on, model(), (1, 2), "bf16", True, 0).communication
+        name: estimate_step_time(Layout(name, 4, 4), on, model(), 1, 2, precision="bf16", tf32=True).communication
         for name in ("fsdp", "zero2")
     }
     once = 0.5 * GIB * 3 / 4 / 0.7e9 + (len(model().blocks) + 1) * (1e-4 + 3e-5)  # and the host, for every block
@@ -184,25 +188,27 @@ def test_fsdp_gathers_twice_in_every_micro_batch_and_zero2_once():
 
 
 def test_what_was_timed_on_the_device_counts_there_and_nowhere_else():
-    timed = replace(model(), timed=Timed(DEVICE.name, ((2, 0.5), (4, 0.75)), host=0.1))
+    timed = replace(model(), measured_time=MeasuredTime(DEVICE.name, ((2, 0.5), (4, 0.75)), host_seconds=0.1))
     alone = Layout("single", 1, 1)
-    assert step_time(alone, machines(), timed, (4, 3), "bf16", True, 0).compute == pytest.approx(3 * 0.75)
-    assert step_time(alone, machines(), timed, (8, 1), "bf16", True, 0).compute == pytest.approx(1.25)
-    other = replace(machines(), device=replace(DEVICE, name="another"))
-    reckoned = step_time(alone, other, timed, (4, 3), "bf16", True, 0)
-    assert reckoned == step_time(alone, other, model(), (4, 3), "bf16", True, 0)
+    assert estimate_step_time(alone, cluster(), timed, 4, 3, precision="bf16", tf32=True).compute == pytest.approx(
+        3 * 0.75
+    )
+    assert estimate_step_time(alone, cluster(), timed, 8, 1, precision="bf16", tf32=True).compute == pytest.approx(1.25)
+    other = replace(cluster(), device=replace(DEVICE, name="another"))
+    reckoned = estimate_step_time(alone, other, timed, 4, 3, precision="bf16", tf32=True)
+    assert reckoned == estimate_step_time(alone, other, model(), 4, 3, precision="bf16", tf32=True)
 
 
 def test_a_device_that_waits_for_the_host_has_time_for_its_optimizer():
     alone, by_device = Layout("single", 1, 1), (2 + 1 + 4) * GIB / 8e11
     for host, left in ((0.0, by_device), (0.505, by_device - 0.005), (0.9, 0.0)):
-        timed = replace(model(), timed=Timed(DEVICE.name, ((4, 0.5),), host))
-        found = step_time(alone, machines(), timed, (4, 1), "bf16", True, 0)
+        timed = replace(model(), measured_time=MeasuredTime(DEVICE.name, ((4, 0.5),), host))
+        found = estimate_step_time(alone, cluster(), timed, 4, 1, precision="bf16", tf32=True)
         assert (found.compute, found.optimizer) == pytest.approx((max(0.5, host), left))
 
 
 def test_what_is_told_of_a_candidate_is_true_of_it():
-    found = plan(machines(4), model(), 256)
+    found = make_plan(cluster(4), model(), 256)
     fastest = min(each.time.total for each in found.candidates if each.fits)
     told = [each for each in found.candidates if each.fits and each is not found.chosen]
     for each in told:
@@ -214,131 +220,134 @@ def test_what_is_told_of_a_candidate_is_true_of_it():
 
 def test_a_small_model_is_not_sharded_for_the_sake_of_its_time():
     small = replace(model(), trainable={"float32": MIB}, gradients=MIB, optimizer_state=2 * MIB)
-    found = named(plan(machines(4), small, 256))
+    found = named(make_plan(cluster(4), small, 256))
     assert found["fsdp"].time.total > found["ddp"].time.total
 
 
 def test_a_model_that_fits_whole_is_copied_to_every_rank():
-    found = plan(machines(4), model(), 256)
+    found = make_plan(cluster(4), model(), 256)
     assert found.chosen is not None
     assert (found.chosen.layout.name, found.chosen.micro_batch, found.chosen.accumulation) == ("ddp", 64, 1)
-    assert found.script == ('model = run.wrap(model, "ddp")', "train = run.shard(dataset, shuffle=True)")
-    assert found.start == "samestep run train.py"
+    assert found.code == ('model = run.wrap(model, "ddp")', "train = run.shard(dataset, shuffle=True)")
+    assert found.command == "samestep run train.py"
 
 
 def test_equally_fast_layouts_are_told_apart_by_what_they_ask_for():
-    found = named(plan(machines(4), model(), 256))
-    assert "as fast, with more settings" in found["fsdp"].reason
+    found = named(make_plan(cluster(4), model(), 256))
+    assert found["fsdp"].reason == "as fast (1.00x the chosen time), but needs more options"
 
 
 def test_the_micro_batch_is_the_largest_that_fits():
     # room 94 GiB - 4 GiB of state - context = 89.4 samples of 1 GiB; 128 samples in 2 micro-batches of 64
-    found = plan(machines(1), model(), 128).chosen
+    found = make_plan(cluster(1), model(), 128).chosen
     assert found is not None
     assert (found.layout.name, found.micro_batch, found.accumulation) == ("single", 64, 2)
-    assert plan(machines(1), model(), 89).chosen.accumulation == 1
-    assert plan(machines(1), model(), 90).chosen.accumulation == 2
+    assert make_plan(cluster(1), model(), 89).chosen.accumulation == 1
+    assert make_plan(cluster(1), model(), 90).chosen.accumulation == 2
 
 
 def test_a_model_too_large_for_one_device_is_sharded():
-    found = plan(machines(4), model(gib=40, per_sample=100 * MIB), 4)
+    found = make_plan(cluster(4), model(gib=40, per_sample=100 * MIB), 4)
     assert found.chosen.layout.strategy in ("fsdp", "zero2")
     refused = named(found)["ddp"]
     assert not refused.fits
     assert refused.reason == (
-        "a micro-batch of 1 needs 161.1 GiB on a device and 94.0 GiB may be used (optimizer 80.0 GiB, weights 40.0 GiB)"
+        "does not fit: 161.1 GiB needed, 94.0 GiB usable per device with micro-batch 1 (optimizer 80.0 GiB, weights "
+        "40.0 GiB)"
     )
 
 
 def test_recomputation_is_chosen_only_where_it_is_needed():
-    assert plan(machines(1), model(), 8).chosen.layout.name == "single"
-    found = plan(machines(1, gib=8), model(per_sample=8 * GIB), 8)
-    assert found.chosen.layout.name == "single + recompute"
-    assert found.script[0] == 'model = run.wrap(model, checkpoint=(type(model.get_submodule("h.0")),))'
+    assert make_plan(cluster(1), model(), 8).chosen.layout.name == "single"
+    found = make_plan(cluster(1, gib=8), model(per_sample=8 * GIB), 8)
+    assert found.chosen.layout.name == "single + activation ckpt"
+    assert found.code[0] == 'model = run.wrap(model, activation_checkpointing=(type(model.get_submodule("h.0")),))'
 
 
 def test_offload_is_the_last_resort_and_needs_host_memory():
     facts = model(gib=100, per_sample=MIB, blocks=100)
-    small = machines(4, gib=60)
-    assert plan(small, facts, 4).chosen.layout.offload
+    small = cluster(4, gib=60)
+    assert make_plan(small, facts, 4).chosen.layout.cpu_offload
     poor = replace(small, host_memory=100 * GIB)
-    found = plan(poor, facts, 4)
+    found = make_plan(poor, facts, 4)
     assert found.chosen is None
-    assert named(found)["fsdp + offload"].reason == "needs 400.0 GiB of a node's host memory and 90.0 GiB may be used"
+    assert named(found)["fsdp + offload"].reason == (
+        "does not fit: 400.0 GiB of host memory needed, 90.0 GiB usable per node"
+    )
 
 
 def test_between_slow_nodes_shards_stay_inside_a_node():
     # fsdp gathers 15 GiB over the network for every pass; hybrid sends an eighth of the gradients over it, once
-    on, facts = machines(8, nodes=4, between_nodes=1e8), model(gib=30)
+    on, facts = cluster(8, nodes=4, inter_node_bandwidth=1e8), model(gib=30)
     hybrid, fsdp = (
-        step_time(layout, on, facts, (4, 4), "bf16", True, 0).communication
+        estimate_step_time(layout, on, facts, 4, 4, precision="bf16", tf32=True).communication
         for layout in (Layout("hybrid", 32, 8), Layout("fsdp", 32, 32))
     )
     assert fsdp > 2 * hybrid
-    found = plan(on, model(gib=30, per_sample=4 * GIB, working_recomputed=None), 1024)
+    found = make_plan(on, model(gib=30, per_sample=4 * GIB, checkpointed_activations=None), 1024)
     assert found.chosen.layout.name == "hybrid"
     assert found.chosen.layout.shards == 8
-    assert found.start == "samestep submit train.py --nodes 4"
+    assert found.command == "samestep submit train.py --nodes 4"
 
 
 def test_hybrid_exists_between_nodes_only():
-    names = {layout.strategy for layout in layouts(machines(8), model())}
+    names = {layout.strategy for layout in layouts(cluster(8), model())}
     assert names == {"single", "ddp", "zero2", "fsdp"}
-    assert {layout.strategy for layout in layouts(machines(1, nodes=8), model())} == names
+    assert {layout.strategy for layout in layouts(cluster(1, nodes=8), model())} == names
 
 
 def test_where_nothing_fits_it_says_what_would():
-    found = plan(parse_cluster_spec("a10g:1"), model(gib=20, per_sample=100 * MIB), 8)
+    found = make_plan(parse_cluster_spec("a10g:1"), model(gib=20, per_sample=100 * MIB), 8)
     assert found.chosen is None
-    assert found.start is None
-    assert found.script == ()
-    assert found.advice[0] == "2 x a10g would do, with zero2 + offload"
-    assert found.advice[1].startswith("1 x h100-nvl (93.0 GiB) would do, with single")
+    assert found.command is None
+    assert found.code == ()
+    assert found.advice[0] == "2 x a10g would fit, with zero2 + offload"
+    assert found.advice[1].startswith("1 x h100-nvl (93.0 GiB) would fit, with single")
     assert found.advice[-1] == (
-        "single + recompute needs least, 80.6 GiB, most of it optimizer (40.0 GiB): an optimizer with less state, or a "
-        "smaller model, makes it less"
+        "single + activation ckpt needs the least memory, 80.6 GiB, most of it optimizer (40.0 GiB): use an optimizer "
+        "with less state, or a smaller model"
     )
 
 
 def test_where_one_larger_gpu_does_not_do_it_says_how_many_would():
-    found = plan(parse_cluster_spec("t4:1"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    found = make_plan(parse_cluster_spec("t4:1"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
     assert found.chosen is None
-    assert found.advice[0] == "no number of t4 up to 64 would do"
-    count, name = re.fullmatch(r"(\d+) x (\S+) \(.* GiB\) would do, with (?:fsdp|zero2).*", found.advice[1]).groups()
+    assert found.advice[0] == "no number of t4 up to 64 would fit"
+    count, name = re.fullmatch(r"(\d+) x (\S+) \(.* GiB\) would fit, with (?:fsdp|zero2).*", found.advice[1]).groups()
     assert int(count) > 1
-    there = plan(parse_cluster_spec(f"{name}:{count}"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
+    there = make_plan(parse_cluster_spec(f"{name}:{count}"), model(gib=120, per_sample=100 * MIB, blocks=4), 8)
     assert there.chosen is not None
 
 
 def test_one_sample_that_is_too_large_needs_a_smaller_sample():
-    found = plan(machines(1, gib=8), model(gib=0.1, per_sample=1000 * GIB, blocks=0), 8)
-    assert found.advice[0] == "no number of plain up to 64 would do"
-    assert found.advice[-1].endswith(
-        "a shorter sequence or a smaller image makes it less, a smaller global batch does not"
-    )
+    found = make_plan(cluster(1, gib=8), model(gib=0.1, per_sample=1000 * GIB, blocks=0), 8)
+    assert found.advice[0] == "no number of plain up to 64 would fit"
+    assert found.advice[-1].endswith("use a shorter sequence or a smaller image; a smaller global batch does not help")
 
 
 def test_frozen_parts_are_placed_on_their_own_where_gradients_do_not_pass():
-    small, facts = machines(2, gib=24), with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, passes=False)
-    assert not gradient_passes(facts)
-    found = plan(small, facts, 64)
+    small, facts = cluster(2, gib=24), with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, gradient_flows=False)
+    assert not gradient_flows_through_frozen(facts)
+    found = make_plan(small, facts, 64)
     assert found.chosen.layout.name == "ddp + frozen sharded"
-    assert found.script[1] == 'teacher = run.teacher(build, weights=..., placement="sharded")  # for teacher'
+    assert found.code[1] == 'teacher = run.teacher(build, weights=..., placement="sharded")  # for teacher'
     # a tenth of a GiB that trains, half of the frozen 30, and two layers of them on their way
     assert found.chosen.memory.weights == pytest.approx(0.1 * GIB + 15 * GIB + 2 * GIB, rel=1e-6)
 
 
 def test_a_whole_copy_of_frozen_parts_wins_where_it_fits():
-    assert plan(machines(2), with_teacher(model(gib=0.1, per_sample=MIB), 30, False), 64).chosen.layout.name == "ddp"
+    assert (
+        make_plan(cluster(2), with_teacher(model(gib=0.1, per_sample=MIB), 30, False), 64).chosen.layout.name == "ddp"
+    )
 
 
 def test_frozen_parts_that_gradients_pass_through_stay_in_the_model():
-    facts = with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, passes=True)
-    assert gradient_passes(facts)
-    found = plan(machines(2, gib=24), facts, 64)
+    facts = with_teacher(model(gib=0.1, per_sample=10 * MIB), 30, gradient_flows=True)
+    assert gradient_flows_through_frozen(facts)
+    found = make_plan(cluster(2, gib=24), facts, 64)
     assert found.chosen is None
     assert named(found)["ddp + frozen sharded"].reason == (
-        "gradients pass through the frozen parts, and run.teacher computes without"
+        "gradients flow through the frozen parts, and run.teacher computes no gradients"
     )
 
 
@@ -350,28 +359,28 @@ def test_frozen_parts_that_gradients_pass_through_stay_in_the_model():
     ],
 )
 def test_precision_is_chosen_as_a_run_chooses_it(words, wish, precision):
-    assert precision_on(parse_cluster_spec(words), wish) == precision
+    assert resolve_precision(parse_cluster_spec(words), wish) == precision
 
 
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
         (
-            lambda: precision_on(parse_cluster_spec("h100"), "fp8"),
-            "precision fp8 is not known: use one of auto, fp32, bf16, fp16",
+            lambda: resolve_precision(parse_cluster_spec("h100"), "fp8"),
+            "Unknown precision 'fp8'. Use one of auto, fp32, bf16, fp16.",
         ),
         (
-            lambda: precision_on(parse_cluster_spec("v100"), "bf16"),
-            "precision bf16 needs a GPU that has it, and v100 has not: use fp16, fp32 or auto",
+            lambda: resolve_precision(parse_cluster_spec("v100"), "bf16"),
+            "precision bf16 is not supported by v100. Use fp16, fp32 or auto.",
         ),
         (
-            lambda: precision_on(parse_cluster_spec("mps"), "fp16"),
-            "precision fp16 is for CUDA and the CPU: on Apple's GPU use fp32 or auto",
+            lambda: resolve_precision(parse_cluster_spec("mps"), "fp16"),
+            "precision fp16 is not supported on Apple GPUs. Use fp32 or auto.",
         ),
-        (lambda: plan(machines(), model(), 0), "a global batch of 0 holds nothing: give --global-batch 1 or more"),
+        (lambda: make_plan(cluster(), model(), 0), "--global-batch must be at least 1, got 0."),
         (
-            lambda: plan(machines(), model(), 8, margin=1.0),
-            "margin 1.0 is no part of a memory: give 0 up to, not including, 1",
+            lambda: make_plan(cluster(), model(), 8, margin=1.0),
+            "--margin must be at least 0 and less than 1, got 1.0.",
         ),
     ],
 )
@@ -382,29 +391,29 @@ def test_what_makes_no_plan_is_explained(call, complaint):
 
 
 def test_a_plan_is_plain_data_too():
-    told = json.loads(json.dumps(plan(machines(2), model(), 8).to_json()))
+    told = json.loads(json.dumps(make_plan(cluster(2), model(), 8).to_json()))
     assert told["chosen"]["strategy"] == "ddp"
     assert told["chosen"]["memory"]["total"] == sum(
         size for name, size in told["chosen"]["memory"].items() if name not in ("total", "host")
     )
     assert told["global_batch"] == 8
     assert len(told["candidates"]) > 5
-    assert told["machines"]["device"]["rates"] == DEVICE.rates
+    assert told["cluster"]["device"]["peak_flops"] == DEVICE.peak_flops
     assert told["model"]["trainable"] == {"float32": GIB}
     assert (told["model"]["gradients"], told["model"]["optimizer_state"]) == (GIB, 2 * GIB)
-    assert (told["model"]["working"], told["model"]["step_flops"]) == ({"fixed": 0, "per_sample": GIB}, 3e12)
-    assert told["asked"] == {"script": "train.py", "channels_last": False, "blocks": False}
+    assert (told["model"]["activations"], told["model"]["step_flops"]) == ({"fixed": 0, "per_sample": GIB}, 3e12)
+    assert told["options"] == {"script": "train.py", "channels_last": False, "blocks": False}
 
 
 def test_a_bar_is_as_wide_as_asked_and_has_no_empty_part():
-    found = plan(machines(4), model(), 256)
-    segments = bar(found, 80)
+    found = make_plan(cluster(4), model(), 256)
+    segments = memory_bar(found, 80)
     assert sum(segment.cells for segment in segments) == 80
     assert [segment.name for segment in segments] == [
         "weights",
         "gradients",
         "optimizer",
-        "working",
+        "activations",
         "overhead",
         "free",
         "margin",
@@ -413,21 +422,21 @@ def test_a_bar_is_as_wide_as_asked_and_has_no_empty_part():
 
 
 def test_what_others_hold_and_what_is_left_as_a_margin_is_not_free():
-    taken = machines(1)
+    taken = cluster(1)
     taken = replace(taken, device=replace(taken.device, memory_free=70 * GIB))
-    found = plan(taken, model(), 8)
-    size = {segment.name: segment.size for segment in bar(found, 80)}
-    assert (size["others"], size["margin"]) == (30 * GIB, 6 * GIB)
+    found = make_plan(taken, model(), 8)
+    size = {segment.name: segment.size for segment in memory_bar(found, 80)}
+    assert (size["other processes"], size["margin"]) == (30 * GIB, 6 * GIB)
     assert size["free"] == 64 * GIB - found.chosen.memory.total
     assert sum(size.values()) == 100 * GIB
 
 
 def test_channels_last_needs_whole_weights_and_is_written_into_the_script():
-    found = plan(machines(4), model(), 256, asked=PlanOptions(channels_last=True))
+    found = make_plan(cluster(4), model(), 256, options=PlanOptions(channels_last=True))
     sharded = [each for each in found.candidates if each.layout.shards > 1]
-    assert {each.reason for each in sharded} == {"channels_last=True needs whole weights"}
-    assert found.script[0] == 'model = run.wrap(model, "ddp", channels_last=True)'
-    large = plan(machines(4), model(gib=40), 4, asked=PlanOptions(channels_last=True))
+    assert {each.reason for each in sharded} == {"channels_last=True needs unsharded weights"}
+    assert found.code[0] == 'model = run.wrap(model, "ddp", channels_last=True)'
+    large = make_plan(cluster(4), model(gib=40), 4, options=PlanOptions(channels_last=True))
     assert large.chosen is None  # which only a sharded layout could hold
 
 
@@ -456,34 +465,34 @@ def test_what_to_type_starts_the_script_or_the_recipe(words, nodes, file, recipe
     large = model(per_sample=30 * MIB)
     spaced = file.replace("lab/train.py", "'my lab/train.py'")
     for script, typed in (("lab/train.py", file), ("my lab/train.py", spaced), ("saliency", recipe)):
-        assert plan(on, large, 256, asked=PlanOptions(script)).start == typed
+        assert make_plan(on, large, 256, options=PlanOptions(script)).command == typed
 
 
 def test_named_blocks_are_written_into_the_script_of_a_sharded_layout():
-    found = plan(machines(4, gib=60), model(gib=16, per_sample=100 * MIB), 64, asked=PlanOptions(blocks=True))
+    found = make_plan(cluster(4, gib=60), model(gib=16, per_sample=100 * MIB), 64, options=PlanOptions(blocks=True))
     assert found.chosen.layout.shards == 4
-    assert 'blocks=(type(model.get_submodule("h.0")),)' in found.script[0]
-    assert "blocks" not in plan(machines(4), model(), 256, asked=PlanOptions(blocks=True)).script[0]
+    assert 'blocks=(type(model.get_submodule("h.0")),)' in found.code[0]
+    assert "blocks" not in make_plan(cluster(4), model(), 256, options=PlanOptions(blocks=True)).code[0]
 
 
 def test_apples_gpu_is_one_so_no_more_of_them_are_advised():
-    found = plan(parse_cluster_spec("mps"), model(gib=20, per_sample=100 * MIB), 8)
+    found = make_plan(parse_cluster_spec("mps"), model(gib=20, per_sample=100 * MIB), 8)
     assert found.chosen is None
     assert not any("mps" in advice for advice in found.advice)
 
 
 def test_what_if_counts_speed_up_and_hours():
-    plans = [plan(machines(count), model(), 64) for count in (1, 2)]
+    plans = [make_plan(cluster(count), model(), 64) for count in (1, 2)]
     first, second = what_if_rows(plans, 6400)
     assert first[:3] == ("1 x plain", "bf16", "single")
     assert first[6] == "1.00"
     assert 1.9 < float(second[6]) <= 2
     assert speed_ups(plans)[1] == pytest.approx(plans[0].chosen.time.total / plans[1].chosen.time.total)
     assert gpu_hours(plans[0], 6400) == pytest.approx(100 * plans[0].chosen.time.total / 3600)
-    nothing = plan(machines(1, gib=2), model(), 64)
+    nothing = make_plan(cluster(1, gib=2), model(), 64)
     assert what_if_rows([nothing], 10) == [("1 x plain", "bf16", "nothing fits", "-", "-", "-", "-", "-")]
     assert speed_ups([nothing, plans[0]]) == [None, 1.0]
-    assert rows(nothing)[0][2] == "-"
+    assert plan_rows(nothing)[0][2] == "-"
 
 
 @pytest.mark.parametrize(
@@ -496,10 +505,10 @@ def test_seconds_are_short_to_read(seconds, text):
 def test_a_step_is_not_cut_where_only_the_whole_one_fits():
     """Measured rates may fall for large products; cut in two, sharded gradients of 20 GiB would wait for the end."""
     slow = {"bfloat16": ((5e11, 1e14), (1e12, 1e13))}
-    on = machines(2, 1, 62)
-    on = replace(on, device=replace(on.device, measured=slow))
+    on = cluster(2, 1, 62)
+    on = replace(on, device=replace(on.device, measured_flops=slow))
     facts = model(gib=20, per_sample=0)
-    found = plan(on, facts, 200)
+    found = make_plan(on, facts, 200)
     for each in found.candidates:
         if each.fits:
             assert each.memory.total <= on.device.memory * 0.94 + 1, each.layout.name
@@ -511,8 +520,8 @@ SAMPLES = st.integers(1, 20 * 1024)
 
 @given(SIZES, SAMPLES, st.integers(1, 8), st.integers(1, 4), st.integers(1, 700), st.floats(1, 90))
 def test_the_chosen_plan_fits_and_keeps_the_global_batch(gib, mib, per_node, nodes, global_batch, memory_gib):
-    on = machines(per_node, nodes, memory_gib)
-    found = plan(on, model(gib=gib, per_sample=mib * MIB), global_batch)
+    on = cluster(per_node, nodes, memory_gib)
+    found = make_plan(on, model(gib=gib, per_sample=mib * MIB), global_batch)
     assert [each.fits for each in found.candidates] == sorted((e.fits for e in found.candidates), reverse=True)
     assert all(each.reason for each in found.candidates)
     if found.chosen is None:
@@ -533,7 +542,7 @@ def test_the_chosen_plan_fits_and_keeps_the_global_batch(gib, mib, per_node, nod
 
 @given(SIZES, SAMPLES, st.sampled_from(["ddp", "zero2", "fsdp"]), st.booleans(), st.booleans(), st.integers(1, 32))
 def test_more_devices_never_need_more_memory_each(gib, mib, strategy, offload, accumulates, micro_batch):
-    facts = model(gib=gib, per_sample=mib * MIB, working=peak(gib, mib * MIB))
+    facts = model(gib=gib, per_sample=mib * MIB, activations=peak(gib, mib * MIB))
     totals = [
         parts(
             Layout(strategy, n, 1 if strategy == "ddp" else n, offload and strategy != "ddp"),
@@ -549,6 +558,6 @@ def test_more_devices_never_need_more_memory_each(gib, mib, strategy, offload, a
 
 @given(SIZES, SAMPLES, st.integers(1, 3), st.integers(1, 500))
 def test_a_larger_micro_batch_needs_more_memory(gib, mib, ranks, samples):
-    facts = model(gib=gib, working=peak(gib, mib * MIB))
+    facts = model(gib=gib, activations=peak(gib, mib * MIB))
     layout = Layout("ddp", ranks, 1) if ranks > 1 else Layout("single", 1, 1)
     assert parts(layout, facts, samples).total <= parts(layout, facts, samples + 1).total

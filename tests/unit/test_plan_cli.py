@@ -11,13 +11,13 @@ from rich.console import Console
 
 from samestep.cli.build_function import find_function
 from samestep.cli.main import main
-from samestep.cli.plan_command import show, show_what_if
+from samestep.cli.plan_command import print_plan, print_what_if
 from samestep.errors import PlanError
 from samestep.planner.calibration import Calibration
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.layouts import PlanOptions
-from samestep.planner.plan import plan
-from tests.unit.plan_facts import GIB, MIB, machines, model, with_teacher
+from samestep.planner.plan import make_plan
+from tests.unit.plan_examples import GIB, MIB, cluster, model, with_teacher
 
 GOLDEN = Path(__file__).parent / "golden"
 LAB = """
@@ -57,19 +57,22 @@ def taken(on, gib):
 
 
 CASES = {
-    "fits": lambda console: show(plan(machines(4), model(), 256), console),
-    "sharded": lambda console: show(
-        plan(parse_cluster_spec("a100-40gb:8", 2), model(gib=26, per_sample=900 * MIB), 512), console
+    "fits": lambda console: print_plan(make_plan(cluster(4), model(), 256), console),
+    "sharded": lambda console: print_plan(
+        make_plan(parse_cluster_spec("a100-40gb:8", 2), model(gib=26, per_sample=900 * MIB), 512), console
     ),
-    "teacher": lambda console: show(
-        plan(parse_cluster_spec("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64), console
+    "teacher": lambda console: print_plan(
+        make_plan(parse_cluster_spec("a10g:4"), with_teacher(model(gib=0.2, per_sample=50 * MIB), 30, False), 64),
+        console,
     ),
-    "nothing": lambda console: show(plan(parse_cluster_spec("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console),
-    "channels_last": lambda console: show(
-        plan(taken(machines(2), 70), model(), 64, asked=PlanOptions(channels_last=True)), console
+    "nothing": lambda console: print_plan(
+        make_plan(parse_cluster_spec("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console
     ),
-    "what_if": lambda console: show_what_if(
-        [plan(parse_cluster_spec(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
+    "channels_last": lambda console: print_plan(
+        make_plan(taken(cluster(2), 70), model(), 64, options=PlanOptions(channels_last=True)), console
+    ),
+    "what_if": lambda console: print_what_if(
+        [make_plan(parse_cluster_spec(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
         10_000,
         console,
     ),
@@ -104,29 +107,35 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
     [
         (
             "planlab",
-            "planlab names no function: type the module or file, a colon and the function, as in mylab:build, or",
+            "planlab does not name a function. Pass the module or file, a colon and the function, for example train.py",
         ),
-        (":build", ":build names no function: type the module or file"),
-        ("planlab:buld", "planlab has no function buld: it has build, Block, convolutions, broken"),
-        ("planlab:number", "planlab:number is a int, not a function: name one that returns a model and a batch"),
+        (":build", ":build does not name a function. Pass the module or file"),
+        ("planlab:buld", "planlab has no function buld. It has build, Block, convolutions, broken."),
+        (
+            "planlab:number",
+            "planlab:number is of type int, not a function. Name a function that returns a model and a batch.",
+        ),
         (
             "./planlab:build",
-            "./planlab is no name of a module: type it as in import, or the file as in ./planlab.py:build",
+            "./planlab is not a module name. Pass a dotted name, or the file: ./planlab.py:build",
         ),
-        ("none.py:build", "there is no file none.py in HERE: name a file and a function in it, as in mylab:build, or"),
+        (
+            "none.py:build",
+            "There is no file none.py in HERE. Pass a file and its function, for example train.py:build or",
+        ),
         (
             "nolab:build",
-            "there is no module nolab in HERE, nor is it installed: type its dotted name as in mylab:build,",
+            "There is no module nolab in HERE, and none is installed. Pass its dotted name from the folder",
         ),
         (
             "no.lab:build",
-            "there is no module no.lab in HERE, nor is it installed: type its dotted name as in mylab:build,",
+            "There is no module no.lab in HERE, and none is installed. Pass its dotted name from the folder",
         ),
         (
             "bad:build",
-            "bad cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'): a plan imports it",
+            "bad cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'). A plan imports it",
         ),
-        ("bad.py:build", "bad.py cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'): a plan"),
+        ("bad.py:build", "bad.py cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'). A plan"),
     ],
 )
 def test_a_function_that_is_not_there_is_explained(lab, words, complaint):
@@ -138,9 +147,9 @@ def test_a_function_that_is_not_there_is_explained(lab, words, complaint):
 def test_the_command_plans_for_machines_that_are_not_here(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "65536", "--gpus", "h100:4"]) == 0
     out = capsys.readouterr().out
-    assert "machines 4 x h100 (words: h100:4;" in out
-    assert '\nwrite    model = run.wrap(model, "ddp")\n' in out
-    assert "\ntype     samestep run train.py\n" in out
+    assert "cluster  4 x h100 (--gpus h100:4;" in out
+    assert '\ncode     model = run.wrap(model, "ddp")\n' in out
+    assert "\ncommand  samestep run train.py\n" in out
 
 
 def test_the_command_tells_a_program_the_same(lab, capsys):
@@ -166,7 +175,9 @@ def test_the_command_tells_a_program_the_same(lab, capsys):
 def test_what_if_lists_several_machines(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "64", "--what-if", "--gpus", "l4:1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    seen = [(row["machines"]["device"]["name"], row["machines"]["per_node"] * row["machines"]["nodes"]) for row in told]
+    seen = [
+        (row["cluster"]["device"]["name"], row["cluster"]["devices_per_node"] * row["cluster"]["nodes"]) for row in told
+    ]
     assert seen == [(kind, count) for kind in ("l4", "h100", "a100", "a10g") for count in (1, 2, 4, 8, 16)]
     assert all(row["gpu_hours"] > 0 for row in told)
     assert told[0]["speed_up"] == 1
@@ -186,17 +197,17 @@ def test_what_if_prints_speed_up_and_hours(lab, capsys):
 def test_one_of_apples_gpus_is_all_there_is_to_try(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "8", "--what-if", "--gpus", "mps", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [row["machines"]["device"]["name"] for row in told].count("mps") == 1
+    assert [row["cluster"]["device"]["name"] for row in told].count("mps") == 1
 
 
 def test_channels_last_and_blocks_are_traced_and_written(lab, capsys):
     typed = ["plan", "planlab:convolutions", "--global-batch", "64", "--gpus", "h100:2", "--channels-last", "--json"]
     assert main([*typed, "--blocks", "Block"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["asked"] == {"script": "train.py", "channels_last": True, "blocks": True}
-    assert "channels_last=True" in told["script"][0]
-    assert {each["blocked"] for each in told["candidates"] if each["shards"] > 1} == {
-        "channels_last=True needs whole weights"
+    assert told["options"] == {"script": "train.py", "channels_last": True, "blocks": True}
+    assert "channels_last=True" in told["code"][0]
+    assert {each["unsupported"] for each in told["candidates"] if each["shards"] > 1} == {
+        "channels_last=True needs unsharded weights"
     }
 
 
@@ -205,7 +216,7 @@ def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
     for own in ([], ["--", "--depth", "4"], ["--", "--depth", "4", "--wide"]):
         assert main(["plan", "planlab:convolutions", "--global-batch", "8", "--gpus", "t4", "--json", *own]) == 0
         told = json.loads(capsys.readouterr().out)["model"]
-        sizes.append((told["weights"], told["working"]["per_sample"]))
+        sizes.append((told["weights"], told["activations"]["per_sample"]))
     assert sizes[1][0] == 2 * sizes[0][0] == sizes[2][0]
     assert sizes[0][1] < sizes[1][1] < sizes[2][1]
 
@@ -213,16 +224,16 @@ def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
 def test_a_calibration_alone_is_told_to_a_program_too(lab, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(lab))
     measured = Calibration("cpu", 1, {"float32": ((1e6, 1e9), (1e9, 1e11))}, 1e10, 2e10, None, 2e-6, "2025-01-31")
-    monkeypatch.setattr("samestep.planner.calibration.calibrate", lambda device, say: say("copies") or measured)
+    monkeypatch.setattr("samestep.planner.calibration.calibrate", lambda device, report: report("copies") or measured)
     assert main(["plan", "--calibrate", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["device"], told["copy"]) == ("cpu", 1e10)
+    assert (told["device"], told["copy_bandwidth"]) == ("cpu", 1e10)
     assert Path(told["path"]).is_file()
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it prints to for a terminal
     assert main(["plan", "--calibrate"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("cpu: TFLOP/s in products float32 0.1; copies 10 GB/s, from the host 20")
-    assert "measuring this machine, for less than a minute: copies" in err
+    assert out.startswith("cpu: matrix products in TFLOP/s: float32 0.1; copies 10 GB/s, host to device 20")
+    assert "measuring this machine, takes less than a minute: copies" in err
 
 
 def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
@@ -232,7 +243,8 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         assert main([*typed, "--gpus", words]) == 0
         rows = json.loads(capsys.readouterr().out)
         seen = [
-            (row["machines"]["device"]["name"], row["machines"]["per_node"] * row["machines"]["nodes"]) for row in rows
+            (row["cluster"]["device"]["name"], row["cluster"]["devices_per_node"] * row["cluster"]["nodes"])
+            for row in rows
         ]
         assert seen[:5] == [(first, count) for count in (1, 2, 4, 8, 16)]
 
@@ -242,27 +254,27 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
     [
         (
             "plan planlab:build --global-batch 8 --what-if --gpus x1",
-            "--gpus x1: there is no device x1 in the table: use one of b200",
+            "--gpus x1: unknown device 'x1'. Use one of b200",
         ),
         (
             "plan planlab:build --global-batch 8 --what-if --nodes 2",
-            "--what-if tries several numbers of nodes by itself: leave --nodes out",
+            "--what-if compares several numbers of nodes itself and cannot be combined with --nodes.",
         ),
-        ("plan", "a plan needs a function that builds the model, and a global batch: type `samestep plan mylab:build"),
-        ("plan planlab:build", "a plan needs a global batch: type `samestep plan planlab:build --global-batch 256 --g"),
-        ("plan planlab:build --calibrate", "a plan needs a global batch: type `samestep plan planlab:build --global-"),
-        ("plan planlab:build --global-batch 0", "a global batch of 0 holds nothing: give --global-batch 1 or more"),
-        ("plan planlab:build --global-batch 8 --margin 1", "margin 1.0 is no part of a memory: give 0 up to, not inc"),
-        ("plan planlab:build --global-batch 8 --margin nan", "margin nan is no part of a memory: give 0 up to, not in"),
+        ("plan", "A plan needs a function that builds the model, and a global batch: `samestep plan train.py:build"),
+        ("plan planlab:build", "A plan needs a global batch: `samestep plan planlab:build --global-batch 256 --gpus"),
+        ("plan planlab:build --calibrate", "A plan needs a global batch: `samestep plan planlab:build --global-batch"),
+        ("plan planlab:build --global-batch 0", "--global-batch must be at least 1, got 0."),
+        ("plan planlab:build --global-batch 8 --margin 1", "--margin must be at least 0 and less than 1, got 1.0."),
+        ("plan planlab:build --global-batch 8 --margin nan", "--margin must be at least 0 and less than 1, got nan."),
         (
             "plan planlab:build --global-batch 8 --what-if --samples 0",
-            "--samples 0 is nothing to count GPU-hours for: give 1 or more",
+            "--samples must be at least 1, got 0.",
         ),
-        ("plan planlab:build --global-batch 8 --nodes 0", "0 nodes are no machines: give --nodes 1 or more"),
-        ("plan planlab:build --global-batch 8 --gpus t4 --nodes -1", "-1 nodes are no machines: give --nodes 1 or"),
+        ("plan planlab:build --global-batch 8 --nodes 0", "--nodes must be at least 1, got 0."),
+        ("plan planlab:build --global-batch 8 --gpus t4 --nodes -1", "--nodes must be at least 1, got -1."),
         (
             "plan planlab:build --global-batch 8 --gpus t4 --blocks Blok",
-            "Sequential has no submodule of a class Blok: blocks are classes that repeat in it, and it has Linear, ",
+            "Sequential has no submodule of class Blok. Name a class that repeats in the model; it has Linear, ",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus t4 --optimizer LBFGS",
@@ -270,7 +282,7 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         ),
         (
             "plan planlab:convolutions --global-batch 8 --gpus t4 -- --dept 3",
-            "planlab:convolutions cannot be called so (No such option '--dept'",
+            "planlab:convolutions cannot be called with these options (No such option '--dept'",
         ),
         (
             "plan planlab:convolutions --global-batch 8 --gpus t4 --depth 3",
@@ -278,25 +290,25 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         ),
         (
             "plan planlab:build --global-batch 8 --gpus t4 -- --width 3",
-            "planlab:build cannot be called so (No such option '--width'.): the options of a build function follow "
-            "`--`, and are its parameters; here none",
+            "planlab:build cannot be called with these options (No such option '--width'.). Pass the parameters of the "
+            "build function after `--`. It has: none",
         ),
         (
             "plan planlap --global-batch 8",
-            "planlap names no function and no recipe: type the module or file, a colon and the function, as in "
-            "mylab:build, or train.py:build, or one of cfg_diffusion, digits, ",
+            "planlap is neither a function nor a recipe. Pass the module or file, a colon and the function, for "
+            "example train.py:build or mypackage.models:build, or one of the recipes cfg_diffusion, digits, ",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus x1",
-            "--gpus x1: there is no device x1 in the table: use one of b200",
+            "--gpus x1: unknown device 'x1'. Use one of b200",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus v100 --precision bf16",
-            "precision bf16 needs a GPU that has it, and",
+            "precision bf16 is not supported by v100. Use",
         ),
         (
             "plan planlab:broken --global-batch 8 --gpus t4",
-            "broken() failed, so there is no model to look at (ValueError:",
+            "broken() failed (ValueError: no such file). Call it on its own",
         ),
     ],
 )

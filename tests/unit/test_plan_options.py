@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from samestep.cli.build_function import with_options
+from samestep.cli.build_function import bind_options
 from samestep.errors import PlanError
 
 
@@ -27,7 +27,7 @@ def build(
 
 
 def called(*typed, function=build):
-    return with_options(function, "lab:build", typed)()
+    return bind_options(function, "lab:build", typed)()
 
 
 def test_each_parameter_comes_in_its_kind():
@@ -74,14 +74,14 @@ def test_a_list_without_a_default_must_be_typed():
         return widths
 
     assert called("--widths", "8", "--widths", "9", function=made) == [8, 9]
-    with pytest.raises(PlanError, match=r"lab:build cannot be called so \(Missing option '--widths'.*here --widths"):
+    with pytest.raises(PlanError, match=r"with these options \(Missing option '--widths'.*It has: --widths"):
         called(function=made)
 
 
 def test_what_is_called_need_not_be_a_function_and_keeps_its_name():
     assert called("--width", "8", function=partial(build, 3, name="it"))[:2] == (3, 8)
-    assert with_options(build, "lab:build", ["--layers", "2"]).__qualname__ == "build"
-    assert with_options(lambda: 5, "lab:build", [])() == 5
+    assert bind_options(build, "lab:build", ["--layers", "2"]).__qualname__ == "build"
+    assert bind_options(lambda: 5, "lab:build", [])() == 5
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_what_does_not_fit_lists_the_parameters(typed, why):
     with pytest.raises(PlanError) as error:
         called(*typed)
     assert str(error.value) == (
-        f"lab:build cannot be called so ({why}): the options of a build function follow `--`, and are its parameters; "
-        "here --layers, --width, --rate, --net, --data, --deep-supervision, --name"
+        f"lab:build cannot be called with these options ({why}). Pass the parameters of the build function after `--`. "
+        "It has: --layers, --width, --rate, --net, --data, --deep-supervision, --name"
     )

@@ -85,7 +85,7 @@ FORMS = "pass hours, minutes and seconds as in 4:00:00 or 3h55m, with days as in
 MISTAKES = [
     ([], "no script given: run `samestep submit train.py`, or `samestep submit -m package.module`"),
     (["train.py", "--fast"], f"unknown option --fast: use one of {OPTIONS}; put options of the script after `--`\n"),
-    (["nope.py"], "script nope.py not found in HERE; scripts here: train.py\n"),
+    (["nope.py"], "script nope.py not found in HERE; scripts there: train.py\n"),
     (["-m", "nope"], "module nope not found: nope is neither in HERE nor installed; pass the dotted name"),
     (["--nodes", "0", "train.py"], "Invalid value for '--nodes': 0 is not in the range x>=1.\n"),
     (

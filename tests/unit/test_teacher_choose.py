@@ -12,12 +12,13 @@ from samestep import Run
 from samestep.environment.world import World
 from samestep.errors import TeacherError
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.teacher_costs import Placement, TeacherSetup, _best, _tell
+from samestep.planner.teacher_costs import Placement, TeacherSetup, explain_placement
+from samestep.planner.teacher_costs import choose_placement as best_placement
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.options import Ground, TeacherOptions
 from samestep.teacher.placement_choice import choose_placement, needs_of
 from samestep.teacher.weight_files import open_weights
-from samestep.training.evaluation import setting_here
+from samestep.training.auto_plan import teacher_setup as setting_here
 from tests.teachers import LENGTH, WIDTH, WORDS, Speaker, save, speaker, words
 
 CPU = torch.device("cpu")
@@ -49,9 +50,9 @@ def test_the_table_has_every_placement_and_why_in_80_columns(tmp_path, capsys):
     assert lines[1].split("  ")[0].strip() == "placement"
     rows = [line for line in lines[2:] if line.split(" ")[0] in TEN]
     assert sorted(line.split()[0] for line in rows) == sorted(TEN)
-    verdict = lines[1].index("verdict")
+    verdict = lines[1].index("reason")
     assert all(line[verdict - 2 : verdict] == "  " and line[verdict] != " " for line in rows)
-    assert rows[0][verdict:] == "chosen: the fastest that fits"
+    assert rows[0][verdict:] == "chosen: fastest placement that fits"
     told = " ".join(lines)
     assert "work: 2 operations a parameter at each of 512 positions of a sample" in told
     assert "free for the tightest rank, half of it left to what trains" in re.sub(r"\s+", " ", told)
@@ -192,7 +193,7 @@ def test_the_choice_follows_memory_and_seconds(tmp_path, monkeypatch, asked, cho
     with Run(global_batch=64, folder=tmp_path / "run") as run:
         found = choose(run, monkeypatch, **asked)
     assert found.placement == chosen
-    assert found.setting.taken_per_gpu == 40 * GIB
+    assert found.setting.used_per_gpu == 40 * GIB
     assert found.seconds(2 * found.setting.micro_batch) >= found.seconds(found.setting.micro_batch) > 0
 
 
@@ -205,17 +206,17 @@ def test_a_teacher_that_fits_nowhere_is_refused_with_its_table(tmp_path, monkeyp
     ):
         choose(run, monkeypatch, times=10**9, host=GIB)
     assert "chosen: " not in (table := capsys.readouterr().out)
-    assert "GiB are left" in re.sub(r"\s+", " ", table)
+    assert "GiB free per" in re.sub(r"\s+", " ", table)
 
 
 def test_ranks_on_one_processor_share_its_rates():
     alone, four = (setting_here(World(size=n, local_size=n), 64, n) for n in (1, 4))
     assert alone.micro_batch == 4 * four.micro_batch == 64
-    assert four.machines.per_node == four.ranks_per_node == 4
-    together = 4 * four.machines.device.rates["float32"]
-    assert together == pytest.approx(four.machines.cores * parse_cluster_spec("cpu:1").device.rates["float32"])
-    assert four.machines.cores >= alone.machines.cores >= 1
-    half = replace(four, ranks=2, machines=replace(four.machines, nodes=1))
+    assert four.cluster.devices_per_node == four.ranks_per_node == 4
+    together = 4 * four.cluster.device.peak_flops["float32"]
+    assert together == pytest.approx(four.cluster.cores * parse_cluster_spec("cpu:1").device.peak_flops["float32"])
+    assert four.cluster.cores >= alone.cluster.cores >= 1
+    half = replace(four, ranks=2, cluster=replace(four.cluster, nodes=1))
     assert half.devices_per_rank == 2
 
 
@@ -223,11 +224,11 @@ def test_what_is_as_fast_is_so_beside_the_fastest_and_not_beside_the_chosen():
     setting = TeacherSetup(parse_cluster_spec("h100:1"), 1, 4, 4)
     times = {"gpu": (40, 1.0), "offload": (10, 1.015), "disk": (5, 1.03), "cpu": (1, 3.0)}
     every = [Placement(name, size, 0, seconds, True, "") for name, (size, seconds) in times.items()]
-    chosen = _best(every, 1.02, setting)
+    chosen = best_placement(every, 1.02, setting)
     assert chosen.name == "offload", "as fast as the fastest, with less memory"
-    assert [_tell(each, chosen, 1.02).why for each in every] == [
-        "as fast, with no less memory than offload",
-        "the fastest that fits",
-        "a little slower than offload",
+    assert [explain_placement(each, chosen, 1.02).reason for each in every] == [
+        "as fast as offload, without using less memory",
+        "fastest placement that fits",
+        "slightly slower than offload",
         "3.0 times as slow as offload",
     ]

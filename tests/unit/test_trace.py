@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from samestep.parallel.activation_checkpointing import checkpoint_activations
-from samestep.planner.model_profile import ModelProfile, Peak
+from samestep.planner.model_profile import ModelProfile, PeakMemory
 from samestep.planner.trace import trace_model
-from samestep.planner.traced_model import build_subject
-from samestep.planner.traced_step import Stepping, Terms
+from samestep.planner.traced_model import build_model
+from samestep.planner.traced_step import StepConfig, StepTracer
 
 A, H, C = 32, 64, 10
 LENGTH = 48
@@ -68,9 +68,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def peak(facts: ModelProfile) -> Peak:
-    assert isinstance(facts.working, Peak)
-    return facts.working
+def peak(facts: ModelProfile) -> PeakMemory:
+    assert isinstance(facts.activations, PeakMemory)
+    return facts.activations
 
 
 def test_activations_of_an_mlp_are_those_counted_by_hand():
@@ -81,11 +81,11 @@ def test_activations_of_an_mlp_are_those_counted_by_hand():
     # input; besides stand the loss, its gradient, the micro-batch's keys of 8 bytes a sample, and one weight's gradient
     per_sample = 4 * (A + 3 * H) + 8
     assert peak(facts).per_sample == per_sample
-    worst = max(peak(facts).moments, key=lambda m: m.per_sample)
+    worst = max(peak(facts).points, key=lambda m: m.per_sample)
     assert worst.gradients == 4 * H * C
     assert worst.fixed == 2 * 4
     samples = 1000
-    assert facts.persistent + facts.working.at(samples) == weights + 4 * H * C + 2 * 4 + per_sample * samples
+    assert facts.persistent + facts.activations.at(samples) == weights + 4 * H * C + 2 * 4 + per_sample * samples
 
 
 def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte():
@@ -119,7 +119,7 @@ def test_tied_weights_count_once():
 def test_a_model_far_larger_than_memory_is_traced():
     facts = trace_model(lambda: (nn.Linear(500_000, 500_000), torch.zeros(2, 500_000)), precision="fp32")
     assert facts.weights == 4 * (500_000**2 + 500_000)
-    assert facts.how == "traced without memory"
+    assert facts.method == "traced without memory"
 
 
 def test_a_model_may_be_converted_and_tied_while_it_is_built():
@@ -129,7 +129,7 @@ def test_a_model_may_be_converted_and_tied_while_it_is_built():
 
     facts = trace_model(build, precision="fp32")
     assert set(facts.trainable) == {"bfloat16"}
-    assert facts.how == "traced without memory"
+    assert facts.method == "traced without memory"
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
@@ -139,20 +139,20 @@ def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target
     """The same tracker over real steps of another micro-batch: what was predicted from 4 and 8 samples is there."""
     from contextlib import nullcontext
 
-    from samestep.planner.cuda_emulation import as_on_cuda
+    from samestep.planner.cuda_emulation import emulate_cuda
 
     def build():
         return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
 
     facts = trace_model(build, optimizer=sgd, precision=precision, target=target)
-    subject = build_subject(build, None)
-    with as_on_cuda() if target == "cuda" else nullcontext():
+    subject = build_model(build, None)
+    with emulate_cuda() if target == "cuda" else nullcontext():
         dtype = {"fp32": None, "fp16": torch.float16}[precision]
-        stepping = Stepping(subject, Terms(sgd, dtype, target), 4)
+        stepping = StepTracer(subject, StepConfig(sgd, dtype, target), 4)
         if recomputed:
             checkpoint_activations(subject.model, (Block,))
-        real = max(stepping.follow(24).notes.used)
-    working = facts.working_recomputed if recomputed else facts.working
+        real = max(sample.used for sample in stepping.trace(24).timeline)
+    working = facts.checkpointed_activations if recomputed else facts.activations
     assert working is not None
     predicted = facts.persistent + working.at(24)
     if target == "cuda":  # libraries, and the batch that is copied ahead
@@ -162,19 +162,19 @@ def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target
 
 def test_recomputation_needs_less_memory_and_more_work():
     facts = trace_model(lambda: words(depth=8), precision="fp32")
-    assert facts.working_recomputed is not None
-    assert facts.working_recomputed.per_sample < 0.6 * facts.working.per_sample
+    assert facts.checkpointed_activations is not None
+    assert facts.checkpointed_activations.per_sample < 0.6 * facts.activations.per_sample
     blocks = sum(block.forward_flops for block in facts.blocks)
     last = facts.blocks[-1]
     assert len(facts.blocks) == 8
     assert blocks == pytest.approx(8 * last.forward_flops)
-    assert facts.step_flops < facts.step_flops_recomputed <= facts.step_flops + blocks
+    assert facts.step_flops < facts.checkpointed_step_flops <= facts.step_flops + blocks
 
 
 def test_a_model_without_blocks_has_nothing_to_recompute():
     facts = trace_model(mlp, precision="fp32")
-    assert facts.working_recomputed is None
-    assert facts.step_flops_recomputed == facts.step_flops
+    assert facts.checkpointed_activations is None
+    assert facts.checkpointed_step_flops == facts.step_flops
 
 
 def test_work_is_told_for_one_sample_and_by_operation():
@@ -184,10 +184,10 @@ def test_work_is_told_for_one_sample_and_by_operation():
     assert facts.step_flops == 2 * forward + 2 * H * C  # of the first layer the weight's gradient only
     products = [op for op in facts.ops if op.flops]
     assert {op.name for op in products} == {"aten.mm"}
-    assert sum(op.flops for op in products) == facts.step_flops * facts.traced_batch
+    assert sum(op.flops for op in products) == facts.step_flops * facts.traced_samples
     assert all(op.dtype == "float32" for op in products)
     relu = next(op for op in facts.ops if op.name == "aten.relu")
-    assert (relu.count, relu.moved) == (1, 2 * 4 * H * facts.traced_batch)
+    assert (relu.count, relu.bytes_moved) == (1, 2 * 4 * H * facts.traced_samples)
 
 
 def test_an_optimizer_that_torch_steps_at_once_takes_temporaries():
@@ -195,7 +195,7 @@ def test_an_optimizer_that_torch_steps_at_once_takes_temporaries():
         return nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)
 
     fused, at_once = (trace_model(large, optimizer=name, precision="fp32") for name in ("AdamW", "RMSprop"))
-    assert at_once.working.at(1) - fused.working.at(1) >= 0.99 * 4 * 1000**2
+    assert at_once.activations.at(1) - fused.activations.at(1) >= 0.99 * 4 * 1000**2
 
 
 def test_a_loss_of_the_model_is_used_and_labels_are_scored():
@@ -243,17 +243,17 @@ class Looks(nn.Module):
 )
 def test_a_model_that_looks_at_values_is_measured_and_it_says_so(how, told):
     facts = trace_model(lambda: (Looks(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
-    assert facts.how.startswith(
-        "measured with real micro-batches of 2 and 4 samples on the CPU, since a step looks at values, which a "
-        f"trace has not ({told})"
+    assert facts.method.startswith(
+        "measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs values, which a trace "
+        f"does not have ({told})"
     )
     assert facts.weights == 4 * (A * C + C)
-    assert facts.working.per_sample > 4 * (A + C)
+    assert facts.activations.per_sample > 4 * (A + C)
 
 
 def test_half_precision_is_measured_in_fp16():
     facts = trace_model(lambda: (Looks("item"), torch.ones(16, A)), precision="bf16")
-    assert facts.how.startswith("measured with real micro-batches")
+    assert facts.method.startswith("measured with real micro-batches")
     assert {op.dtype for op in facts.ops if op.flops} == {"float16"}
 
 
@@ -275,8 +275,8 @@ def test_whole_numbers_keep_their_values_in_a_trace():
 
     short = trace_model(lambda: build(True), precision="fp32")
     long = trace_model(lambda: build(False), precision="fp32")
-    assert short.how == long.how == "traced without memory"
-    assert long.working.per_sample > 10 * short.working.per_sample
+    assert short.method == long.method == "traced without memory"
+    assert long.activations.per_sample > 10 * short.activations.per_sample
 
 
 def test_a_build_that_asks_for_values_is_built_with_its_memory():
@@ -285,5 +285,5 @@ def test_a_build_that_asks_for_values_is_built_with_its_memory():
         return nn.Sequential(nn.Linear(A, C), nn.Dropout(rates[2])), torch.zeros(4, A)
 
     facts = trace_model(build, precision="fp32")
-    assert facts.how.startswith("traced, but built with its memory: by shapes alone it cannot be (")
+    assert facts.method.startswith("traced, but built with memory, since it cannot be built without (")
     assert facts.weights == 4 * (A * C + C)

@@ -41,39 +41,39 @@ def asking_for_cuda():
     [
         (
             failing,
-            r"failing\(\) failed, so there is no model to look at \(FileNotFoundError: weights.pt is not there\): call "
-            "it by itself to see where",
+            r"failing\(\) failed \(FileNotFoundError: weights.pt is not there\)\. Call it on its own to see the "
+            r"traceback\.",
         ),
         (
             asking_for_cuda,
-            r"asking_for_cuda\(\) asks for CUDA \(AssertionError: Torch not compiled with CUDA enabled\): build the "
-            "model and its batch without a device; a plan needs none, and Run moves them to its own",
+            r"asking_for_cuda\(\) needs CUDA \(AssertionError: Torch not compiled with CUDA enabled\)\. Build the "
+            r"model and its batch without a device: a plan does not need one, and Run moves them to its device\.",
         ),
-        (net, r"net\(\) returned a Linear: return a model and an example batch, def build\(\): return Net\(\), \("),
-        (lambda: (net(),), r"returned a tuple of 1: return a model and an example batch"),
-        (lambda: (batch(), net()), r"returned a tensor of shape \(4, 8\) as its model: return an nn.Module first"),
+        (net, r"net\(\) returned a Linear. Return a model and an example batch: def build\(\): return Net\(\), \("),
+        (lambda: (net(),), r"returned a tuple of 1. Return a model and an example batch"),
+        (lambda: (batch(), net()), r"returned a tensor of shape \(4, 8\) as its model. Return an nn.Module first"),
         (
             lambda: (net().requires_grad_(False), batch()),
-            "Linear has no parameter that trains: a plan is made for training",
+            "Linear has no trainable parameters. A plan is made for training.",
         ),
         (
             lambda: (net(), None),
-            "returned None as its example batch: return tensors with samples along their first dimension",
+            "returned None as its example batch. Return tensors with samples along their first dimension",
         ),
         (lambda: (net(), torch.zeros(0, A)), r"returned a tensor of shape \(0, 8\) as its example batch"),
-        (lambda: (net(), object()), "returned a batch that cannot be used: batch is of class object"),
+        (lambda: (net(), object()), "returned an invalid example batch: "),
         (
             lambda: (net(), batch(), 0.5),
-            "returned a float as its third value: leave it out, or return a function of model and batch that gives the",
+            "returned a float as its third value. Omit it, or return a function of model and batch that returns the",
         ),
         (
             lambda: (net(), torch.zeros(4, A + 1)),
-            r"Linear cannot be called with the example batch \(RuntimeError: .*\): give the batch as the model takes "
-            "it; a build function may return a third value, lambda model, batch: loss, that calls it",
+            r"Linear cannot be called with the example batch \(RuntimeError: .*\)\. Return the batch in the form "
+            "that the model takes, or return a third value from the build function, lambda model, batch: loss, that",
         ),
         (
             lambda: (net(), batch(), lambda model, batch: 3),
-            r"loss gave a int: it must give a tensor that gradients come from, for example lambda model, batch: "
+            r"loss function returned a int, but must return a tensor with gradients, for example lambda model, batch: "
             r"cross_entropy\(model\(batch\[0\]\), batch\[1\]\)",
         ),
     ],
@@ -86,7 +86,7 @@ def test_a_build_that_cannot_be_used_says_why(build, text):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the model is built there, and refused for that")
 def test_a_build_on_cuda_without_cuda_is_told_to_leave_the_device_out():
     with pytest.raises(
-        PlanError, match=r"on_cuda\(\) asks for CUDA \(.*\): build the model and its batch without a device"
+        PlanError, match=r"on_cuda\(\) needs CUDA \(.*\)\. Build the model and its batch without a device"
     ):
         trace_model(on_cuda, precision="fp32")
 
@@ -100,19 +100,20 @@ def test_outputs_that_lead_nowhere_are_told():
         def forward(self, x):
             return self.layer(x).argmax(1)
 
-    with pytest.raises(
-        PlanError, match=r"the model gave a tensor of shape .*, and nothing in it leads back to its parameters"
-    ):
+    with pytest.raises(PlanError, match=r"The model returned a tensor of shape .*, which has no gradients"):
         trace_model(lambda: (Silent(), batch()), precision="fp32")
 
 
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
-        ({"optimizer": "Adamw"}, r"optimizer='Adamw' is not in torch.optim: use one of .*AdamW"),
-        ({"optimizer": lambda parameters: 3}, "optimizer gave a int: give a name of torch.optim, or a function"),
-        ({"precision": "half"}, "precision='half' is not known: use one of 'auto', 'fp32', 'bf16', 'fp16'"),
-        ({"target": "tpu"}, "target='tpu' is not known: use one of 'cuda', 'cpu'"),
+        ({"optimizer": "Adamw"}, r"optimizer='Adamw' is not in torch.optim. Use one of .*AdamW"),
+        (
+            {"optimizer": lambda parameters: 3},
+            "The optimizer function returned a int. Pass the name of a class in torch.optim, or a function",
+        ),
+        ({"precision": "half"}, "Unknown precision 'half'. Use one of 'auto', 'fp32', 'bf16', 'fp16'"),
+        ({"target": "tpu"}, "Unknown target 'tpu'. Use one of 'cuda', 'cpu'"),
     ],
 )
 def test_wishes_that_are_not_known_list_the_choices(wish, text):
@@ -125,18 +126,18 @@ def test_wishes_that_are_not_known_list_the_choices(wish, text):
     [
         (
             {"optimizer": "LBFGS"},
-            r"^optimizer='LBFGS' cannot step after a backward pass \(TypeError: LBFGS.step\(\) missing .*\): name one "
-            "that steps without a closure and for gradients as this model has them, such as AdamW or SGD$",
+            r"^optimizer='LBFGS' cannot step after a backward pass \(TypeError: LBFGS.step\(\) missing .*\)\. Use an "
+            r"optimizer that needs no closure and supports the gradients of this model, such as AdamW or SGD\.$",
         ),
         ({"optimizer": "SparseAdam"}, r"^optimizer='SparseAdam' cannot step .* does not support dense gradients"),
         (
             {"optimizer": "Muon"},
-            r"^optimizer='Muon' does not take all parameters of this model \(ValueError: .*2D.*\): name another of "
-            r"torch.optim; trace_model\(optimizer=...\) takes a function of the parameters as well$",
+            r"^optimizer='Muon' does not accept the parameters of this model \(ValueError: .*2D.*\)\. Name another "
+            r"class of torch.optim, or pass trace_model\(optimizer=...\) a function of the parameters\.$",
         ),
         (
             {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1.0)},
-            r"^the optimizer does not take all parameters of this model \(ValueError: Invalid learning rate",
+            r"^the optimizer does not accept the parameters of this model \(ValueError: Invalid learning rate",
         ),
     ],
 )
@@ -154,7 +155,7 @@ def test_every_other_optimizer_of_torch_steps():
 
 def test_an_optimizer_that_looks_at_values_is_measured():
     facts = trace_model(lambda: (net(), batch()), optimizer="Adafactor", precision="fp32")
-    assert facts.how.startswith("measured with real micro-batches of 2 and 4 samples on the CPU, since a step looks at")
+    assert facts.method.startswith("measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs")
 
 
 def lazy():
@@ -170,8 +171,8 @@ def lazy_called_once():
 def test_a_lazy_layer_must_have_been_called():
     with pytest.raises(
         PlanError,
-        match=r"^'0.weight' of Sequential has no shape yet, as in every lazy layer: call the model once with the "
-        r"example batch in lazy\(\), then return both$",
+        match=r"^Parameter '0.weight' of Sequential belongs to a lazy layer and has no shape yet\. Call the model once "
+        r"with the example batch in lazy\(\), then return both\.$",
     ):
         trace_model(lazy, precision="fp32")
     assert trace_model(lazy_called_once, precision="fp32").weights == 4 * (A * A + A + A * C + C)
@@ -190,14 +191,14 @@ def test_a_loss_function_that_fails_is_told_with_its_error(loss, said):
         trace_model(lambda: (net(), batch(), loss), precision="fp32")
     assert str(error.value).startswith(f"the loss function failed ({said}")
     assert str(error.value).endswith(
-        "): it is called with the model and a batch like the example, lambda model, batch: "
+        "). It is called with the model and a batch like the example: lambda model, batch: "
         "cross_entropy(model(batch[0]), batch[1])"
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to move to")
 def test_a_loss_that_moves_to_cuda_is_told_to_leave_the_device_out():
-    with pytest.raises(PlanError, match=r"^the loss function asks for CUDA \(.*\): build the model and its batch with"):
+    with pytest.raises(PlanError, match=r"^the loss function needs CUDA \(.*\)\. Build the model and its batch with"):
         trace_model(lambda: (net(), batch(), lambda model, batch: model(batch.cuda()).sum()), precision="fp32")
 
 
@@ -214,8 +215,8 @@ class Stumbles(torch.autograd.Function):
 def test_a_backward_pass_that_fails_is_told_with_its_error():
     with pytest.raises(
         PlanError,
-        match=r"^the backward pass of Linear failed \(KeyError: .no such tensor.\): call loss.backward\(\) by itself "
-        "to see where$",
+        match=r"^the backward pass of Linear failed \(KeyError: .no such tensor.\)\. Call loss.backward\(\) on its "
+        r"own to see the traceback\.$",
     ):
         trace_model(lambda: (net(), batch(), lambda model, batch: Stumbles.apply(model(batch)).sum()), precision="fp32")
 
@@ -238,22 +239,20 @@ class Experts(nn.Module):
 def test_what_fails_in_half_precision_alone_is_told_as_that(target):
     with pytest.raises(
         PlanError,
-        match=r"^the model fails in bf16 and not in fp32 \(RuntimeError: Index put requires the source and destination "
-        r"dtypes match.*\): where autocast gives tensors that meet two dtypes, training fails as well; bring them "
-        r"together with .to\(other.dtype\), or take precision fp32$",
+        match=r"^The model fails in bf16 but not in fp32 \(RuntimeError: Index put requires the source and destination "
+        r"dtypes match.*\)\. If autocast gives an operation tensors of two dtypes, training fails too\. Convert one "
+        r"with .to\(other.dtype\), or use precision fp32\.$",
     ):
         trace_model(lambda: (Experts(), torch.randn(4, A)), precision="bf16", target=target)
     facts = trace_model(lambda: (Experts(), torch.randn(4, A)), precision="fp32", target=target)
-    assert facts.how.endswith("(nonzero(), or a mask as an index)")
+    assert facts.method.endswith("(nonzero(), or a mask as an index)")
 
 
 def test_a_build_that_ends_the_process_is_told():
     def leave():
         raise SystemExit("usage: train.py")
 
-    with pytest.raises(
-        PlanError, match=r"leave\(\) failed, so there is no model to look at \(SystemExit: usage: train"
-    ):
+    with pytest.raises(PlanError, match=r"leave\(\) failed \(SystemExit: usage: train"):
         trace_model(leave, precision="fp32")
 
 
@@ -265,7 +264,7 @@ def test_blocks_are_named_by_their_class():
     assert [part.name for part in named.blocks] == ["0.0", "1.0", "2.0"]
     with pytest.raises(
         PlanError,
-        match=r"^Sequential has no submodule of a class Block: blocks are classes that repeat in it, and it has "
-        r"Linear, ReLU, Sequential$",
+        match=r"^Sequential has no submodule of class Block\. Name a class that repeats in the model; it has "
+        r"Linear, ReLU, Sequential\.$",
     ):
         trace_model(stacked, precision="fp32", blocks=["Block"])

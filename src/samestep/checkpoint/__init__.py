@@ -1,1 +1,1 @@
-"""What survives: checkpoints that load on any number of ranks, and no kill can spoil."""
+"""Checkpoints that load on any world size and survive a kill at any moment."""

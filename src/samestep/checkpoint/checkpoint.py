@@ -1,7 +1,8 @@
 """Checkpoints of a run, saved on request, every N steps or every N minutes, while training continues.
 
-The way of a tensor: `Checkpoint.save` collects the state (parts.py), copies it to host memory (tensor_storage.py) and
-starts a thread that writes and publishes it (save.py). `run.checkpoint` restores it (restore.py).
+The way of a tensor: `Checkpoint.save` collects the state of all parts (parts.py, state_encoding.py) and copies this
+rank's chunks to host memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the folder
+with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size (restore.py).
 """
 
 import json
@@ -79,10 +80,10 @@ class Checkpoint:
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
         """Save automatically after every `steps` steps, and after every `minutes` minutes by the clock of rank 0."""
-        valid_steps = steps is None or (isinstance(steps, Integral) and int(steps) > 0)
-        # false for NaN
-        valid_minutes = minutes is None or (isinstance(minutes, Real) and 0 < float(minutes) < math.inf)
-        if not valid_steps or not valid_minutes or (steps is None and minutes is None):
+        given = [value for value in (steps, minutes) if value is not None]
+        # NaN fails the comparison, too
+        are_positive = all(isinstance(value, Real) and 0 < float(value) < math.inf for value in given)
+        if not given or not are_positive or not isinstance(steps or 0, Integral):
             raise CheckpointError(
                 f"checkpoint.every(steps={steps!r}, minutes={minutes!r}) is not an interval: pass a positive integer, "
                 "for example every(steps=1000), or a positive number of minutes, for example every(minutes=30)"
@@ -129,7 +130,7 @@ class Checkpoint:
         """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
         if self._write_failed:
             self.wait()
-        # a step without optimizer step does not change the count
+        # a skipped step does not change the count, and must not save the same state twice
         steps_elapsed = bool(self._every_steps) and steps % self._every_steps == 0 and steps != self._saved_step
         if self._requested or steps_elapsed or self._minutes_elapsed:
             self._save(self._requested_step, automatic=not self._requested)
@@ -180,6 +181,11 @@ class Checkpoint:
     # Saving
 
     def _save(self, step: int | None, automatic: bool = False, preempted: bool = False) -> None:
+        """Collect the state, copy it to host memory, and start the thread that writes and publishes it; a collective.
+
+        `automatic`: due by `every` or saved before an early exit. `preempted`: numbered without knowing how the script
+        numbers its checkpoints.
+        """
         context, comm = self._context, self._context.comm
         self.wait()
         started = time.monotonic()
@@ -192,15 +198,16 @@ class Checkpoint:
         _check_same_number(comm, number)
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
-        name, state, tensors = self._collect(number)
-        staged = self._staging.stage(tensors, comm.alone)
+        state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
+        name = comm.exchange_objects("checkpoint.save", name)[0]
+        self._staging.stage(tensors, comm.alone)
         self._saves += 1
         self._current = BackgroundSave(
             rank=context.world.rank,
             world_size=context.world.size,
             store=None if comm.alone else comm.store,
             store_prefix=f"checkpoint/{self._token}/{self._saves}",
-            staged=staged,
+            staged=self._staging,
             state=state,
             manifest=self._manifest(number, automatic, preempted),
             writing=checkpoint_folder.writing_folder(self.folder, number, self._token),
@@ -211,21 +218,15 @@ class Checkpoint:
         self._saved_at, self._saved_step, self._saved_name = time.monotonic(), context.progress.steps, name
         self._last_number = None if number == context.progress.steps else number
 
-    def _collect(self, number: int) -> tuple[str, dict[str, object], Tensors]:
-        """Return the name of the checkpoint and the state of this rank; raise on all ranks what one rank raises."""
-        context, name, error = self._context, "", None
-        state: dict[str, object] = {}
-        tensors: Tensors = {}
-        try:
-            state, tensors = self.parts.state()
-            tensors[rng_tensor_name(context.world.rank)] = get_rng_state(context.device)
-            for ledger in context.ledgers:
-                ledger.sync()  # the ledger must contain every sample that the checkpoint has trained on
-            if context.world.is_main:
-                name = self._create_folder(number, sum(tensor.nbytes for tensor in tensors.values()))
-        except Exception as failure:  # noqa: BLE001  # the user's state_dict can raise anything
-            error = describe_state_error(failure)
-        return exchange_or_raise(context.comm, "checkpoint.save", name, error)[0], state, tensors
+    def _collect(self, number: int) -> tuple[dict[str, object], Tensors, str]:
+        """Return the state of this rank and, on rank 0, the name of the checkpoint."""
+        context = self._context
+        state, tensors = self.parts.state()
+        tensors[rng_tensor_name(context.world.rank)] = get_rng_state(context.device)
+        for ledger in context.ledgers:
+            ledger.sync()  # the ledger must contain every sample that the checkpoint has trained on
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        return state, tensors, self._create_folder(number, size) if context.world.is_main else ""
 
     def _create_folder(self, number: int, needed: int) -> str:
         """On rank 0: create the folder to write to, and return the name under which it will be published."""
@@ -246,16 +247,15 @@ class Checkpoint:
     def _manifest(self, number: int, automatic: bool, preempted: bool) -> Manifest:
         context = self._context
         summary = context.summary("saved")
-        versions = {"samestep": str(summary.get("version")), "torch": str(summary.get("torch"))}
+        versions, metrics = summary["versions"], summary["metrics"]
+        assert isinstance(versions, dict)
+        assert isinstance(metrics, dict)
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
-        metric = None
-        if context.world.is_main:
-            metrics = summary["metrics"]
-            assert isinstance(metrics, dict)
-            metric = self._best_metric.value(metrics, context.log_count, automatic)
-        run = encode(json.loads(json.dumps(summary, default=str)), "run", {})
+        run = encode(
+            json.loads(json.dumps(summary, default=str)), "run", {}
+        )  # the manifest is strict JSON, without NaN
         assert isinstance(run, dict)
         return Manifest(
             step=number,
@@ -264,7 +264,7 @@ class Checkpoint:
             history=[*self._history, current],
             parts=self.parts.kinds,
             run=run,
-            metric=metric,
+            metric=self._best_metric.value(metrics, context.log_count, automatic) if context.world.is_main else None,
         )
 
 
@@ -302,15 +302,19 @@ class BestMetricTracker:
         return name, metrics[name]
 
 
-def exchange_or_raise(
-    comm: Communicator, operation: str, value: T, error: str | None, cause: BaseException | None = None
-) -> list[T]:
-    """Return the values of all ranks, or raise CheckpointError on all ranks if one of them has an error."""
-    answers = comm.exchange_objects(operation, (value, error))
-    for rank, (_, text) in enumerate(answers):
+def run_on_all_ranks(
+    comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
+) -> T:
+    """Run `function(*args)` on every rank; if it raises on one, raise CheckpointError with that message on all."""
+    value, error, cause = None, None, None
+    try:
+        value = function(*args)
+    except Exception as failure:  # noqa: BLE001  # state_dict and load_state_dict of the user can raise anything
+        error, cause = describe(failure), failure
+    for rank, text in enumerate(comm.exchange_objects(operation, error)):
         if text is not None:
             raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from cause
-    return [value for value, _ in answers]
+    return value  # pyright: ignore[reportReturnType]  # it did not raise, so there is a value
 
 
 def _lacks_position(context: RunContext) -> bool:

@@ -169,6 +169,7 @@ def _unwrapped_names(module: nn.Module) -> Callable[[str], str]:
     prefixes = [(path, f"{path}{prefix}.") for path, prefix in reversed(wrappers) if prefix is not None]
 
     def unwrapped(name: str) -> str:
+        """Return the name without the prefixes."""
         for path, wrapped_path in prefixes:
             if name.startswith(wrapped_path):
                 name = path + name.removeprefix(wrapped_path)

@@ -1,4 +1,8 @@
-"""Restore: all ranks agree on the newest valid checkpoint and load it, on any world size."""
+"""Restore: lock the folder, find the newest valid checkpoint together, and load it on any world size.
+
+Every rank reads the slices that it needs from the files of all ranks. The RNG states are restored only on the world size
+on which they were saved.
+"""
 
 import json
 import time
@@ -8,14 +12,14 @@ from pathlib import Path
 
 from torch import nn
 
-from samestep.checkpoint.checkpoint import Checkpoint, exchange_or_raise
+from samestep.checkpoint.checkpoint import Checkpoint, run_on_all_ranks
 from samestep.checkpoint.checkpoint_folder import Retention, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
 from samestep.checkpoint.manifest import STATE_FILE, CorruptCheckpoint, Manifest, read_manifest, verify_files
 from samestep.checkpoint.parts import Parts, Stateful, describe_state_error, rng_tensor_name, set_rng_state
 from samestep.checkpoint.tensor_storage import CheckpointReader, read_full_tensor, read_index
 from samestep.context import RunContext
-from samestep.distributed.communicator import Communicator
+from samestep.environment.world import World
 from samestep.errors import CheckpointError, SamestepError
 from samestep.messages import warn
 
@@ -48,14 +52,15 @@ def restore(
     if reserved := sorted(set(given) & set(own)):
         raise CheckpointError(f"run.checkpoint uses the name {reserved[0]!r} itself: pass this part under another name")
     parts = Parts({**given, **own}, lambda module: _unwrap(context, module))
-    _lock(context, folder)
+    context.once(_lock, context, folder)
     found, corrupt = _find_newest_valid(context, folder)
     if found is None:
         reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"
-        _check_can_be_saved(context.comm, parts)
+        # raise before training, and not at the first save, if the state cannot be saved
+        run_on_all_ranks(context.comm, _OPERATION, describe_state_error, parts.state)
         message = f"checkpoint: {reason}, training starts at step 0"
     else:
-        _load_on_all_ranks(context, parts, *found)
+        _load(context, parts, *found)
         message = _describe(*found, len(corrupt), context.world.size)
     token = context.comm.exchange_objects(_OPERATION, f"{time.time_ns():x}")[0]
     checkpoint = Checkpoint(context, parts, Retention(folder, keep, keep_best, tuple(corrupt)), token, found)
@@ -72,67 +77,47 @@ def _unwrap(context: RunContext, module: nn.Module) -> nn.Module:
 
 
 def _lock(context: RunContext, folder: Path) -> None:
-    """Lock the folder on rank 0 until the run ends."""
-    error: str | None = None
-    if context.world.is_main:
-        try:
-            lock = acquire(folder)
-        except CheckpointError as failure:
-            error = str(failure)
-        else:
-            if lock is not None:
-                context.on_close.append(lock.release)
-    if (error := context.comm.exchange_objects(_OPERATION, error)[0]) is not None:
-        raise CheckpointError(error)
+    """On rank 0: lock the folder until the run ends."""
+    lock = acquire(folder)
+    if lock is not None:
+        context.on_close.append(lock.release)
 
 
 def _find_newest_valid(context: RunContext, folder: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
     """Return the newest valid checkpoint, and the names of newer ones that are corrupt."""
     corrupt: list[str] = []
     for path in (found.path for found in context.once(list_newest_first, folder)):
-        problem, manifest = _verify_on_all_ranks(context.comm, path)
-        if problem is None:
+        problem, manifest = run_on_all_ranks(context.comm, _OPERATION, str, _verify, context.world, path)
+        problems = [each for each in context.comm.exchange_objects(_OPERATION, problem) if each is not None]
+        if not problems:
             assert manifest is not None
             return (path, manifest), corrupt
         corrupt.append(path.name)
         if context.world.is_main:
-            warn(f"checkpoint {path} is corrupt: {problem}; loading the previous one instead, if there is one")
+            warn(f"checkpoint {path} is corrupt: {problems[0]}; loading the previous one instead, if there is one")
     return None, corrupt
 
 
-def _verify_on_all_ranks(comm: Communicator, path: Path) -> tuple[str | None, Manifest | None]:
-    """Return why a checkpoint is corrupt, or None, and its manifest; each rank reads a part of the files completely."""
-    manifest, problem, error = None, None, None
+def _verify(world: World, path: Path) -> tuple[str | None, Manifest | None]:
+    """Return why a checkpoint is corrupt, or its manifest; each rank reads a part of the files completely."""
     try:
         manifest = read_manifest(path)
-        verify_files(path, manifest, sorted(manifest.files)[comm.world.rank :: comm.world.size])
-    except CorruptCheckpoint as failure:
-        problem = str(failure)
-    except (CheckpointError, OSError) as failure:
-        error = str(failure)
-    problems = exchange_or_raise(comm, _OPERATION, problem, error)
-    return next((problem for problem in problems if problem is not None), None), manifest
+        verify_files(path, manifest, sorted(manifest.files)[world.rank :: world.size])
+    except CorruptCheckpoint as error:
+        return str(error), None
+    return None, manifest
 
 
-def _check_can_be_saved(comm: Communicator, parts: Parts) -> None:
-    """Raise before training, and not at the first save, if the state of a part cannot be saved."""
-    error, cause = None, None
-    try:
-        parts.state()
-    except Exception as failure:  # noqa: BLE001  # the user's state_dict can raise anything
-        error, cause = describe_state_error(failure), failure
-    exchange_or_raise(comm, _OPERATION, None, error, cause)
+def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
+    """Load on every rank, and check that all ranks are at the same step."""
 
+    def describe(error: Exception) -> str:
+        """Return the message for all ranks."""
+        kind = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
+        return f"{path} cannot be restored: {kind}{error}"
 
-def _load_on_all_ranks(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
-    """Load on every rank, raise on all ranks what one rank raises, and check that all are at the same step."""
-    error, cause = None, None
-    try:
-        _load(context, parts, path, manifest)
-    except Exception as failure:  # noqa: BLE001  # the user's load_state_dict can raise anything
-        kind = "" if isinstance(failure, SamestepError) else f"{type(failure).__name__}: "
-        error, cause = f"{path} cannot be restored: {kind}{failure}", failure
-    steps = exchange_or_raise(context.comm, _OPERATION, context.progress.steps, error, cause)
+    run_on_all_ranks(context.comm, _OPERATION, describe, _load_on_this_rank, context, parts, path, manifest)
+    steps = context.comm.exchange_objects(_OPERATION, context.progress.steps)
     if len(set(steps)) > 1:
         raise CheckpointError(
             f"the ranks restored different steps from {path}: {steps}; make sure that {path.parent} is the same folder "
@@ -140,7 +125,7 @@ def _load_on_all_ranks(context: RunContext, parts: Parts, path: Path, manifest: 
         )
 
 
-def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
+def _load_on_this_rank(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
     values = json.loads((path / STATE_FILE).read_bytes())
     index = read_index(path, manifest.files)
     targets, load = parts.prepare_load(values, index)

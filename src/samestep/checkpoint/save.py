@@ -24,7 +24,7 @@ from samestep.checkpoint.manifest import (
     write_manifest,
     write_verified,
 )
-from samestep.checkpoint.tensor_storage import StagedTensors, index_to_json, safetensors_blocks
+from samestep.checkpoint.tensor_storage import HostStaging, index_to_json, safetensors_blocks
 from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
 
@@ -42,7 +42,7 @@ class BackgroundSave:
     """Through which ranks report that they are done; None for a single process."""
     store_prefix: str
     """The prefix of this checkpoint's keys in the store."""
-    staged: StagedTensors
+    staged: HostStaging
     """The tensors that this rank writes."""
     state: dict[str, object]
     """Everything that is not a tensor; rank 0 writes it."""

@@ -94,11 +94,6 @@ def _add_tensor(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
     return path
 
 
-def _encode_float(value: float, path: str, tensors: Tensors) -> object:
-    del path, tensors
-    return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
-
-
 def _encode_items(value: Iterable[object], path: str, tensors: Tensors) -> list[object]:
     return [encode(item, f"{path}/{at}", tensors) for at, item in enumerate(value)]
 
@@ -129,16 +124,6 @@ def _encode_array(value: "np.ndarray[Any, Any]", path: str, tensors: Tensors) ->
     return _add_tensor(tensor, path, tensors)
 
 
-def _encode_str(value: object, path: str, tensors: Tensors) -> str:
-    del path, tensors
-    return str(value)
-
-
-def _encode_bytes(value: bytes, path: str, tensors: Tensors) -> str:
-    del path, tensors
-    return base64.b64encode(value).decode()
-
-
 def _decode_pairs(value: list[list[object]], get_tensor: GetTensor) -> dict[object, object]:
     return {decode(key, get_tensor): decode(item, get_tensor) for key, item in value}
 
@@ -158,19 +143,27 @@ def _decode_dtype(value: str, get_tensor: GetTensor) -> torch.dtype:
 
 
 _TYPES: Final[dict[type, tuple[str | None, _Encode, _Decode]]] = {
-    float: (None, _encode_float, lambda v, _: float(v)),
+    float: (
+        None,
+        lambda v, _path, _tensors: v if math.isfinite(v) else {_TAG: "float", "v": repr(v)},
+        lambda v, _: float(v),
+    ),
     list: (None, _encode_items, _decode_items),
     dict: (None, _encode_dict, _decode_pairs),
     tuple: ("tuple", _encode_items, lambda v, get: tuple(_decode_items(v, get))),
     set: ("set", _encode_set, lambda v, get: set(_decode_items(v, get))),
-    frozenset: ("frozenset", _encode_set, lambda v, get: frozenset(_decode_items(v, get))),
+    frozenset: (
+        "frozenset",
+        _encode_set,
+        lambda v, get: frozenset(_decode_items(v, get)),
+    ),
     OrderedDict: ("OrderedDict", _encode_pairs, lambda v, get: OrderedDict(_decode_pairs(v, get))),
     Counter: ("Counter", _encode_pairs, lambda v, get: Counter(_decode_pairs(v, get))),
-    bytes: ("bytes", _encode_bytes, lambda v, _: base64.b64decode(v)),
-    complex: ("complex", _encode_str, lambda v, _: complex(v)),
+    bytes: ("bytes", lambda v, _path, _tensors: base64.b64encode(v).decode(), lambda v, _: base64.b64decode(v)),
+    complex: ("complex", lambda v, _path, _tensors: str(v), lambda v, _: complex(v)),
     np.ndarray: ("array", _encode_array, lambda v, get: get(str(v)).numpy()),
-    torch.dtype: ("dtype", _encode_str, _decode_dtype),
-    torch.device: ("device", _encode_str, lambda v, _: torch.device(v)),
+    torch.dtype: ("dtype", lambda v, _path, _tensors: str(v), _decode_dtype),
+    torch.device: ("device", lambda v, _path, _tensors: str(v), lambda v, _: torch.device(v)),
     torch.Size: ("Size", _encode_items, lambda v, _: torch.Size(v)),
 }
 """For each exact type: its tag (None if JSON has the type), its encoder and its decoder."""

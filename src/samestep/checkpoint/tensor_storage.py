@@ -93,42 +93,53 @@ class FileEntry:
     """Returns the values in host memory; called when they are written."""
 
 
-@dataclass(frozen=True)
-class StagedTensors:
-    """This rank's chunks in host memory, which training does not modify."""
+class _StorageDefaults:
+    """Methods that DCP requires of a storage and that do nothing here."""
 
-    file: str
-    """The name of the file that they are written to."""
-    entries: list[FileEntry]
-    index: Index
-    """All tensors of all ranks; on rank 0, empty elsewhere."""
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return DCP's plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Return DCP's plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Reject all ids; they are not used."""
+        return False
 
 
 # Model -> host memory
 
 
-class HostStaging(StorageWriter):
-    """DCP storage that copies the chunks of this rank to host memory instead of writing them.
+class HostStaging(_StorageDefaults, StorageWriter):
+    """DCP storage that copies the chunks of this rank to host memory, where training does not modify them.
 
     It keeps the memory for the next checkpoint, because allocating takes longer than copying.
     """
 
     def __init__(self, rank: int) -> None:
-        self._file = f"rank-{rank:05}.safetensors"
+        self.file = f"rank-{rank:05}.safetensors"
+        """The name of the file that the chunks are written to."""
+        self.entries: list[FileEntry] = []
+        """The chunks of this rank."""
+        self.index: Index = {}
+        """All tensors of all ranks; on rank 0, empty elsewhere."""
         self._buffers: dict[str, torch.Tensor] = {}
-        self._entries: list[FileEntry] = []
-        self._index: Index = {}
 
-    def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> StagedTensors:
+    def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> None:
         """Let DCP assign every chunk to one rank, and copy this rank's chunks; a collective."""
-        self._entries, self._index = [], {}
+        self.entries, self.index = [], {}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with _without_process_group_warning():
                 dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
         except CheckpointException as error:  # not a subclass of Exception
             raise CheckpointError(f"the state cannot be saved: {_failures(error)}") from error
-        return StagedTensors(self._file, self._entries, self._index)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the chunks of the plan; from CUDA asynchronously into pinned memory."""
@@ -142,8 +153,8 @@ class HostStaging(StorageWriter):
             buffer = buffers[key] = self._buffer(key, source)
             buffer.copy_(source.detach(), non_blocking=source.is_cuda)
             devices |= {source.device} if source.is_cuda else set()
-            self._entries.append(FileEntry(key, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer))
-            results.append(WriteResult(item.index, buffer.nbytes, (self._file, key, tuple(buffer.shape))))
+            self.entries.append(FileEntry(key, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer))
+            results.append(WriteResult(item.index, buffer.nbytes, (self.file, key, tuple(buffer.shape))))
         self._buffers = buffers
         for device in devices:
             torch.cuda.synchronize(device)
@@ -161,7 +172,7 @@ class HostStaging(StorageWriter):
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             index[name] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))
-        self._index = index
+        self.index = index
 
     def _buffer(self, key: str, source: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
@@ -169,24 +180,8 @@ class HostStaging(StorageWriter):
             return buffer
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Required by DCP; there is nothing to reset."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Required by DCP; all ranks do the same."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return DCP's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return DCP's plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Required by DCP; ids are not used."""
-        return False
+        """Do nothing; DCP requires it."""
 
 
 def _chunk_key(item: WriteItem) -> str:
@@ -262,7 +257,7 @@ def read_index(folder: Path, files: Iterable[str]) -> Index:
     return index
 
 
-class CheckpointReader(StorageReader):
+class CheckpointReader(_StorageDefaults, StorageReader):
     """DCP storage that reads the slices that this rank needs."""
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -311,24 +306,8 @@ class CheckpointReader(StorageReader):
         chunks = self._index[wanted.fqn].chunks
         return next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Required by DCP; there is nothing to reset."""
-
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Required by DCP; the index is already read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return DCP's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return DCP's plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Required by DCP; ids are not used."""
-        return False
+        """Do nothing; DCP requires it, and the index is already read."""
 
 
 def read_full_tensor(folder: Path, tensor: StoredTensor) -> torch.Tensor:

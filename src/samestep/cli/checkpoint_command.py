@@ -51,9 +51,7 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     checkpoint_folder.check_is_folder(folder)
     is_single = checkpoint_folder.is_checkpoint(folder)
     paths = [folder] if is_single else [found.path for found in checkpoint_folder.list_by_name(folder)]
-    errors = {path: _verify(path) for path in paths}
-    # A live run may have removed an old checkpoint in the meantime.
-    errors = {path: error for path, error in errors.items() if error is None or path.exists()}
+    errors = _verify(paths)
     if not errors:
         raise CheckpointError(f"{folder} has no checkpoint: pass the folder that run.checkpoint received")
     valid = not any(errors.values())
@@ -90,12 +88,17 @@ def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:
         click.echo(f"{summary['file']}: {summary['tensors']} tensors, {size}, of {source}")
 
 
-def _verify(path: Path) -> str | None:
-    try:
-        manifest_module.verify_checkpoint(path)
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _verify(paths: list[Path]) -> dict[Path, str | None]:
+    """Return the error of each checkpoint, or None; omit those that a live run removed in the meantime."""
+    errors: dict[Path, str | None] = {}
+    for path in paths:
+        try:
+            manifest_module.verify_checkpoint(path)
+            errors[path] = None
+        except CheckpointError as error:
+            if path.exists():
+                errors[path] = str(error)
+    return errors
 
 
 def _show(path: Path, manifest: Manifest, tensors: dict[str, dict[str, list[object]]]) -> None:

@@ -1,4 +1,4 @@
-"""`samestep plan`: what fits on which GPUs, what is fastest, and why; for machines that need not be here."""
+"""`samestep plan`: which layouts fit on which GPUs, which is the fastest, and why; the GPUs need not be available."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -17,146 +18,91 @@ from samestep.cli.build_function import find_build, script_of
 from samestep.environment.world import read_environ
 from samestep.errors import PlanError
 from samestep.messages import format_bytes
-from samestep.planner.calibration import Calibration, save_calibration
-from samestep.planner.cluster_discovery import slurm_job_cluster, slurm_nodes
 from samestep.planner.cluster_spec import ClusterSpec, parse_cluster_spec
 from samestep.planner.layouts import PlanOptions
 from samestep.planner.model_profile import CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import PRECISIONS, Plan, check_numbers, plan, precision_on
-from samestep.planner.plan_report import TITLES, WHAT_IF_TITLES, Segment, bar, gpu_hours, rows, speed_ups, what_if_rows
+from samestep.planner.plan import PRECISIONS, Plan, check_plan_arguments, make_plan, resolve_precision
+from samestep.planner.plan_report import (
+    PLAN_COLUMNS,
+    WHAT_IF_COLUMNS,
+    gpu_hours,
+    memory_bar,
+    plan_rows,
+    speed_ups,
+    what_if_rows,
+)
+
+if TYPE_CHECKING:  # modules that import torch are loaded when they are needed, so that --help is fast
+    from samestep.planner.calibration import Calibration
 
 _PIPED_WIDTH = 120
-_SHOWN = 12
-_BAR = 80
-_LETTERS = {
+_MAX_ROWS = 12
+_BAR_WIDTH = 80
+_BAR_STYLES = {
     "weights": ("W", "blue"),
     "gradients": ("G", "magenta"),
     "optimizer": ("O", "yellow"),
-    "working": ("A", "green"),
+    "activations": ("A", "green"),
     "buckets": ("B", "cyan"),
     "gathered": ("S", "bright_blue"),
     "overhead": ("c", "red"),
     "free": (".", "dim"),
     "margin": ("-", "dim"),
-    "others": ("x", "bright_red"),
+    "other processes": ("x", "bright_red"),
 }
-
-
-def open_terminal() -> Console:
-    """Where to print: piped on, a table is not squeezed into the 80 columns that rich takes for granted there."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-
-
-def show(found: Plan, console: Console) -> None:
-    """Print the candidates as a table, then the choice: its reason, what to write, its memory as a bar."""
-    task, chosen = found.task, found.chosen
-    _say(console, "model", f"{task.model.name}, {format_bytes(task.model.weights)} of weights; {task.model.how}")
-    _say(console, "machines", f"{task.machines.words} ({task.machines.source}; {task.machines.device.source})")
-    _say(console, "step", f"global batch {task.global_batch}, {task.precision}, {task.model.optimizer}")
-    _table(console, TITLES, rows(found)[:_SHOWN])
-    if len(found.candidates) > _SHOWN:
-        console.print(f"and {len(found.candidates) - _SHOWN} more that are slower or do not fit: --json has all")
-    if chosen is None:
-        console.print(Text("nothing fits", style="bold red"))
-        for advice in found.advice:
-            _say(console, "do", advice)
-        return
-    cut = f"{chosen.layout.ranks} rank(s) x {chosen.micro_batch} sample(s) x {chosen.accumulation} micro-batch(es)"
-    _say(console, "chosen", f"{chosen.layout.name}: {cut}")
-    _say(console, "because", chosen.reason)
-    for call in found.script:
-        _say(console, "write", call)
-    _say(console, "type", str(found.start))
-    console.print(_drawn(bar(found, _BAR)))
-    console.print(_legend(bar(found, _BAR)), soft_wrap=True)
-
-
-def show_what_if(plans: list[Plan], samples: int, console: Console) -> None:
-    """Print the choice on each of several machines."""
-    task = plans[0].task
-    _say(console, "model", f"{task.model.name}, {format_bytes(task.model.weights)} of weights; {task.model.how}")
-    _say(console, "step", f"global batch {task.global_batch}, {task.model.optimizer}")
-    _table(console, WHAT_IF_TITLES, what_if_rows(plans, samples))
-    console.print(f"speed-up against the first row that fits; GPU-hours for {samples:,} samples, idle GPUs included")
-
-
-def _table(console: Console, titles: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in titles:
-        table.add_column(title, no_wrap=title not in ("verdict", "strategy"), overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
-
-
-def _say(console: Console, label: str, text: str) -> None:
-    console.print(Text.assemble((f"{label:<9}", "bold"), text), soft_wrap=True)
-
-
-def _drawn(segments: list[Segment]) -> Text:
-    return Text.assemble(*((_LETTERS[part.name][0] * part.cells, _LETTERS[part.name][1]) for part in segments))
-
-
-def _legend(segments: list[Segment]) -> Text:
-    told = [f"{_LETTERS[part.name][0]} {part.name} {format_bytes(part.size)}" for part in segments]
-    return Text("  ".join(told))
-
-
-_KINDS = ("h100", "a100", "a10g")
-_COUNTS = (1, 2, 4, 8, 16)
-_NODE = 8  # more GPUs than these are several nodes
+_WHAT_IF_DEVICES = ("h100", "a100", "a10g")
+_WHAT_IF_COUNTS = (1, 2, 4, 8, 16)
+_MAX_DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What was typed."""
+class PlanArguments:
+    """Command-line options that describe the training."""
 
-    global_batch: int
-    """Samples of a step."""
-    precision: str
-    """auto, fp32, bf16 or fp16."""
-    optimizer: str
-    """Its class in torch.optim."""
-    margin: float
-    """The part of a device's memory that stays free."""
-    channels_last: bool
-    """Whether images lie with their channels last."""
-    blocks: tuple[str, ...]
-    """Names of the classes of blocks; empty: found."""
+    global_batch: int  # samples per step
+    precision: str  # auto, fp32, bf16 or fp16
+    optimizer: str  # name of a class in torch.optim
+    margin: float  # fraction of a device's memory that stays free
+    channels_last: bool  # whether the model uses the channels-last memory format
+    blocks: tuple[str, ...]  # class names of the blocks; empty: detected
 
 
 @click.command("plan")
 @click.argument("target", metavar="MODULE:FUNCTION|RECIPE", required=False)
 @click.argument("arguments", metavar="[-- OPTIONS OF THE FUNCTION]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--global-batch", type=int, metavar="N", help="Samples of one optimizer step, over all ranks.")
+@click.option("--global-batch", type=int, metavar="N", help="Samples per optimizer step, over all ranks.")
 @click.option(
     "--gpus",
     default="local",
     show_default=True,
-    metavar="MACHINES",
-    help="NAME:COUNT in a node, as in h100:4; g5, p3; JSON or a file of it; `local`: what is here.",
+    metavar="CLUSTER",
+    help="NAME:COUNT per node, for example h100:4; g5 or p3; JSON or a .json file; `local`: this machine.",
 )
 @click.option(
-    "--nodes", type=int, metavar="N", help="How many such nodes; default: 1, or for `local` those of the SLURM job."
+    "--nodes", type=int, metavar="N", help="Number of nodes. Default: 1; with `local`, those of the SLURM job."
 )
 @click.option("--precision", default="auto", show_default=True, type=click.Choice(PRECISIONS), help="As in Run(...).")
-@click.option("--optimizer", default="AdamW", show_default=True, metavar="NAME", help="Its class in torch.optim.")
+@click.option("--optimizer", default="AdamW", show_default=True, metavar="NAME", help="Name of a class in torch.optim.")
 @click.option("--channels-last", is_flag=True, help="As in run.wrap(channels_last=True).")
 @click.option(
-    "--blocks", multiple=True, metavar="CLASS", help="As in run.wrap(blocks=...), by name; again for another."
+    "--blocks", multiple=True, metavar="CLASS", help="Class name of a block, as in run.wrap(blocks=...). Repeatable."
 )
 @click.option(
-    "--margin", default=CUDA_MARGIN, show_default=True, metavar="PART", help="Part of a device's memory to leave free."
+    "--margin",
+    default=CUDA_MARGIN,
+    show_default=True,
+    metavar="FRACTION",
+    help="Fraction of a device's memory to leave free.",
 )
-@click.option("--what-if", is_flag=True, help="The choice on 1 to 16 GPUs of several kinds, with speed-up and cost.")
+@click.option("--what-if", is_flag=True, help="Compare 1 to 16 GPUs of several kinds, with speed-up and GPU-hours.")
 @click.option(
     "--samples",
     default=1_000_000,
     show_default=True,
     metavar="N",
-    help="For --what-if: samples that GPU-hours are for.",
+    help="With --what-if: number of samples to compute GPU-hours for.",
 )
-@click.option("--calibrate", is_flag=True, help="Measure this machine first, and keep that for later estimates.")
+@click.option("--calibrate", is_flag=True, help="Measure this machine first, and save the result for later plans.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def command(
@@ -169,170 +115,222 @@ def command(
     samples: int,
     calibrate: bool,
     as_json: bool,
-    **rest: object,
+    **training: object,
 ) -> None:
-    """Say how to train a model on given GPUs: what fits, what is fastest, and why.
+    """Plan how to train a model on given GPUs: what fits, what is fastest, and why.
 
     MODULE:FUNCTION, or FILE.py:FUNCTION, returns a model and an example batch, both without a device; RECIPE is a name
-    of `samestep recipe list`. Parameters of the function are typed after `--`. No GPU is needed; on one that is here
-    (--gpus local) operations are run to see how long they take. Ends with 1 where nothing fits.
+    from `samestep recipe list`. Pass parameters of the function after `--`. No GPU is needed. If GPUs of this machine
+    are planned for (--gpus local), the operations of a step are timed on one of them. The exit code is 1 if nothing
+    fits.
     """
-    if target is None and rest["global_batch"] is None and calibrate:
-        _tell_measured(*_calibrate(), as_json)
+    if target is None and training["global_batch"] is None and calibrate:
+        _print_calibration(*_calibrate(), as_json)
         return
-    wish = _wish(target, samples, rest)
+    checked = _check_arguments(target, samples, training)
     if calibrate:
         _calibrate()
-    asked = list(_what_if_machines(gpus, nodes)) if what_if else [_machines(gpus, nodes)]
-    with redirect_stdout(sys.stderr):  # what the user's own module prints is no part of the plan, nor of its JSON
-        traces = Traces(wish, str(target), _find(str(target), arguments))
-        plans = [traces.plan(each, here=here) for each, here in asked]
-    _print(plans, samples if what_if else None, as_json)
-    context.exit(0 if any(found.chosen for found in plans) else 1)
+    clusters = list(_what_if_clusters(gpus, nodes)) if what_if else [_find_cluster(gpus, nodes)]
+    with redirect_stdout(sys.stderr):  # what the user's module prints is not part of the plan or of its JSON
+        with _status(f"importing {target}"):
+            build = find_build(str(target), arguments)
+        planner = _Planner(checked, str(target), build)
+        plans = [planner.plan(cluster, available=available) for cluster, available in clusters]
+    _print_plans(plans, samples if what_if else None, as_json)
+    context.exit(0 if any(plan.chosen for plan in plans) else 1)
 
 
-class Traces:
-    """The model's facts, traced once for each precision and kind of device that is asked for."""
+def _check_arguments(target: str | None, samples: int, training: dict[str, object]) -> PlanArguments:
+    if target is None or training["global_batch"] is None:
+        missing = "a function that builds the model, and a global batch" if target is None else "a global batch"
+        example = quote(target or "train.py:build")
+        raise PlanError(f"A plan needs {missing}: `samestep plan {example} --global-batch 256 --gpus h100:4`")
+    arguments = PlanArguments(**training)  # pyright: ignore[reportArgumentType]  # click checks the options
+    check_plan_arguments(arguments.global_batch, arguments.margin)
+    if samples < 1:
+        raise PlanError(f"--samples must be at least 1, got {samples}.")
+    return arguments
 
-    def __init__(self, wish: Wish, name: str, build: Callable[[], object]) -> None:
-        self._wish, self._name, self._build = wish, name, build
-        self._known: dict[tuple[str, str], ModelProfile] = {}
 
-    def plan(self, machines: ClusterSpec, *, here: bool) -> Plan:
-        """The choice on these machines; where one of them is here, times are measured on its GPU."""
-        made = self._planned(machines, self.facts(machines))
-        if made.chosen is None or machines.device.kind != "cuda" or not here:
-            return made
-        with _patience(f"running operations of {self._name} on this GPU, one by one"):
-            from samestep.planner.step_timing import time_here
+class _Planner:
+    """Plans for several clusters; the model is traced once per precision and device type."""
 
-            facts = time_here(
-                made.task.model,
+    def __init__(self, arguments: PlanArguments, name: str, build: Callable[[], object]) -> None:
+        self._arguments, self._name, self._build = arguments, name, build
+        self._profiles: dict[tuple[str, str], ModelProfile] = {}
+
+    def plan(self, cluster: ClusterSpec, *, available: bool) -> Plan:
+        """The plan for a cluster; if its GPU is available here, step times are measured on it."""
+        plan = self._make_plan(cluster, self._profile(cluster))
+        if plan.chosen is None or cluster.device.kind != "cuda" or not available:
+            return plan
+        with _status(f"timing operations of {self._name} on this GPU"):
+            from samestep.planner.step_timing import time_on_gpu
+
+            profile = time_on_gpu(
+                plan.request.model,
                 self._build,
-                machines,
-                made.chosen.micro_batch,
-                self._wish.precision,
-                channels_last=self._wish.channels_last,
+                cluster,
+                plan.chosen.micro_batch,
+                self._arguments.precision,
+                channels_last=self._arguments.channels_last,
             )
-        return self._planned(machines, facts)
+        return self._make_plan(cluster, profile)
 
-    def _planned(self, machines: ClusterSpec, facts: ModelProfile) -> Plan:
-        wish = self._wish
-        asked = PlanOptions(script_of(self._name), wish.channels_last, bool(wish.blocks))
-        return plan(machines, facts, wish.global_batch, wish.precision, wish.margin, asked)
+    def _make_plan(self, cluster: ClusterSpec, profile: ModelProfile) -> Plan:
+        arguments = self._arguments
+        options = PlanOptions(script_of(self._name), arguments.channels_last, bool(arguments.blocks))
+        return make_plan(cluster, profile, arguments.global_batch, arguments.precision, arguments.margin, options)
 
-    def facts(self, machines: ClusterSpec) -> ModelProfile:
-        """What the model needs on these machines."""
-        precision = precision_on(machines, self._wish.precision)
-        kind = "cuda" if machines.device.kind == "cuda" else "cpu"
-        if (precision, kind) not in self._known:
-            with _patience(f"tracing {self._name} in {precision}: shapes only, no memory"):
+    def _profile(self, cluster: ClusterSpec) -> ModelProfile:
+        arguments = self._arguments
+        precision = resolve_precision(cluster, arguments.precision)
+        kind = "cuda" if cluster.device.kind == "cuda" else "cpu"
+        if (precision, kind) not in self._profiles:
+            with _status(f"tracing {self._name} in {precision} without memory"):
                 from samestep.planner.trace import trace_model
 
-                self._known[precision, kind] = trace_model(
+                self._profiles[precision, kind] = trace_model(
                     self._build,
-                    optimizer=self._wish.optimizer,
+                    optimizer=arguments.optimizer,
                     precision=precision,
-                    blocks=self._wish.blocks,
+                    blocks=arguments.blocks,
                     target=kind,
-                    channels_last=self._wish.channels_last,
+                    channels_last=arguments.channels_last,
                 )
-        return self._known[precision, kind]
+        return self._profiles[precision, kind]
 
 
-def _wish(target: str | None, samples: int, typed: dict[str, object]) -> Wish:
-    """Check what can be checked before anything is looked at."""
-    if target is None or typed["global_batch"] is None:
-        without = "a function that builds the model, and a global batch" if target is None else "a global batch"
-        typed_again = quote(target or "mylab:build")
-        raise PlanError(f"a plan needs {without}: type `samestep plan {typed_again} --global-batch 256 --gpus h100:4`")
-    wish = Wish(**typed)  # pyright: ignore[reportArgumentType]  # click checks the options
-    check_numbers(wish.global_batch, wish.margin)
-    if samples < 1:
-        raise PlanError(f"--samples {samples} is nothing to count GPU-hours for: give 1 or more")
-    return wish
-
-
-def _find(target: str, arguments: tuple[str, ...]) -> Callable[[], object]:
-    with _patience(f"importing {target}"):
-        return find_build(target, arguments)
-
-
-def _machines(words: str, nodes: int | None) -> tuple[ClusterSpec, bool]:
-    """As typed, or what is here and in the SLURM job if there is one; and whether their device is at hand."""
+def _find_cluster(gpus: str, nodes: int | None) -> tuple[ClusterSpec, bool]:
+    """The cluster of --gpus and --nodes, and whether its device is available on this machine."""
     environ = read_environ()
-    if words.strip() != "local":
-        return parse_cluster_spec(words, 1 if nodes is None else nodes), False
-    count = slurm_nodes(environ) if nodes is None else nodes
-    if count < 1:
-        raise PlanError(f"{count} nodes are no machines: give --nodes 1 or more")
-    with _patience("looking at this machine"):
-        from samestep.planner.cluster_discovery import detect_cluster
+    if gpus.strip() != "local":
+        return parse_cluster_spec(gpus, 1 if nodes is None else nodes), False
+    if nodes is not None and nodes < 1:
+        raise PlanError(f"--nodes must be at least 1, got {nodes}.")
+    with _status("detecting the hardware of this machine"):
+        from samestep.planner.cluster_discovery import detect_cluster, slurm_job_cluster, slurm_nodes
 
-        seen = detect_cluster(count)
-        found = slurm_job_cluster(seen, environ, count)
-        return found, found.device == seen.device
+        nodes = slurm_nodes(environ) if nodes is None else nodes
+        here = detect_cluster(nodes)
+        cluster = slurm_job_cluster(here, environ, nodes)
+        return cluster, cluster.device == here.device
 
 
-def _what_if_machines(words: str, nodes: int | None) -> Iterator[tuple[ClusterSpec, bool]]:
-    """So many of the GPUs that were typed, if any, and of the usual ones; none of them counts as at hand."""
+def _what_if_clusters(gpus: str, nodes: int | None) -> Iterator[tuple[ClusterSpec, bool]]:
+    """Several numbers of the GPUs of --gpus, if any, and of common ones; none counts as available here."""
     if nodes is not None:
-        raise PlanError("--what-if tries several numbers of nodes by itself: leave --nodes out")
-    asked = [] if words.strip() == "local" else [parse_cluster_spec(words)]
-    known = {kind: parse_cluster_spec(kind) for kind in _KINDS}
-    for kind in ({each.device.name: each for each in asked} | known).values():
-        for count in _COUNTS if kind.device.kind != "mps" else (1,):
-            yield kind.of_size(min(count, _NODE), -(-count // _NODE)), False
+        raise PlanError("--what-if compares several numbers of nodes itself and cannot be combined with --nodes.")
+    requested = [] if gpus.strip() == "local" else [parse_cluster_spec(gpus)]
+    common = {name: parse_cluster_spec(name) for name in _WHAT_IF_DEVICES}
+    for cluster in ({each.device.name: each for each in requested} | common).values():
+        for count in _WHAT_IF_COUNTS if cluster.device.kind != "mps" else (1,):
+            yield cluster.resized(min(count, _MAX_DEVICES_PER_NODE), -(-count // _MAX_DEVICES_PER_NODE)), False
 
 
-def _calibrate() -> tuple[Calibration, str]:
-    text = "measuring this machine, for less than a minute"
-    with _patience(text) as say:
+def _calibrate() -> "tuple[Calibration, str]":
+    """Measure this machine and save the result; returns it and its path."""
+    text = "measuring this machine, takes less than a minute"
+    with _status(text) as update:
         import torch
 
-        from samestep.planner.calibration import calibrate
+        from samestep.planner.calibration import calibrate, save_calibration
 
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        found = calibrate(torch.device(kind), lambda part: say(f"{text}: {part}"))
-    return found, str(save_calibration(found, read_environ()))
-
-
-def _tell_measured(found: Calibration, path: str, as_json: bool) -> None:
-    """Without a model, a calibration is all that there is to tell."""
-    if as_json:
-        click.echo(json.dumps({**asdict(found), "path": path}, indent=2))
-        return
-    best = ", ".join(f"{name} {points[-1][1] / 1e12:.3g}" for name, points in found.products.items())
-    reduced = "" if found.all_reduce is None else f", all-reduce {found.all_reduce / 1e9:.3g} GB/s"
-    click.echo(
-        f"{found.device}: TFLOP/s in products {best}; copies {found.copy / 1e9:.3g} GB/s, from the host "
-        f"{found.host_link / 1e9:.3g} GB/s{reduced}; {found.launch * 1e6:.3g} us to start an operation; kept in {path}"
-    )
-
-
-def _print(plans: list[Plan], samples: int | None, as_json: bool) -> None:
-    """Print one plan, or where there are `samples` to count several of them beside each other."""
-    if as_json:
-        click.echo(json.dumps(plans[0].to_json() if samples is None else _records(plans, samples), indent=2))
-    elif samples is None:
-        show(plans[0], open_terminal())
-    else:
-        show_what_if(plans, samples, open_terminal())
-
-
-def _records(plans: list[Plan], samples: int) -> list[dict[str, object]]:
-    return [
-        {**found.to_json(), "samples": samples, "speed_up": speed_up, "gpu_hours": gpu_hours(found, samples)}
-        for found, speed_up in zip(plans, speed_ups(plans), strict=True)
-    ]
+        calibration = calibrate(torch.device(kind), lambda part: update(f"{text}: {part}"))
+        return calibration, str(save_calibration(calibration, read_environ()))
 
 
 @contextmanager
-def _patience(text: str) -> Generator[Callable[[str], None]]:
-    """Show on the terminal that something is going on, beside what is printed; what it gives shows another text."""
+def _status(text: str) -> Generator[Callable[[str], None]]:
+    """Show a status line on the terminal; the yielded function replaces its text."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
         return
-    with console.status(text) as shown:
-        yield shown.update
+    with console.status(text) as status:
+        yield status.update
+
+
+def _print_calibration(calibration: "Calibration", path: str, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({**asdict(calibration), "path": path}, indent=2))
+        return
+    flops = ", ".join(f"{name} {points[-1][1] / 1e12:.3g}" for name, points in calibration.matmul_flops.items())
+    reduced = calibration.all_reduce_bandwidth
+    all_reduce = "" if reduced is None else f", all-reduce {reduced / 1e9:.3g} GB/s"
+    click.echo(
+        f"{calibration.device}: matrix products in TFLOP/s: {flops}; copies {calibration.copy_bandwidth / 1e9:.3g} "
+        f"GB/s, host to device {calibration.host_bandwidth / 1e9:.3g} GB/s{all_reduce}; "
+        f"{calibration.launch_seconds * 1e6:.3g} us to launch an operation; saved to {path}"
+    )
+
+
+def _print_plans(plans: list[Plan], samples: int | None, as_json: bool) -> None:
+    """Print one plan, or with `samples` a comparison of several."""
+    if as_json:
+        click.echo(json.dumps(plans[0].to_json() if samples is None else _what_if_json(plans, samples), indent=2))
+        return
+    # piped output is not squeezed into the 80 columns that rich assumes
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    if samples is None:
+        print_plan(plans[0], console)
+    else:
+        print_what_if(plans, samples, console)
+
+
+def _what_if_json(plans: list[Plan], samples: int) -> list[dict[str, object]]:
+    return [
+        {**plan.to_json(), "samples": samples, "speed_up": speed_up, "gpu_hours": gpu_hours(plan, samples)}
+        for plan, speed_up in zip(plans, speed_ups(plans), strict=True)
+    ]
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the candidates as a table, then the chosen one: its reason, code, command, and a bar of its memory."""
+    request, chosen = plan.request, plan.chosen
+    model, cluster = request.model, request.cluster
+    _print_line(console, "model", f"{model.name}, {format_bytes(model.weights)} of weights; {model.method}")
+    _print_line(console, "cluster", f"{cluster.label} ({cluster.source}; {cluster.device.source})")
+    _print_line(console, "step", f"global batch {request.global_batch}, {request.precision}, {model.optimizer}")
+    _print_table(console, PLAN_COLUMNS, plan_rows(plan)[:_MAX_ROWS])
+    if len(plan.candidates) > _MAX_ROWS:
+        console.print(f"{len(plan.candidates) - _MAX_ROWS} more are slower or do not fit; --json lists all")
+    if chosen is None:
+        console.print(Text("nothing fits", style="bold red"))
+        for advice in plan.advice:
+            _print_line(console, "advice", advice)
+        return
+    shape = f"{chosen.layout.ranks} rank(s) x {chosen.micro_batch} sample(s) x {chosen.accumulation} micro-batch(es)"
+    _print_line(console, "chosen", f"{chosen.layout.name}: {shape}")
+    _print_line(console, "reason", chosen.reason)
+    for line in plan.code:
+        _print_line(console, "code", line)
+    _print_line(console, "command", str(plan.command))
+    segments = [(segment, *_BAR_STYLES[segment.name]) for segment in memory_bar(plan, _BAR_WIDTH)]
+    console.print(Text.assemble(*((letter * segment.cells, style) for segment, letter, style in segments)))
+    legend = [f"{letter} {segment.name} {format_bytes(segment.size)}" for segment, letter, _ in segments]
+    console.print(Text("  ".join(legend)), soft_wrap=True)
+
+
+def print_what_if(plans: list[Plan], samples: int, console: Console) -> None:
+    """Print the chosen layout of several clusters as a table."""
+    request = plans[0].request
+    model = request.model
+    _print_line(console, "model", f"{model.name}, {format_bytes(model.weights)} of weights; {model.method}")
+    _print_line(console, "step", f"global batch {request.global_batch}, {model.optimizer}")
+    _print_table(console, WHAT_IF_COLUMNS, what_if_rows(plans, samples))
+    console.print(f"speed-up over the first row that fits; GPU-hours for {samples:,} samples, including idle GPUs")
+
+
+def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column not in ("reason", "strategy"), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def _print_line(console: Console, label: str, text: str) -> None:
+    console.print(Text.assemble((f"{label:<9}", "bold"), text), soft_wrap=True)

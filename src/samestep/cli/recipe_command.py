@@ -111,7 +111,7 @@ def recipes() -> dict[str, Path]:
     for folder in (package / "recipes", package.parents[1] / "recipes"):
         if found := {path.stem: path for path in sorted(folder.glob("*.py"))}:
             return found
-    raise LaunchError(f"there are no recipes in {package / 'recipes'}: reinstall samestep")
+    raise LaunchError(f"no recipes found in {package / 'recipes'}: reinstall samestep")
 
 
 def find(name: str) -> Path:
@@ -120,7 +120,7 @@ def find(name: str) -> Path:
     if name not in known:
         similar = get_close_matches(name, known, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""
-        raise LaunchError(f"there is no recipe {name}: choose one of {', '.join(known)}{hint}")
+        raise LaunchError(f"unknown recipe {name}: choose one of {', '.join(known)}{hint}")
     return known[name]
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -82,34 +83,33 @@ def command(
     same = [(name.replace("_", "-"), str(value)) for name, value in same_in_sbatch.items() if value is not None]
     flags = [("exclusive", None)] if exclusive else []
 
-    def slurm_job(folder: Path) -> SlurmJob:
-        return SlurmJob(
-            target=target,
-            module=module,
-            arguments=tuple(arguments),
-            name=job_name or (target if module else Path(target).stem),
-            nodes=nodes,
-            processes=processes,
-            folder=folder.absolute(),
-            folder_is_explicit=explicit_folder is not None,
-            directory=Path.cwd(),
-            python=sys.executable,
-            seconds=None if time is None else read_time_limit("--time", time),
-            signal_before=signal_before,
-            requeue=requeue,
-            options=(*same, *flags, *map(parse_sbatch_option, extra)),
-            variables=tuple(map(parse_variable, variables)),
-            setup=setup,
-        )
-
-    explicit_folder, now = folder, datetime.now().astimezone()
+    now = datetime.now().astimezone()
     name = folder_name(target, now)
-    text = format_sbatch(slurm_job(folder or Path("runs") / name))  # a mistake leaves no folder behind
+    job = SlurmJob(
+        target=target,
+        module=module,
+        arguments=tuple(arguments),
+        name=job_name or (target if module else Path(target).stem),
+        nodes=nodes,
+        processes=processes,
+        folder=(folder or Path("runs") / name).absolute(),
+        folder_is_explicit=folder is not None,
+        directory=Path.cwd(),
+        python=sys.executable,
+        seconds=None if time is None else read_time_limit("--time", time),
+        signal_before=signal_before,
+        requeue=requeue,
+        options=(*same, *flags, *map(parse_sbatch_option, extra)),
+        variables=tuple(map(parse_variable, variables)),
+        setup=setup,
+    )
+    text = format_sbatch(job)  # before the folder is created, so that a mistake leaves none behind
     if dry_run:
         click.echo(text, nl=False)
         return 0
     check_sbatch()
-    submitted = _submit(slurm_job(make_folder(folder, name)), now)
+    job = replace(job, folder=make_folder(folder, name).absolute())
+    submitted = _submit(job, now)
     return _follow(submitted) if following else 0
 
 

@@ -201,11 +201,9 @@ class Communicator:
         Returns the peers that diverge now, to be passed as `before` at the next check.
         """
         assert self._board is not None
-        own = (
-            self._board.own
-            if operation is None
-            else replace(self._board.own, operation=operation, call_site=call_site())
-        )
+        own = self._board.own
+        if operation is not None:
+            own = replace(own, operation=operation, call_site=call_site(), state="waiting")
         diverged = self._board.diverged()
         if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
             raise diverged_error(self.world.rank, own, settled)

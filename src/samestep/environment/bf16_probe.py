@@ -33,7 +33,6 @@ class Bf16Support:
     status: Literal["works", "workaround", "crashes", "unknown"]
     """`workaround`: crashes with SIGILL unless WORKAROUND is set. `crashes`: WORKAROUND does not help either."""
     detail: str
-    """The result as a sentence."""
 
     @property
     def workaround(self) -> dict[str, str]:

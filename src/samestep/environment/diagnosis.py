@@ -21,23 +21,14 @@ class MachineInfo:
     """What the rules check."""
 
     software: Software
-    """Versions."""
     hardware: Hardware
-    """Cores, memory, GPUs."""
     network: Network
-    """Interfaces, and which would be used."""
     slurm: SlurmInfo
-    """SLURM and the job, if any."""
-    world: World | None
-    """This process among its peers; None if the environment contradicts itself."""
+    world: World | None  # this process among its peers; None if the environment contradicts itself
     world_error: str | None
-    """How it contradicts itself."""
     bf16: Bf16Support
-    """Whether bfloat16 works on the CPU."""
     omp_num_threads: str | None
-    """The variable OMP_NUM_THREADS."""
     cuda_visible_devices: str | None
-    """The variable CUDA_VISIBLE_DEVICES."""
 
     @property
     def nodes(self) -> int:
@@ -50,13 +41,9 @@ class Problem:
     """One problem that a rule has found."""
 
     rule: str
-    """Name of the rule."""
-    is_error: bool
-    """Whether a run would fail or leave GPUs idle; otherwise it is a warning."""
+    is_error: bool  # whether a run would fail or leave GPUs idle; otherwise it is a warning
     message: str
-    """What is wrong."""
     fix: str
-    """What to do."""
 
 
 Finding = tuple[bool, str, str]

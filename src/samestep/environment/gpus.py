@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,6 @@ from samestep.environment.hardware import Gpu, GpuLink, Software
 _TIMEOUT_SECONDS = 5
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _PAIR = re.compile(r"GPU\d+ GPU\d+ (NV\d+|PIX|PXB|PHB|NODE|SYS)")
-
-
-@dataclass(frozen=True)
-class SmiGpu:
-    """One GPU in the output of nvidia-smi, which also lists GPUs that are hidden from this process."""
-
-    index: int
-    """Index among all GPUs of the machine."""
-    memory_free: int
-    """Free bytes."""
 
 
 def detect_software() -> Software:
@@ -63,7 +52,7 @@ def detect_links() -> tuple[GpuLink, ...]:
         return ()
     reported = _query_memory()
     visible = {
-        reported[uuid].index: index for index in range(torch.cuda.device_count()) if (uuid := _uuid(index)) in reported
+        reported[uuid][0]: index for index in range(torch.cuda.device_count()) if (uuid := _uuid(index)) in reported
     }
     pairs = {
         (visible[first], visible[second]): kind
@@ -73,15 +62,17 @@ def detect_links() -> tuple[GpuLink, ...]:
     return tuple(GpuLink(min(pair), max(pair), kind) for pair, kind in sorted(pairs.items()))
 
 
-def parse_memory(text: str) -> dict[str, SmiGpu]:
-    """Lines of `index, uuid, free MiB` by uuid; a GPU without a memory value is omitted.
+def parse_memory(text: str) -> dict[str, tuple[int, int]]:
+    """Index and free bytes by uuid, from lines of `index, uuid, free MiB`; a GPU without a memory value is omitted.
+
+    nvidia-smi also lists, and counts, GPUs that are hidden from this process.
 
     >>> parse_memory("0, GPU-5ba3, 80000")
-    {'5ba3': SmiGpu(index=0, memory_free=83886080000)}
+    {'5ba3': (0, 83886080000)}
     """
     rows = [[cell.strip() for cell in row.split(",")] for row in text.splitlines()]
     return {
-        row[1].removeprefix("GPU-"): SmiGpu(int(row[0]), int(row[2]) * 2**20)
+        row[1].removeprefix("GPU-"): (int(row[0]), int(row[2]) * 2**20)
         for row in rows
         if len(row) == 3 and row[0].isdecimal() and row[2].isdecimal()
     }
@@ -97,14 +88,14 @@ def parse_links(text: str) -> dict[tuple[int, int], str]:
     return {pair: kind for pair, kind in links.items() if pair[0] < pair[1]}
 
 
-def _gpu(index: int, reported: Mapping[str, SmiGpu]) -> Gpu:
+def _gpu(index: int, reported: Mapping[str, tuple[int, int]]) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     smi = reported.get(_uuid(index))
     return Gpu(
         index=index,
         name=properties.name,
         memory_total=properties.total_memory,
-        memory_free=smi.memory_free if smi else _free_memory(index),
+        memory_free=smi[1] if smi else _free_memory(index),
         capability=(properties.major, properties.minor),
     )
 
@@ -131,7 +122,7 @@ def _cuda_error() -> str:
     return "torch.cuda.is_available() is false"
 
 
-def _query_memory() -> dict[str, SmiGpu]:
+def _query_memory() -> dict[str, tuple[int, int]]:
     return parse_memory(_run_smi("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"))
 
 

@@ -24,66 +24,46 @@ _MEMORY_FILES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that this process may use."""
+    """One GPU that this process may use; memory in bytes."""
 
-    index: int
-    """Index among the visible GPUs, as in `cuda:0`."""
+    index: int  # among the visible GPUs, as in `cuda:0`
     name: str
-    """Product name."""
     memory_total: int
-    """Bytes."""
-    memory_free: int
-    """Bytes that were free when it was queried."""
-    capability: tuple[int, int]
-    """CUDA compute capability, e.g. (9, 0)."""
+    memory_free: int  # when it was queried
+    capability: tuple[int, int]  # CUDA compute capability, e.g. (9, 0)
 
 
 @dataclass(frozen=True)
 class GpuLink:
-    """The connection between two GPUs."""
+    """The connection between two GPUs, given by their indices."""
 
     first: int
-    """Index of one GPU."""
-    second: int
-    """Index of the other GPU, which is larger."""
-    kind: str
-    """As in `nvidia-smi topo -m`: NV18 (18 NVLinks), or PIX, PXB, PHB, NODE, SYS for PCIe with growing distance."""
+    second: int  # larger than `first`
+    kind: str  # as in `nvidia-smi topo -m`: NV18 (18 NVLinks), or for PCIe PIX, PXB, PHB, NODE, SYS by distance
 
 
 @dataclass(frozen=True)
 class Cores:
     """How many cores this process may use."""
 
-    usable: int
-    """At least 1."""
+    usable: int  # at least 1
     installed: int
-    """Cores of the machine."""
-    reason: str
-    """Why fewer are usable, or `no limit`."""
+    reason: str  # why fewer are usable, or `no limit`
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this process can use, which may be less than the machine has."""
+    """What this process can use, which may be less than the machine has; memory in bytes."""
 
     cores: Cores
-    """Processor cores."""
-    memory_total: int
-    """Bytes of memory, or the limit of the cgroup if that is lower."""
+    memory_total: int  # or the limit of the cgroup if that is lower
     memory_available: int
-    """Bytes of memory that are available."""
-    shm_total: int | None
-    """Size of /dev/shm, which DataLoader workers use to pass batches; None if it does not exist."""
+    shm_total: int | None  # /dev/shm, through which DataLoader workers pass batches; None if it does not exist
     shm_free: int | None
-    """Free bytes of /dev/shm."""
-    nvidia_devices: int
-    """Device files of NVIDIA's driver, whether or not torch can use them."""
+    nvidia_devices: int  # device files of NVIDIA's driver, whether or not torch can use them
     nvidia_smi: bool
-    """Whether the command nvidia-smi is installed."""
     gpus: tuple[Gpu, ...] = ()
-    """GPUs that torch can use."""
-    links: tuple[GpuLink, ...] = ()
-    """Connections between them, if nvidia-smi reports them."""
+    links: tuple[GpuLink, ...] = ()  # connections between them, if nvidia-smi reports them
 
 
 @dataclass(frozen=True)
@@ -91,35 +71,23 @@ class Software:
     """Versions, and what torch supports."""
 
     python: str
-    """Version of Python."""
     system: str
-    """Operating system and kernel."""
-    torch: str | None
-    """Version of torch; None if it cannot be imported."""
+    torch: str | None  # None if it cannot be imported
     torch_error: str | None = None
-    """Why it cannot be imported."""
-    cuda: str | None = None
-    """CUDA (or ROCm) version of the torch build; None for a CPU build."""
-    cuda_error: str | None = None
-    """Why torch cannot use CUDA although it was built for it."""
-    nccl: str | None = None
-    """NCCL version of the torch build; None for a build without."""
+    cuda: str | None = None  # of the torch build, or ROCm; None for a CPU build
+    cuda_error: str | None = None  # why torch cannot use CUDA although it was built for it
+    nccl: str | None = None  # of the torch build
     gloo: bool = False
-    """Whether torch has gloo."""
     mps: bool = False
-    """Whether torch can use Apple's GPU."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of this process's cgroup; None for no limit."""
+    """Limits of this process's cgroup, memory in bytes; None for no limit."""
 
-    cores: float | None = None
-    """CPU time per second, e.g. 1.5 cores."""
+    cores: float | None = None  # e.g. 1.5
     memory: int | None = None
-    """Maximum bytes."""
-    memory_left: int | None = None
-    """Bytes that are left, counting file caches that the kernel can drop as free."""
+    memory_left: int | None = None  # counting file caches as free, which the kernel can drop
 
 
 def read_hardware(gpus: tuple[Gpu, ...] = (), links: tuple[GpuLink, ...] = (), root: Path = Path("/")) -> Hardware:

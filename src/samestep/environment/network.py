@@ -20,28 +20,20 @@ _NCCL_ORDER = (
 class Interface:
     """One network interface."""
 
-    name: str
-    """As `ip link` shows it."""
-    addresses: tuple[str, ...]
-    """Its addresses, IPv4 first."""
+    name: str  # as `ip link` shows it
+    addresses: tuple[str, ...]  # IPv4 first
     up: bool
-    """Whether it is up."""
-    loopback: bool
-    """Whether all its addresses are loopback addresses."""
+    loopback: bool  # whether all its addresses are loopback addresses
 
 
 @dataclass(frozen=True)
 class InterfaceChoice:
     """The interface that a backend would use."""
 
-    interface: str | None
-    """Its name; None if no interface is usable."""
+    interface: str | None  # its name; None if no interface is usable
     address: str | None
-    """The address that it would use."""
-    reason: str
-    """Why this interface, or why none."""
-    variable: str | None = None
-    """The environment variable that decided, if one did."""
+    reason: str  # why this interface, or why none
+    variable: str | None = None  # the environment variable that decided, if one did
 
     @property
     def loopback(self) -> bool:
@@ -54,15 +46,10 @@ class Network:
     """The interfaces of this machine and which of them would be used."""
 
     host: str
-    """Host name of this machine."""
-    host_addresses: tuple[str, ...]
-    """Addresses of this machine that the host name resolves to."""
+    host_addresses: tuple[str, ...]  # addresses of this machine that the host name resolves to
     interfaces: tuple[Interface, ...]
-    """All interfaces."""
     gloo: InterfaceChoice
-    """What gloo would use."""
-    nccl: InterfaceChoice
-    """What NCCL would use to find its peers, and for data without InfiniBand."""
+    nccl: InterfaceChoice  # what NCCL would use to find its peers, and for data without InfiniBand
 
 
 def read_network(environ: Mapping[str, str]) -> Network:

@@ -19,14 +19,10 @@ _TIMEOUT_SECONDS = 3
 class SlurmInfo:
     """What is known of SLURM without a request to its controller."""
 
-    version: str | None
-    """Version of srun; None if it is not installed."""
-    job: str | None
-    """Job id; None outside of a job."""
+    version: str | None  # of srun; None if it is not installed
+    job: str | None  # None outside of a job
     partition: str | None
-    """Partition of the job."""
     nodes: int | None
-    """Number of nodes of the job."""
 
 
 def read_slurm(environ: Mapping[str, str]) -> SlurmInfo:

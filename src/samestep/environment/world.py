@@ -17,8 +17,8 @@ from samestep.errors import PlanError, WorldError
 T = TypeVar("T")
 Launcher = Literal["none", "torchrun", "slurm"]
 
-MICRO_BATCH_HALVINGS = "SAMESTEP_MICRO_BATCH_HALVINGS"
-"""The variable in which `samestep run` tells its ranks how often to halve their micro-batches."""
+OOM_RETRIES = "SAMESTEP_OOM_RETRIES"
+"""The variable in which `samestep run` passes to its ranks how often to halve their micro-batches."""
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 
@@ -76,7 +76,7 @@ class World:
 
     @property
     def is_node_main(self) -> bool:
-        """Whether this is the first rank of its node."""
+        """Whether this is local rank 0."""
         return self.local_rank == 0
 
 
@@ -148,9 +148,9 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     return Path(_environ(environ).get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
-def micro_batch_halvings(environ: Mapping[str, str] | None = None) -> int:
-    """How often `samestep run` halved the micro-batch because the first steps ran out of memory."""
-    return int(_environ(environ).get(MICRO_BATCH_HALVINGS, "0"))
+def oom_retries(environ: Mapping[str, str] | None = None) -> int:
+    """How often `samestep run` has restarted with half the micro-batch because the first steps ran out of memory."""
+    return int(_environ(environ).get(OOM_RETRIES, "0"))
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:
@@ -172,11 +172,8 @@ class LauncherVariables:
     """
 
     environ: Mapping[str, str]
-    """The environment."""
-    names: tuple[str, ...]
-    """The variables that an error shows."""
-    remedy: str
-    """What to do, unless an error has a better remedy."""
+    names: tuple[str, ...]  # the variables that an error shows
+    remedy: str  # what to do, unless an error has a better remedy
 
     def number(self, name: str) -> int | None:
         """A non-negative integer, or None if the variable is not set."""

@@ -114,7 +114,7 @@ def _logs_specs(logs: RankLogs, signals: SignalHandler, on_restart: Callable[[],
             paths = logs.open(envs)
             for local_rank, path in paths.error_files.items():
                 envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
-            return LogsDest(paths.stdouts, paths.stderrs, {}, {}, paths.error_files)
+            return paths
 
         @property
         def root_log_dir(self) -> str:

@@ -52,21 +52,13 @@ class Failure:
     """How one rank ended that did not end with exit code 0."""
 
     rank: int
-    """Global rank."""
     pid: int
-    """Process id."""
-    code: int
-    """Exit code, or the negative number of the signal that ended the process."""
-    time: float
-    """When it failed, in whole seconds since the epoch."""
-    ended_by_launcher: bool
-    """Whether the launcher or torch's agent ended it because another rank had failed."""
-    output: str
-    """Its traceback, or the last lines of its log; may be empty."""
+    code: int  # exit code, or the negative number of the signal that ended the process
+    time: float  # of the failure, in whole seconds since the epoch
+    ended_by_launcher: bool  # or by torch's agent, because another rank had failed
+    output: str  # its traceback, or the last lines of its log; may be empty
     is_traceback: bool
-    """Whether `output` is a traceback."""
-    already_shown: bool = False
-    """Whether everything it printed was shown on the console, directly above the report."""
+    already_shown: bool = False  # whether the console shows everything it printed directly above the report
 
     @property
     def kind(self) -> Kind:

@@ -34,28 +34,17 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 class Job:
     """One node's part of a job."""
 
-    target: str
-    """Path of a script, or name of a module."""
-    module: bool
-    """Whether `target` is a module, as in `python -m`."""
+    target: str  # path of a script, or name of a module
+    module: bool  # whether `target` is a module, as in `python -m`
     arguments: tuple[str, ...]
-    """Arguments of the script."""
-    processes: int
-    """Number of ranks on this node."""
+    processes: int  # ranks on this node
     rendezvous: Rendezvous
-    """How the launchers of several nodes find each other."""
-    max_restarts: int
-    """How often all ranks are restarted after a failure."""
-    folder: Path
-    """Absolute path of the run's folder, which contains the logs."""
-    folder_is_explicit: bool = True
-    """Whether the user chose the folder; if not, run.checkpoint may choose another one for the run's files."""
-    show: ShowRanks = "first"
-    """Whose output the console shows: this node's first rank, or all ranks."""
-    verbose: bool = False
-    """Whether the log of torch's agent goes to the console."""
-    time_limit: str = ""
-    """Time limit as the user gave it; empty if there is none."""
+    max_restarts: int  # of all ranks, after a failure
+    folder: Path  # absolute path; contains the logs
+    folder_is_explicit: bool = True  # if not, run.checkpoint may choose another folder for the run's files
+    show: ShowRanks = "first"  # whose output the console shows: local rank 0, or all ranks
+    verbose: bool = False  # whether the log of torch's agent goes to the console
+    time_limit: str = ""  # as the user gave it; empty if there is none
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -185,7 +174,7 @@ def check_target(target: str, module: bool) -> None:
         )
     if not script.is_file():
         nearby = sorted(entry.name for entry in Path.cwd().glob("*.py"))[:5]
-        hint = f"scripts here: {', '.join(nearby)}" if nearby else "there are no scripts here"
+        hint = f"scripts there: {', '.join(nearby)}" if nearby else "no scripts found there"
         raise LaunchError(f"script {target} not found in {Path.cwd()}; {hint}")
 
 

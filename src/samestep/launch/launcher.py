@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from samestep.environment.world import MICRO_BATCH_HALVINGS, export, micro_batch_halvings
+from samestep.environment.world import OOM_RETRIES, export, oom_retries
 from samestep.errors import LaunchError
 from samestep.launch.agent import run_agent
 from samestep.launch.failure_report import (
@@ -137,14 +137,14 @@ class Launcher:
 
     def _halve_micro_batch(self) -> None:
         """Prepare a run with half the micro-batch; the launchers of other nodes do the same and use the same new id."""
-        halvings = micro_batch_halvings() + 1
-        export({MICRO_BATCH_HALVINGS: str(halvings)})
+        retries = oom_retries() + 1
+        export({OOM_RETRIES: str(retries)})
         self._echo(
             "samestep: out of memory in the first steps: restarting all ranks with half the micro-batch; the global "
             "batch and the training result stay the same"
         )
         rendezvous = self._job.rendezvous
-        self._job = replace(self._job, rendezvous=replace(rendezvous, id=f"{rendezvous.id}-half{halvings}"))
+        self._job = replace(self._job, rendezvous=replace(rendezvous, id=f"{rendezvous.id}-half{retries}"))
         self._logs.files.clear()
 
 

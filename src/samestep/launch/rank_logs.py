@@ -11,7 +11,6 @@ import threading
 import tty
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,39 +18,21 @@ from samestep.errors import LaunchError
 from samestep.launch.job import ShowRanks
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsDest
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 _CHUNK = 1 << 16
 
 
-@dataclass(frozen=True)
 class RankFiles:
     """The files of one rank in one attempt."""
 
-    folder: Path
-    """The attempt's folder."""
-    rank: int
-    """Global rank."""
-
-    @property
-    def out(self) -> Path:
-        """Its stdout."""
-        return self.folder / f"rank-{self.rank}.out"
-
-    @property
-    def err(self) -> Path:
-        """Its stderr."""
-        return self.folder / f"rank-{self.rank}.err"
-
-    @property
-    def screen(self) -> Path:
-        """Both, if the rank is connected to a terminal."""
-        return self.folder / f"rank-{self.rank}.log"
-
-    @property
-    def error(self) -> Path:
-        """The exception that ended the rank, in torch's JSON format, if it wrote one."""
-        return self.folder / f"rank-{self.rank}.error.json"
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.out = folder / f"rank-{rank}.out"
+        self.err = folder / f"rank-{rank}.err"
+        self.screen = folder / f"rank-{rank}.log"  # stdout and stderr, if the rank has a terminal
+        self.error = folder / f"rank-{rank}.error.json"  # the exception that ended the rank, in torch's format
 
     def rename_existing(self) -> None:
         """Rename the files of an earlier run in the same folder to `NAME.1`, `NAME.2` and so on."""
@@ -59,18 +40,6 @@ class RankFiles:
             if path.exists():
                 count = sum(1 for _ in self.folder.glob(f"{path.name}.*"))
                 path.rename(path.with_name(f"{path.name}.{count + 1}"))
-
-
-@dataclass(frozen=True)
-class OutputPaths:
-    """Where the output of an attempt goes, by local rank; an empty path is the launcher's own stream."""
-
-    stdouts: dict[int, str]
-    """Stdout."""
-    stderrs: dict[int, str]
-    """Stderr."""
-    error_files: dict[int, str]
-    """The exception that ended a rank."""
 
 
 class AgentLog(logging.FileHandler):
@@ -98,8 +67,10 @@ class RankLogs:
             self.folder.mkdir(exist_ok=True)
             return AgentLog(self.folder / f"launcher-{host}.log")
 
-    def open(self, envs: Mapping[int, Mapping[str, str]]) -> OutputPaths:
+    def open(self, envs: Mapping[int, Mapping[str, str]]) -> "LogsDest":
         """Open the files of a new attempt, given the variables of its ranks by local rank."""
+        from torch.distributed.elastic.multiprocessing import LogsDest
+
         self.close()
         folder = self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         local = {local_rank: RankFiles(folder, int(env["RANK"])) for local_rank, env in envs.items()}
@@ -109,9 +80,11 @@ class RankLogs:
             folder.mkdir(parents=True, exist_ok=True)
             for files in local.values():
                 files.rename_existing()
-            return OutputPaths(
+            return LogsDest(
                 stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
                 stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
+                tee_stdouts={},
+                tee_stderrs={},
                 error_files={each: str(files.error) for each, files in local.items()},
             )
 

@@ -21,26 +21,16 @@ _ID_LENGTH = 8  # of a generated id, which a person may have to type
 class RendezvousOptions:
     """The options of `samestep run` about nodes; None if an option was not given."""
 
-    nodes: str = "1"
-    """Number of nodes, or MIN:MAX."""
+    nodes: str = "1"  # or MIN:MAX
     standalone: bool = False
-    """Use this machine only."""
     backend: str | None = None
-    """Rendezvous backend."""
-    endpoint: str | None = None
-    """HOST or HOST:PORT of the rendezvous."""
-    id: str | None = None
-    """Name that the launchers of one job share."""
-    settings: str = ""
-    """Further settings of the backend, as KEY=VALUE,KEY=VALUE."""
-    node_rank: int | None = None
-    """This node's number, for the static backend."""
-    address: str | None = None
-    """Host of node 0, for the static backend."""
-    port: int | None = None
-    """Port of node 0, for the static backend."""
-    local_address: str | None = None
-    """Address at which other nodes reach this one."""
+    endpoint: str | None = None  # HOST or HOST:PORT
+    id: str | None = None  # name that the launchers of one job share
+    settings: str = ""  # of the backend, as KEY=VALUE,KEY=VALUE
+    node_rank: int | None = None  # this node's number, for the static backend
+    address: str | None = None  # host of node 0, for the static backend
+    port: int | None = None  # port of node 0, for the static backend
+    local_address: str | None = None  # address at which other nodes reach this one
 
 
 @dataclass(frozen=True)
@@ -48,19 +38,12 @@ class Rendezvous:
     """How torch's elastic agent finds its peers."""
 
     backend: str
-    """One of torch's rendezvous backends."""
-    endpoint: str
-    """HOST:PORT; with port 0 the agent uses any free one."""
-    id: str
-    """Name that the launchers of one job share."""
-    settings: dict[str, str | int]
-    """Further settings of the backend."""
-    min_nodes: int
-    """Start with at least this many nodes."""
-    max_nodes: int
-    """Let at most this many nodes join."""
-    local_address: str | None
-    """Address at which other nodes reach this one; None lets torch find it."""
+    endpoint: str  # HOST:PORT; with port 0 the agent uses any free one
+    id: str  # name that the launchers of one job share
+    settings: dict[str, str | int]  # of the backend
+    min_nodes: int  # needed to start
+    max_nodes: int  # that may join
+    local_address: str | None  # address at which other nodes reach this one; None lets torch find it
 
     @property
     def hosted_port(self) -> int | None:
@@ -137,7 +120,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
 
 
 def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], bool]) -> Rendezvous:
-    """Let this node serve the rendezvous if the endpoint is one of its own addresses.
+    """Let this node serve the rendezvous if the endpoint is an address of this node.
 
     torch recognizes its own address by the host name only. If the endpoint belongs to a second network card, or if
     several nodes have the same name, all nodes would wait for a host.

@@ -31,40 +31,24 @@ _UNQUOTED = re.compile(r"[\w@%+=:,./\[\]*-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What to run on a SLURM cluster, and with which resources."""
+    """What to run on a SLURM cluster, and with which resources; all paths are absolute."""
 
-    target: str
-    """Path of a script, or name of a module."""
-    module: bool
-    """Whether `target` is a module, as in `python -m`."""
+    target: str  # path of a script, or name of a module
+    module: bool  # whether `target` is a module, as in `python -m`
     arguments: tuple[str, ...]
-    """Arguments of the script."""
     name: str
-    """Name of the job."""
     nodes: int
-    """Number of nodes."""
-    processes: str
-    """Ranks per node: auto, gpu, cpu or a number, as for `samestep run`."""
-    folder: Path
-    """Absolute path of the run's folder, which also contains the log."""
-    directory: Path
-    """Absolute path of the working directory."""
-    python: str
-    """Absolute path of the interpreter."""
-    folder_is_explicit: bool = True
-    """Whether the user chose the folder; if not, run.checkpoint may choose another one for the run's files."""
-    seconds: int | None = None
-    """Time limit; None uses the default of the partition."""
-    signal_before: int = 120
-    """Seconds before the time limit at which SLURM warns the ranks; 0 for no warning."""
-    requeue: bool = True
-    """Whether the job is requeued after preemption, a node failure, or a warning after which its ranks saved."""
-    options: tuple[tuple[str, str | None], ...] = ()
-    """Further sbatch options by their long names; None for an option without a value."""
+    processes: str  # ranks per node: auto, gpu, cpu or a number, as for `samestep run`
+    folder: Path  # of the run, which also contains the log
+    directory: Path  # in which the script starts
+    python: str  # the interpreter
+    folder_is_explicit: bool = True  # if not, run.checkpoint may choose another folder for the run's files
+    seconds: int | None = None  # time limit; None uses the default of the partition
+    signal_before: int = 120  # seconds before the time limit at which SLURM warns the ranks; 0 for never
+    requeue: bool = True  # after preemption, a node failure, or a warning after which the ranks saved
+    options: tuple[tuple[str, str | None], ...] = ()  # further sbatch options by long name; None without a value
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables of the job."""
-    setup: tuple[str, ...] = ()
-    """Shell lines that run before the ranks start."""
+    setup: tuple[str, ...] = ()  # shell lines that run before the ranks start
 
     def __post_init__(self) -> None:
         if "\\" in str(self.folder) or "\n" in str(self.folder):

@@ -152,7 +152,7 @@ class SignalHandler:
         self.time_limit_reached = self.received is None  # else the ranks end because of the signal
         if self.rank_pids:
             kill_descendants(self._earlier_pids)
-        else:  # there are no ranks to save anything; the launcher may be waiting for other nodes
+        else:  # no rank has started yet; the launcher may be waiting for other nodes
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _call_after(self, seconds: float, function: Callable[[], object]) -> None:

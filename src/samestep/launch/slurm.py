@@ -22,22 +22,10 @@ _CHUNK = 1 << 16
 # Output of `scontrol show job`; matched from the start of a line, since a job's name may contain any other text.
 _STATE = re.compile(r"^\s+JobState=(\S+) Reason=(\S+)", re.MULTILINE)
 _EXIT = re.compile(r"^\s+Requeue=.* Restarts=(\d+) .*ExitCode=(\d+):(\d+)", re.MULTILINE)
-_ACTIVE_STATES = {
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "STOPPED",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "RESIZING",
-    "SIGNALING",
-    "STAGE_OUT",
-    UNREACHABLE,
-}
+_ACTIVE_STATES = frozenset(
+    "PENDING CONFIGURING RUNNING COMPLETING SUSPENDED STOPPED REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESIZING "
+    f"SIGNALING STAGE_OUT {UNREACHABLE}".split()
+)
 
 
 @dataclass(frozen=True)
@@ -45,33 +33,22 @@ class SubmittedJob:
     """One submitted job."""
 
     job_id: str
-    """SLURM's id."""
     name: str
-    """SLURM's name."""
-    submitted_at: str
-    """When it was submitted, as ISO 8601 with the time zone."""
+    submitted_at: str  # ISO 8601 with the time zone
     nodes: int
-    """Number of nodes."""
-    folder: str
-    """The run's folder, with the log."""
-    sbatch_file: str
-    """The script that sbatch got."""
+    folder: str  # of the run, with the log
+    sbatch_file: str  # the script that sbatch got
     command: tuple[str, ...]
-    """Script and arguments."""
 
 
 @dataclass(frozen=True)
 class JobState:
     """State of a job in SLURM's terms."""
 
-    state: str
-    """Such as PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT; UNREACHABLE while SLURM does not answer."""
-    reason: str = ""
-    """Why it waits, or why it ended; empty if SLURM gives no reason."""
-    code: int = 0
-    """Its exit code; 128 plus the signal if one ended it."""
-    restarts: int = 0
-    """How often it was requeued."""
+    state: str  # such as PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT; UNREACHABLE while SLURM does not answer
+    reason: str = ""  # why it waits or has ended, if SLURM gives a reason
+    code: int = 0  # 128 plus the signal if one ended it
+    restarts: int = 0  # how often it was requeued
 
     @property
     def ended(self) -> bool:

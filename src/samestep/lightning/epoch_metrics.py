@@ -1,89 +1,63 @@
-"""What `self.log` collected on each rank, brought together so that every sample weighs the same.
+"""Reduces the values of `self.log` over all ranks so that every sample has the same weight.
 
-Lightning keeps for each name a sum over rows and a count of rows on each rank. Between ranks it averages both, the
-counts as whole numbers: 3 and 2 make 2. Here sums and counts are added, and Lightning is given the finished value. The
-accumulators are Lightning's own and private: nothing outside this module looks at them.
+Lightning keeps for each name a sum over rows and a count of rows on each rank. Between ranks it averages both, and the
+counts are integers: 3 and 2 become 2. samestep adds sums and counts and sets the final value. The accumulators are
+private to Lightning: only this module uses them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
-from samestep.lightning.trainer_ranks import gathered
+from samestep.lightning.trainer_ranks import gather
 
-Kind = Literal["mean", "sum", "max", "min"]
-_FLAGS: tuple[tuple[str, Kind], ...] = (
-    ("is_mean_reduction", "mean"),
-    ("is_sum_reduction", "sum"),
-    ("is_max_reduction", "max"),
-    ("is_min_reduction", "min"),
-)
+_REDUCTIONS = {"is_sum_reduction": sum, "is_max_reduction": max, "is_min_reduction": min}
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """What one rank has of one name."""
-
-    kind: Kind
-    value: float
-    count: int
-
-
-def bring_together(trainer: Trainer) -> None:
-    """Give Lightning the values of this epoch over all ranks, for all that was logged as a number; all must call it."""
+def reduce_epoch_metrics(trainer: Trainer) -> None:
+    """Set the values of this epoch over all ranks, for everything logged as a number; all ranks must call it."""
     if trainer.world_size == 1:
         return
-    metrics = dict(_collected(trainer))
-    mine = {key: _contribution(metric) for key, metric in metrics.items()}
-    parts = gathered(trainer, mine)
+    metrics = dict(_accumulators(trainer))
+    own = {key: (float(metric.value), _count(metric)) for key, metric in metrics.items()}
+    parts = gather(trainer, own)
     for key, metric in metrics.items():
-        value = combined([part[key] for part in parts if key in part])
+        values, counts = zip(*(part[key] for part in parts if key in part), strict=True)
+        if metric.meta.is_mean_reduction:
+            value = sum(values) / sum(counts) if sum(counts) else float("nan")
+        else:
+            value = next(reduce for flag, reduce in _REDUCTIONS.items() if getattr(metric.meta, flag))(values)
         metric._computed = torch.tensor(value, dtype=metric.value.dtype, device=metric.value.device)
 
 
-def combined(parts: list[Contribution]) -> float:
-    """The value over all ranks.
-
-    >>> combined([Contribution("mean", 18.0, 3), Contribution("mean", 12.0, 2)])
-    6.0
-    """
-    values = [part.value for part in parts]
-    if parts[0].kind == "mean":
-        count = sum(part.count for part in parts)
-        return sum(values) / count if count else float("nan")
-    return {"sum": sum, "max": max, "min": min}[parts[0].kind](values)
-
-
 def epoch_values(trainer: Trainer) -> dict[str, float]:
-    """What the loop under way has logged for the epoch, numbers and torchmetrics, as Lightning tells it.
+    """Return what the current loop has logged for the epoch, numbers and torchmetrics, under Lightning's names.
 
-    A value of a single step is left out: it is that of one rank.
+    Values of a single step are left out: they are those of one rank.
     """
-    results: Any = trainer._results  # pyright: ignore[reportPrivateUsage]  # see the module's docstring
-    values, told = dict[str, float](), trainer.callback_metrics
-    for metric in (results or {}).values():
+    values, logged = dict[str, float](), trainer.callback_metrics
+    for _, metric in _results(trainer):
         if metric.meta.on_epoch and not metric.has_reset:
             name = metric.meta.forked_name(on_step=False)
             if metric.meta.add_dataloader_idx and metric.meta.dataloader_idx is not None:
                 name += f"/dataloader_idx_{metric.meta.dataloader_idx}"
-            if name in told:
-                values[name] = float(told[name])
+            if name in logged:
+                values[name] = float(logged[name])
     return values
 
 
-class Forgotten:
-    """What was collected before a batch that is a copy, to be put back after it."""
+class LoggedValues:
+    """A copy of what was logged before a padding batch, to restore it after the batch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._before = {key: _numbers(metric) for key, metric in _collected(trainer)}
+        self._before = {key: _copy(metric) for key, metric in _accumulators(trainer)}
 
-    def put_back(self) -> None:
-        """Forget what the copy added."""
-        for key, metric in _collected(self._trainer):
+    def restore(self) -> None:
+        """Remove what the padding batch has logged."""
+        for key, metric in _accumulators(self._trainer):
             if key in self._before:
                 metric.__dict__.update(self._before[key])
             else:
@@ -93,20 +67,22 @@ class Forgotten:
             metric._computed = None
 
 
-def _collected(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The accumulators of the loop under way that hold a number of the epoch."""
+def _results(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     results: Any = trainer._results  # pyright: ignore[reportPrivateUsage]  # see the module's docstring
-    for key, metric in (results or {}).items():
+    yield from (results or {}).items()
+
+
+def _accumulators(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield the accumulators of the current loop that hold a number of the epoch."""
+    for key, metric in _results(trainer):
         if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not metric.meta.sync.rank_zero_only:
             yield key, metric
 
 
-def _numbers(metric: Any) -> dict[str, torch.Tensor]:
+def _count(metric: Any) -> int:
+    return int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 1
+
+
+def _copy(metric: Any) -> dict[str, torch.Tensor]:
     names = ("value", "cumulated_batch_size") if metric.meta.is_mean_reduction else ("value",)
     return {name: getattr(metric, name).clone() for name in names}
-
-
-def _contribution(metric: Any) -> Contribution:
-    kind: Kind = next(kind for flag, kind in _FLAGS if getattr(metric.meta, flag))
-    count = int(metric.cumulated_batch_size) if kind == "mean" else 1
-    return Contribution(kind, float(metric.value), count)

@@ -1,6 +1,6 @@
-"""What the ranks of a Trainer tell each other: everybody's value, or what one of them did for all.
+"""The ranks of a Trainer: their number from the launcher, and what they exchange.
 
-Lightning owns the process group here, and on GPUs it is one of NCCL alone: what travels is small and pickled by torch.
+Lightning owns the process group, which on GPUs is NCCL only: small objects are exchanged pickled by torch.
 """
 
 import pickle
@@ -18,80 +18,83 @@ from samestep.environment.world import World, read_environ, read_world
 from samestep.errors import OnceFailed, WorldError
 from samestep.torch_private import wait_until_released
 
+T = TypeVar("T")
 
-class Layout(TypedDict):
-    """Arguments of a Trainer that say where it runs."""
+
+class LauncherArgs(TypedDict):
+    """Arguments of a Trainer that depend on the launcher."""
 
     devices: int | str
-    """Ranks on each node."""
+    """Ranks per node."""
     num_nodes: int
-    """Nodes."""
     strategy: str | Strategy
-    """How ranks share the work."""
 
 
-def layout() -> Layout:
-    """`Trainer(**layout())`: as many ranks as `samestep run`, torchrun or srun has started; else what Lightning finds.
+def launcher_args() -> LauncherArgs:
+    """Return `devices`, `num_nodes` and `strategy` for `Trainer(**launcher_args())`.
 
-    Lightning refuses to start where its own count differs from the launcher's, so a script would have to be told
-    twice. Another strategy: `Trainer(**{**layout(), "strategy": "fsdp"})`.
+    They match the ranks that `samestep run`, torchrun or srun has started; without a launcher Lightning chooses.
+    Lightning does not start if its own count differs from the launcher's. For another strategy write
+    `Trainer(**{**launcher_args(), "strategy": "fsdp"})`.
     """
-    world = _launched()
+    world = _launched_world()
     if world.size == 1:
-        return Layout(devices="auto" if world.launcher == "none" else 1, num_nodes=1, strategy="auto")
-    # Variables set by hand as torchrun sets them are not recognised by Lightning, which would take them for its own
+        return LauncherArgs(devices="auto" if world.launcher == "none" else 1, num_nodes=1, strategy="auto")
+    # If the variables of torchrun are set by hand, Lightning does not recognize them: it would treat them as its own
     # and delete some when a training ends.
-    environ = TorchElasticEnvironment() if world.launcher == "torchrun" else None
-    strategy = DDPStrategy(cluster_environment=environ)
-    return Layout(devices=world.local_size, num_nodes=world.nodes, strategy=strategy)
+    environment = TorchElasticEnvironment() if world.launcher == "torchrun" else None
+    strategy = DDPStrategy(cluster_environment=environment)
+    return LauncherArgs(devices=world.local_size, num_nodes=world.nodes, strategy=strategy)
 
 
-def check_layout(trainer: Trainer) -> None:
-    """Refuse a Trainer that does not know of the ranks a launcher has started: each of them would train alone."""
-    world = _launched()
+def check_world_size(trainer: Trainer) -> None:
+    """Raise `WorldError` if the Trainer does not know the ranks of the launcher: each rank would train alone."""
+    world = _launched_world()
     if world.size != trainer.world_size and world.launcher != "none":
         raise WorldError(
-            f"{world.size} rank(s) were started and the Trainer has a world of {trainer.world_size}, so that each rank "
-            "would train for itself: pass Trainer(..., **layout()), with `from samestep.lightning import layout`"
+            f"{world.size} rank(s) were started and the Trainer has a world size of {trainer.world_size}, so each rank "
+            "would train alone: pass Trainer(..., **launcher_args()), with `from samestep.lightning import "
+            "launcher_args`"
         )
 
 
-def _launched() -> World:
-    """The world that a launcher made. Processes that Lightning starts by itself know no RANK: it counts them alone."""
-    found = read_environ()
-    if "RANK" not in found and {"LOCAL_RANK", "WORLD_SIZE"} & found.keys() and "SLURM_PROCID" not in found:
+def _launched_world() -> World:
+    """Return the world of the launcher. Processes that Lightning itself starts have no RANK: it counts them alone."""
+    environ = read_environ()
+    if "RANK" not in environ and {"LOCAL_RANK", "WORLD_SIZE"} & environ.keys() and "SLURM_PROCID" not in environ:
         return World()
     return read_world()
 
 
-class StopTogether(Callback):
-    """Stops every rank where one has set `trainer.should_stop`: a rank that stops alone leaves the others waiting.
+class StopAllRanks(Callback):
+    """Stops all ranks if one has set `trainer.should_stop`; a rank that stops alone would leave the others waiting.
 
-    It asks after every batch and every validation. Lightning's EarlyStopping agrees by itself, on a number that is the
-    same everywhere with SameStep; this is for what one rank sees alone: a deadline, a signal, a loss that is no number.
-    Set the flag in training_step or in a callback that stands before this one.
+    It checks after every batch and every validation. Lightning's EarlyStopping does not need it, since with SameStep
+    its metric is the same on every rank. Use it for what one rank decides alone: a deadline, a signal, a loss that is
+    NaN. Set the flag in training_step, or in a callback before this one.
     """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
-        """Agree after a batch."""
-        _agree(trainer)
+        """Check after a batch."""
+        self._sync(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree after a validation."""
-        _agree(trainer)
+        """Check after a validation."""
+        self._sync(trainer)
+
+    def _sync(self, trainer: Trainer) -> None:
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
 
 
-def _agree(trainer: Trainer) -> None:
-    trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+def list_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks of a Trainer, which its constructor sets."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-T = TypeVar("T")
-
-
-def gathered(trainer: Trainer, value: T) -> list[T]:
-    """The values of all ranks, in rank order; all must call it."""
+def gather(trainer: Trainer, value: T) -> list[T]:
+    """Return the values of all ranks, in rank order; all ranks must call it."""
     if trainer.world_size == 1:
         return [value]
     parts: list[T | None] = [None] * trainer.world_size
@@ -99,53 +102,53 @@ def gathered(trainer: Trainer, value: T) -> list[T]:
     return [part for part in parts if part is not None]
 
 
-def once(here: Trainer | LightningModule, function: Callable[..., T], *args: object) -> T:
-    """Run `function(*args)` on the first rank; every rank gets what it returned, or raises what it raised.
+def once(owner: Trainer | LightningModule, function: Callable[..., T], *args: object) -> T:
+    """Run `function(*args)` on rank 0; every rank returns its result or raises its exception.
 
-    In place of `@rank_zero_only` and a barrier, behind which the other ranks know neither the value nor the error. All
-    ranks must call it, from any hook that all of them reach; they wait in a collective meanwhile.
+    Use it instead of `@rank_zero_only` with a barrier, after which the other ranks have neither the result nor the
+    exception. All ranks must call it, in any hook that all of them run; they wait in a collective meanwhile.
 
     ```python
     class Net(LightningModule):
         def on_fit_start(self):
-            self.words = once(self, read_vocabulary, "words.txt")
+            self.vocabulary = once(self, read_vocabulary, "vocabulary.txt")
     ```
     """
-    trainer = here.trainer if isinstance(here, LightningModule) else here
-    outcome = trainer.strategy.broadcast(_done(function, *args) if trainer.is_global_zero else None)
-    settle(trainer)
+    trainer = owner.trainer if isinstance(owner, LightningModule) else owner
+    outcome = trainer.strategy.broadcast(_run(function, *args) if trainer.is_global_zero else None)
+    wait_for_gloo(trainer)
     assert outcome is not None
     value, error, trace = outcome
     if error is None:
         return value  # pyright: ignore[reportReturnType]  # it came from `function`
-    place = f"raised on rank 0 in once({getattr(function, '__name__', type(function).__name__)}), for every rank:"
+    where = f"raised on rank 0 in once({getattr(function, '__name__', type(function).__name__)}), for every rank:"
     if isinstance(error, Exception):
-        error.add_note(f"{place}\n{trace}")
+        error.add_note(f"{where}\n{trace}")
         raise error
-    raise OnceFailed(f"{place}\n{trace}")
+    raise OnceFailed(f"{where}\n{trace}")
 
 
-def settle(trainer: Trainer) -> None:
-    """Wait until gloo's thread has let go of what it sent: this may be the script's last act.
-
-    The thread needs Python to let go, and where Python is ending it aborts the process (exit code 134).
-    """
-    if trainer.world_size > 1 and dist.get_backend() == "gloo":
-        farewell = torch.zeros(1)
-        dist.all_reduce(farewell)
-        wait_until_released(farewell)
-
-
-def _done(function: Callable[..., T], *args: object) -> tuple[T | None, object, str]:
-    """(value, error, traceback); an error that cannot travel goes as its text."""
+def _run(function: Callable[..., T], *args: object) -> tuple[T | None, object, str]:
+    """Return (value, error, traceback); an error that cannot be pickled is sent as its text."""
     try:
         value = function(*args)
         pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it belongs to every rank
+    except Exception as error:  # noqa: BLE001  # every rank raises it
         trace = traceback.format_exc()
         try:
-            travels = type(pickle.loads(pickle.dumps(error))) is type(error)
-        except Exception:  # noqa: BLE001  # its own constructor, an open file inside: its text will do
-            travels = False
-        return None, error if travels else str(error), trace
+            picklable = type(pickle.loads(pickle.dumps(error))) is type(error)
+        except Exception:  # noqa: BLE001  # a custom constructor, an open file in it
+            picklable = False
+        return None, error if picklable else str(error), trace
     return value, None, ""
+
+
+def wait_for_gloo(trainer: Trainer) -> None:
+    """Wait until gloo's thread has released the tensors that it sent, in case the script ends here.
+
+    The thread needs the interpreter for that, and aborts the process (exit code 134) while Python shuts down.
+    """
+    if trainer.world_size > 1 and dist.get_backend() == "gloo":
+        tensor = torch.zeros(1)
+        dist.all_reduce(tensor)
+        wait_until_released(tensor)

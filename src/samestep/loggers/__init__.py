@@ -1,1 +1,1 @@
-"""Where finished records go: the console, the text log, metrics.jsonl, TensorBoard and the summary."""
+"""Loggers of a run: console, text log, metrics.jsonl and TensorBoard."""

@@ -3,9 +3,10 @@
 import atexit
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -31,28 +32,33 @@ _SPEED_WINDOW_SECONDS = 60.0
 _SPEED_SAMPLE_SECONDS = 0.5
 
 
-class Console(Protocol):
+class Console(ABC):
     """A logger for people, which also prints text and shows progress."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._progress, self._limiter = ProgressEstimate(clock), RateLimiter(clock)
 
     def expect(self, total: int | None, start: int = 0) -> None:
         """Set the first and the last step of the run, for the bar and the remaining time."""
-        ...
+        self._progress.expect(total, start)
 
     def advance(self, step: int) -> None:
-        """Show that a step is done; cheap enough to call in every step."""
-        ...
+        """Record that a step is done; cheap enough to call in every step."""
+        self._progress.advance(step)
 
+    @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show one record."""
-        ...
 
+    @abstractmethod
     def print(self, text: str) -> None:
         """Print text, above the bar if there is one."""
-        ...
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Show the records that were delayed and restore the terminal; a second call does nothing."""
-        ...
+        """Print the records that were delayed; a second call does nothing."""
+        del summary
+        for text in self._limiter.flush():
+            self.print(text)
 
 
 def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Console:
@@ -64,66 +70,49 @@ def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) ->
     return LineConsole(stream, clock)
 
 
-class LineConsole:
-    """A Console of plain lines: at most one line per second and kind of record, and always the last one."""
+class LineConsole(Console):
+    """A console of plain lines: at most one line per second and kind of record, and always the last one."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._progress, self._limiter = stream, ProgressEstimate(clock), RateLimiter(clock)
+        super().__init__(clock)
+        self._stream = stream
         self._speed_and_memory: dict[str, float] = {}
-
-    def expect(self, total: int | None, start: int = 0) -> None:
-        """Set the first and the last step of the run."""
-        self._progress.expect(total, start)
-
-    def advance(self, step: int) -> None:
-        """Record progress; only records print lines."""
-        self._progress.advance(step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print one record, unless one of its kind was printed less than a second ago."""
         # Only some records contain speed and memory: each training line shows the last known values.
         latest = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
         self._speed_and_memory.update(latest)
-        kind = values.keys() - latest.keys()
-        if not _training_values(values):
-            self._print(self._limiter.offer(kind, format_record(step, values)))
-            return
-        self._progress.advance(step)
-        text = format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
-        if (left := self._progress.seconds_left()) is not None:
-            text = f"{text} | ETA {format_duration(left)}"
-        self._print(self._limiter.offer(kind, text))
+        text = format_record(step, values)
+        if _training_values(values):
+            self._progress.advance(step)
+            text = format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
+            if (left := self._progress.seconds_left()) is not None:
+                text = f"{text} | ETA {format_duration(left)}"
+        if self._limiter.is_due(values.keys() - latest.keys(), text):
+            self.print(text)
 
     def print(self, text: str) -> None:
-        """Print text."""
-        self._print([text])
-
-    def close(self, summary: Mapping[str, object]) -> None:
-        """Print the records that were delayed."""
-        del summary
-        self._print(self._limiter.flush())
-
-    def _print(self, lines: Iterable[str]) -> None:
-        for text in lines:
-            try:
-                print(text, file=self._stream, flush=True)
-            except OSError as error:
-                # The launcher redirects ranks into files. If their disk is full, the message is lost, and log.txt
-                # waits for free space. A closed pipe is a different matter.
-                if not is_disk_error(error):
-                    raise
+        """Print a line."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError as error:
+            # The launcher redirects ranks into files. If their disk is full, the message is lost, and log.txt waits for
+            # free space. A closed pipe is a different matter.
+            if not is_disk_error(error):
+                raise
 
 
-class BarConsole:
-    """A Console with a progress bar in the last line of a terminal; prints other than training records above it.
+class BarConsole(Console):
+    """A console with a progress bar in the last line of a terminal; prints other than training records above it.
 
     No thread refreshes the bar: a process forked while such a thread holds the terminal's lock (a DataLoader worker)
     would wait for it forever. So the bar does not move between two steps.
     """
 
     def __init__(self, terminal: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._terminal, self._clock = terminal, clock
-        self._progress, self._limiter = ProgressEstimate(clock), RateLimiter(clock)
         self._fields: dict[str, str] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -131,12 +120,12 @@ class BarConsole:
 
     def expect(self, total: int | None, start: int = 0) -> None:
         """Set the ends of the bar."""
-        self._progress.expect(total, start)
+        super().expect(total, start)
         self._refresh()
 
     def advance(self, step: int) -> None:
         """Move the bar, at most ten times per second."""
-        self._progress.advance(step)
+        super().advance(step)
         if self._clock() - self._refreshed_at >= _REFRESH_SECONDS:
             self._refresh()
 
@@ -147,17 +136,16 @@ class BarConsole:
             self._progress.advance(step)
             self._fields.update(_bar_fields(training))
             self._refresh()
-        if len(training) < len(values):
-            self._print(self._limiter.offer(values, format_record(step, values)))
+        if len(training) < len(values) and self._limiter.is_due(values, text := format_record(step, values)):
+            self.print(text)
 
     def print(self, text: str) -> None:
         """Print text above the bar."""
-        self._print([text])
+        self._terminal.print(Text.from_ansi(text), soft_wrap=True)
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Print the records that were delayed and leave the bar as it is."""
-        del summary
-        self._print(self._limiter.flush())
+        super().close(summary)
         if self._bar is not None:
             self._refresh()
             self._stop()
@@ -196,10 +184,6 @@ class BarConsole:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-    def _print(self, lines: Iterable[str]) -> None:
-        for text in lines:
-            self._terminal.print(Text.from_ansi(text), soft_wrap=True)
 
 
 class _Terminal(RichConsole):
@@ -259,15 +243,15 @@ class RateLimiter:
         self._shown_at: dict[frozenset[str], float] = {}
         self._delayed: dict[frozenset[str], str] = {}
 
-    def offer(self, names: Iterable[str], text: str) -> list[str]:
-        """Return the text if a record with these names is due; otherwise keep it and return nothing."""
+    def is_due(self, names: Iterable[str], text: str) -> bool:
+        """Whether a record with these names should be shown now; if not, keep its text."""
         kind, now = frozenset(names), self._clock()
         self._delayed.pop(kind, None)
         if kind in self._shown_at and now - self._shown_at[kind] < self._interval:
             self._delayed[kind] = text
-            return []
+            return False
         self._shown_at[kind] = now
-        return [text]
+        return True
 
     def flush(self) -> list[str]:
         """Return the delayed texts in order, and forget them."""

@@ -59,8 +59,8 @@ class ConditioningDropout(nn.Module):
         keys, rows = micro_batch_keys(), conditioning.shape[0]
         if keys is None:
             raise StepError(
-                "ConditioningDropout was called in training mode outside of a step, so there are no samples to draw "
-                "for: call the model inside `for batch in step:`, use evaluation mode (model.eval(), run.evaluate), "
+                "ConditioningDropout was called in training mode outside of a step, without samples to draw for: call "
+                "the model inside `for batch in step:`, use evaluation mode (model.eval(), run.evaluate), "
                 "or select rows with drop="
             )
         if len(keys) != rows:

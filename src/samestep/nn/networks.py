@@ -63,7 +63,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequent
 def transformer(width: int, layers: int, *, head: int = 64) -> nn.TransformerEncoder:
     """Pre-norm encoder blocks over (rows, positions, width) with GELU, heads of width `head` and a final LayerNorm.
 
-    There is no dropout: its masks would depend on the number of ranks.
+    It has no dropout, because its masks would depend on the number of ranks.
 
     >>> import torch
     >>> transformer(32, layers=2, head=16)(torch.zeros(4, 7, 32)).shape

@@ -1,1 +1,1 @@
-"""What a model and a machine need and give, found by trying: traces, calibrations."""
+"""Estimate the memory and step time of a model on a cluster, and choose how to train it."""

@@ -1,4 +1,4 @@
-"""What this machine does, measured in under a minute: matrix products, copies, the start of operations, all-reduce."""
+"""Measure what this machine reaches in under a minute: matrix products, copies, kernel launches, all-reduce."""
 
 import hashlib
 import json
@@ -20,158 +20,123 @@ from torch.nn import functional
 from samestep.disk import write_atomically
 from samestep.environment.world import cache_folder
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.memory_tracker import Tracker, exact, no_workspace
-from samestep.planner.operations import Work
+from samestep.planner.memory_tracker import MemoryTracker
+from samestep.planner.operations import OpCounter
+
+_MIB = 2**20
+_MATRIX_SIZES = {
+    "cuda": (256, 512, 1024, 2048, 4096, 8192),
+    "mps": (256, 512, 1024, 2048, 4096),
+    "cpu": (64, 128, 256, 512, 1024),
+}
+_COPY_BYTES = {"cuda": 512 * _MIB, "mps": 128 * _MIB, "cpu": 64 * _MIB}  # larger than the caches
+_SECONDS_PER_FIGURE = 0.15
+_WIDTH, _LAYERS, _LAUNCH_STEPS = 16, 12, 10
+_FIRST_CAPABILITY_WITH_TF32 = 8
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates and bandwidths of one kind of machine, as measured."""
+    """Measured FLOP/s and bandwidths of one device model."""
 
-    device: str
-    """The device as CUDA names it, or cpu or mps."""
-    count: int
-    """Devices that took part in the all-reduce."""
-    products: Mapping[str, tuple[tuple[float, float], ...]]
-    """By dtype: (operations in one product, operations a second), smallest product first."""
-    copy: float
-    """Bytes a second read and written by a copy within the device's memory."""
-    host_link: float
-    """Bytes a second from pinned host memory to the device."""
-    all_reduce: float | None
-    """Bytes a second that each device sends during an all-reduce; None where there is one device only."""
-    launch: float
-    """Seconds that the host takes to start one operation."""
-    when: str
-    """The date, as in 2025-01-31."""
+    device: str  # name that CUDA reports for the device, or "cpu" or "mps"
+    device_count: int  # devices that took part in the all-reduce
+    matmul_flops: Mapping[str, tuple[tuple[float, float], ...]]
+    """(operations per matrix product, FLOP/s) by dtype, smallest product first."""
+    copy_bandwidth: float  # bytes per second read and written by a copy in device memory
+    host_bandwidth: float  # bytes per second from pinned host memory to the device
+    all_reduce_bandwidth: float | None
+    """Bytes per second that each device sends during an all-reduce; None with a single device."""
+    launch_seconds: float  # host time to launch one operation
+    date: str  # day of the measurement, such as 2025-01-31
 
 
-def apply_calibration(machines: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:
-    """`machines` with what was measured in place of what sheets say; without a calibration as they are."""
+def apply_calibration(cluster: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:
+    """`cluster` with measured numbers instead of those of data sheets; unchanged without a calibration."""
     if calibration is None:
-        return machines
+        return cluster
     device = replace(
-        machines.device,
-        measured=calibration.products,
-        streamed=calibration.copy,
-        launch=calibration.launch,
-        source=f"{machines.device.source}; measured on {calibration.when}",
+        cluster.device,
+        measured_flops=calibration.matmul_flops,
+        copy_bandwidth=calibration.copy_bandwidth,
+        launch_seconds=calibration.launch_seconds,
+        source=f"{cluster.device.source}; measured on {calibration.date}",
     )
-    found = replace(machines, device=device, host_link=calibration.host_link)
-    if calibration.all_reduce is None or calibration.count != machines.per_node:
-        return found
-    return replace(found, within_node=calibration.all_reduce, links_measured=True)
+    cluster = replace(cluster, device=device, host_bandwidth=calibration.host_bandwidth)
+    if calibration.all_reduce_bandwidth is None or calibration.device_count != cluster.devices_per_node:
+        return cluster
+    return replace(cluster, intra_node_bandwidth=calibration.all_reduce_bandwidth, all_reduce_measured=True)
 
 
 def calibration_path(device: str, environ: Mapping[str, str]) -> Path:
-    """Where the calibration of a device is kept: one file for each kind, as a home folder is shared by unlike nodes."""
+    """File of a device's calibration. Each device model has its own, since different nodes may share a home folder."""
     name = hashlib.sha256(device.encode()).hexdigest()[:16]
     return cache_folder(environ) / f"calibration-{name}.json"
 
 
 def read_calibration(device: str, environ: Mapping[str, str]) -> Calibration | None:
-    """What was kept for this device; None where nothing was, or something that is not a calibration of it."""
+    """The saved calibration of this device; None if there is no valid one."""
     try:
-        told = json.loads(calibration_path(device, environ).read_text(encoding="utf-8"))
-        products = {
+        fields = json.loads(calibration_path(device, environ).read_text(encoding="utf-8"))
+        flops = {
             str(dtype): tuple((float(work), float(rate)) for work, rate in points)
-            for dtype, points in told.pop("products").items()
+            for dtype, points in fields.pop("matmul_flops").items()
         }
-        found = Calibration(products=products, **told)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # never measured, or not our file: by the sheet
+        calibration = Calibration(matmul_flops=flops, **fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # never measured, or another file format
         return None
-    return found if found.device == device else None
+    return calibration if calibration.device == device else None
 
 
 def save_calibration(calibration: Calibration, environ: Mapping[str, str]) -> Path:
-    """Write it down for later; returns where."""
+    """Save the calibration for later plans; returns the path."""
     path = calibration_path(calibration.device, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(calibration), indent=2))
     return path
 
 
-_MIB = 2**20
-_SIZES = {
-    "cuda": (256, 512, 1024, 2048, 4096, 8192),
-    "mps": (256, 512, 1024, 2048, 4096),
-    "cpu": (64, 128, 256, 512, 1024),
-}
-_COPIED = {"cuda": 512 * _MIB, "mps": 128 * _MIB, "cpu": 64 * _MIB}  # more than caches hold
-_SPAN = 0.15  # seconds that one figure is measured for
-_WIDTH, _LAYERS, _STARTS = 16, 12, 10
-_FIRST_WITH_TF32 = 8
-
-
-def calibrate(device: torch.device, say: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure `device`, and between all GPUs of this machine where there are several."""
-    say("matrix products")
-    products = {name: _products(device, dtype, high) for name, dtype, high in _dtypes(device)}
-    say("copies")
-    copied, host = _copy_rate(device), _host_rate(device)
+def calibrate(device: torch.device, report: Callable[[str], None] = lambda _: None) -> Calibration:
+    """Measure `device`, and the all-reduce over all GPUs of this machine if there are several."""
+    report("matrix products")
+    flops = {name: _matmul_flops(device, dtype, tf32) for name, dtype, tf32 in _dtypes(device)}
+    report("copies")
+    copy, host = _copy_bandwidth(device), _host_bandwidth(device)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
-    reduced = None
+    all_reduce = None
     if count > 1:
-        say(f"all-reduce over {count} GPUs")
-        reduced = all_reduce_rate(count, "nccl", 256 * _MIB)
+        report(f"all-reduce over {count} GPUs")
+        all_reduce = all_reduce_bandwidth(count, "nccl", 256 * _MIB)
     return Calibration(
-        device=device_name(device),
-        count=count,
-        products=products,
-        copy=copied,
-        host_link=host,
-        all_reduce=reduced,
-        launch=_launch(device),
-        when=date.today().isoformat(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device_count=count,
+        matmul_flops=flops,
+        copy_bandwidth=copy,
+        host_bandwidth=host,
+        all_reduce_bandwidth=all_reduce,
+        launch_seconds=_launch_seconds(device),
+        date=date.today().isoformat(),
     )
 
 
-def device_name(device: torch.device) -> str:
-    """What a calibration is kept under."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def all_reduce_rate(count: int, backend: str, size: int) -> float:
-    """Bytes a second that each of `count` processes sends while all reduce `size` bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_reduce, (count, backend, size, folder), nprocs=count)  # pyright: ignore[reportPrivateImportUsage]  # torch's way
-        seconds = float((Path(folder) / "seconds").read_text())
-    return 2 * (count - 1) / count * size / seconds
-
-
-def _reduce(rank: int, count: int, backend: str, size: int, folder: str) -> None:
-    """One of the processes; the first writes down how long an all-reduce took."""
-    store = dist.FileStore(f"{folder}/store", count)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-    tensor = torch.zeros(size // 4, device=device)
-    # every process must take part equally often, so the number is fixed, not the time
-    seconds = min(_once(partial(dist.all_reduce, tensor), device) for _ in range(8))
-    if rank == 0:
-        Path(folder, "seconds").write_text(repr(seconds))
-    dist.destroy_process_group()
-
-
 def _dtypes(device: torch.device) -> Iterator[tuple[str, torch.dtype, bool]]:
-    """What is measured: the name, the dtype, whether products in fp32 may use TF32.
+    """What to measure: name, dtype, and whether products in fp32 may use TF32.
 
-    Not bfloat16 on the CPU: some virtual machines die of it.
+    bfloat16 is not measured on the CPU, since some virtual machines crash on it.
     """
     yield "float32", torch.float32, False
     if device.type != "cuda":
         return
     yield "float16", torch.float16, False
-    if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32:
+    if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= _FIRST_CAPABILITY_WITH_TF32:
         yield "tf32", torch.float32, True
         yield "bfloat16", torch.bfloat16, False
 
 
-def _products(device: torch.device, dtype: torch.dtype, tf32: bool) -> tuple[tuple[float, float], ...]:
+def _matmul_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> tuple[tuple[float, float], ...]:
     points: list[tuple[float, float]] = []
-    with _fp32_products("high" if tf32 else "highest"):
-        for size in _SIZES[device.type]:
+    with _matmul_precision("high" if tf32 else "highest"):
+        for size in _MATRIX_SIZES[device.type]:
             left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
             out = torch.empty_like(left)
             work = 2.0 * size**3
@@ -181,59 +146,82 @@ def _products(device: torch.device, dtype: torch.dtype, tf32: bool) -> tuple[tup
 
 
 @contextmanager
-def _fp32_products(wanted: str) -> Generator[None]:
+def _matmul_precision(precision: str) -> Generator[None]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _copy_rate(device: torch.device) -> float:
-    size = _COPIED[device.type]
+def _copy_bandwidth(device: torch.device) -> float:
+    size = _COPY_BYTES[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _seconds(lambda: target.copy_(source), device)
 
 
-def _host_rate(device: torch.device) -> float:
-    size = _COPIED[device.type] // 2
+def _host_bandwidth(device: torch.device) -> float:
+    size = _COPY_BYTES[device.type] // 2
     source = torch.zeros(size, dtype=torch.uint8)
     source = source.pin_memory() if device.type == "cuda" else source
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return size / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _launch(device: torch.device) -> float:
-    """Seconds of the host for one operation of a training step, with the Python, autograd and autocast around it.
+def all_reduce_bandwidth(count: int, backend: str, size: int) -> float:
+    """Bytes per second that each of `count` processes sends during an all-reduce of `size` bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_all_reduce_rank, (count, backend, size, folder), nprocs=count)  # pyright: ignore[reportPrivateImportUsage]  # torch does not export it
+        seconds = float((Path(folder) / "seconds").read_text())
+    return 2 * (count - 1) / count * size / seconds
 
-    Measured over the steps of a model so small that any device waits for the host.
+
+def _all_reduce_rank(rank: int, count: int, backend: str, size: int, folder: str) -> None:
+    """One of the processes; rank 0 writes the time of an all-reduce to a file."""
+    store = dist.FileStore(f"{folder}/store", count)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    tensor = torch.zeros(size // 4, device=device)
+    # a fixed number instead of a fixed time: every rank must take part in every all-reduce
+    seconds = min(_time_once(partial(dist.all_reduce, tensor), device) for _ in range(8))
+    if rank == 0:
+        Path(folder, "seconds").write_text(repr(seconds))
+    dist.destroy_process_group()
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Host time for one operation of a training step, including Python, autograd and autocast.
+
+    The model is so small that any device waits for the host.
     """
     model = nn.Sequential(*(_Block() for _ in range(_LAYERS))).to(device)
     batch = torch.zeros(2, 4, _WIDTH, device=device)
     step = partial(_small_step, model, batch)
     step()
-    work = Work()
-    with Tracker(exact, no_workspace, work):
+    counter = OpCounter()
+    with MemoryTracker(cuda=False, counter=counter):
         step()
-    started = sum(op.count for op in work.ops())
-    return min(_once(step, device) for _ in range(_STARTS)) / started
+    launched = sum(op.count for op in counter.ops())
+    return min(_time_once(step, device) for _ in range(_LAUNCH_STEPS)) / launched
 
 
 class _Block(nn.Module):
-    """As of a transformer: operations and Python in the usual proportion."""
+    """A small transformer block, with the usual ratio of operations to Python code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.join = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.feed = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
+        self.norm, self.qkv = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.mlp = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Attention and what follows it, each added to what came in."""
-        query, key, value = self.join(self.norm(batch)).chunk(3, -1)
+        """Attention and MLP, each with a residual connection."""
+        query, key, value = self.qkv(self.norm(batch)).chunk(3, -1)
         batch = batch + functional.scaled_dot_product_attention(query, key, value)
-        return batch + self.feed(batch)
+        return batch + self.mlp(batch)
 
 
 def _small_step(model: nn.Module, batch: torch.Tensor) -> None:
@@ -243,28 +231,28 @@ def _small_step(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `work`, done many times in a row so that starting and waiting do not count."""
-    once = max(_once(work, device), 1e-7)
-    times = max(3, min(10_000, int(_SPAN / once)))
+    """Seconds of `work`, averaged over many runs in a row so that launch and synchronization do not count."""
+    once = max(_time_once(work, device), 1e-7)
+    times = max(3, min(10_000, int(_SECONDS_PER_FIGURE / once)))
 
     def many() -> None:
-        """Often enough to be measured."""
+        """Long enough to measure."""
         for _ in range(times):
             work()
 
-    return _once(many, device) / times
+    return _time_once(many, device) / times
 
 
-def _once(work: Callable[[], object], device: torch.device) -> float:
-    work()  # the first time loads kernels
-    _wait(device)
-    since = time.perf_counter()
+def _time_once(work: Callable[[], object], device: torch.device) -> float:
+    work()  # the first call loads kernels
+    _synchronize(device)
+    start = time.perf_counter()
     work()
-    _wait(device)
-    return time.perf_counter() - since
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,13 +1,13 @@
-"""CUDA's habits on the CPU: what it casts, keeps and computes in one kernel, so that a trace sees what a GPU would.
+"""Emulate CUDA on the CPU during a trace: which tensors autocast casts, and what kernels save for the backward pass.
 
-A model is traced with CPU tensors that have no memory, since a torch without CUDA cannot compute with CUDA ones. Four
-things differ there from a GPU, and are brought in line while a trace runs:
+A model is traced with CPU tensors that have no memory, because torch without CUDA cannot compute with CUDA tensors.
+Four things differ on a GPU and are emulated:
 
-- autocast on CUDA computes more in fp32 than on the CPU (layer norms, softmax, powers, sums), and widens logits inside
-  log_softmax where the CPU copies them first;
-- group norms on CUDA want images with their channels first, and keep a copy of those that are not;
-- dropout on CUDA keeps a mask of one byte an element, on the CPU one of the input's dtype;
-- attention with dropout is one kernel on CUDA, and on the CPU a matrix of all pairs.
+- autocast on CUDA computes more operators in fp32 (layer norm, softmax, powers, sums), and log_softmax converts logits
+  inside its kernel, while the CPU makes a copy first;
+- group norm on CUDA needs contiguous images and saves a copy of channels-last ones;
+- dropout on CUDA saves a mask with one byte per element, on the CPU a mask in the input's dtype;
+- attention with dropout is one kernel on CUDA, and on the CPU it computes the full attention matrix.
 """
 
 from collections.abc import Callable, Generator
@@ -20,8 +20,8 @@ from samestep.torch_private import OtherKernels, has_kernel, has_no_memory, past
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# torch's lists for CUDA (ATen/autocast_mode.h), less what the CPU's lists hold as well
-_IN_FP32 = (
+# The lists of ATen/autocast_mode.h for CUDA, without the operators that are in the lists for the CPU too.
+_FP32_OPS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow.Scalar"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "rsqrt", "sinh", "softplus", "tan"),
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "logsumexp", "renorm", "dist"),
@@ -30,9 +30,18 @@ _IN_FP32 = (
     *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
     *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
-_TO_FP32 = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList", "linalg_vector_norm")
-# cast to fp32 on the CPU alone
-_LEFT_ALONE = (
+# These take a dtype argument, so that the kernel converts its input without a copy.
+_FP32_OUTPUT_OPS = (
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "sum",
+    "sum.dim_IntList",
+    "linalg_vector_norm",
+)
+# Cast to fp32 on the CPU only.
+_CPU_FP32_OPS = (
     *("cross_entropy_loss", "cat", "stack", "reflection_pad1d", "reflection_pad2d", "replication_pad1d"),
     *("replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d"),
     *("adaptive_max_pool3d", "index_copy"),
@@ -40,15 +49,15 @@ _LEFT_ALONE = (
 
 
 @contextmanager
-def as_on_cuda() -> Generator[None]:
-    """Let CPU tensors meet CUDA's rules inside; the whole process sees them, so nothing else should compute then."""
+def emulate_cuda() -> Generator[None]:
+    """Let CPU tensors behave as on CUDA inside; this affects the whole process, so nothing else should compute."""
     kernels = OtherKernels()
     try:
-        for name in _IN_FP32:
-            _put(kernels, name, _in_fp32(_operator(name)))
-        for name in _TO_FP32:
-            _put(kernels, name, _to_fp32(_operator(name)))
-        for name in _LEFT_ALONE:
+        for name in _FP32_OPS:
+            _register(kernels, name, _with_fp32_inputs(_operator(name)))
+        for name in _FP32_OUTPUT_OPS:
+            _register(kernels, name, _with_fp32_output(_operator(name)))
+        for name in _CPU_FP32_OPS:
             if has_kernel(name, "AutocastCPU"):
                 kernels.put(name, torch.library.fallthrough_kernel, "AutocastCPU")
         kernels.put("dropout", _dropout, "AutogradCPU")
@@ -59,7 +68,7 @@ def as_on_cuda() -> Generator[None]:
         kernels.close()
 
 
-def _put(kernels: OtherKernels, name: str, kernel: Callable[..., object]) -> None:
+def _register(kernels: OtherKernels, name: str, kernel: Callable[..., object]) -> None:
     if has_kernel(name, "AutocastCUDA") and not has_kernel(name, "AutocastCPU"):
         kernels.put(name, kernel, "AutocastCPU")
 
@@ -69,31 +78,31 @@ def _operator(name: str) -> OpOverload:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _in_fp32(operator: OpOverload) -> Callable[..., object]:
-    def kernel(*inputs: object, **named: object) -> object:
-        """Widen what comes in."""
+def _with_fp32_inputs(operator: OpOverload) -> Callable[..., object]:
+    def kernel(*args: object, **kwargs: object) -> object:
+        """Convert the inputs to fp32."""
         with past_cpu_autocast():
-            return operator(*map(_wide, inputs), **{name: _wide(value) for name, value in named.items()})
+            return operator(*map(_to_fp32, args), **{name: _to_fp32(value) for name, value in kwargs.items()})
 
     return kernel
 
 
-def _to_fp32(operator: OpOverload) -> Callable[..., object]:
+def _with_fp32_output(operator: OpOverload) -> Callable[..., object]:
     names = [argument.name for argument in operator._schema.arguments]  # pyright: ignore[reportPrivateUsage]
 
-    def kernel(*inputs: object, **named: object) -> object:
-        """Widen inside of the kernel, so that nothing is copied, unless a dtype is asked for."""
-        first = inputs[0]
-        named = {**dict(zip(names, inputs, strict=False)), **named}
-        if isinstance(first, torch.Tensor) and first.dtype in _HALF and named.get("dtype") is None:
-            named["dtype"] = torch.float32
+    def kernel(*args: object, **kwargs: object) -> object:
+        """Pass dtype=float32, unless the caller passed a dtype."""
+        first = args[0]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if isinstance(first, torch.Tensor) and first.dtype in _HALF and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
         with past_cpu_autocast():
-            return operator(**named)
+            return operator(**kwargs)
 
     return kernel
 
 
-def _wide(value: object) -> object:
+def _to_fp32(value: object) -> object:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
@@ -113,8 +122,8 @@ def _group_norm(
 ) -> torch.Tensor:
     rows, channels = image.shape[:2]
     points = image.numel() // max(1, rows * channels)
-    normalise = torch.ops.aten.native_group_norm.default
-    return normalise(image.contiguous(), weight, bias, rows, channels, points, num_groups, eps)[0]
+    normalize = torch.ops.aten.native_group_norm.default
+    return normalize(image.contiguous(), weight, bias, rows, channels, points, num_groups, eps)[0]
 
 
 def _attention(
@@ -128,11 +137,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """One kernel whatever the dropout: on CUDA it keeps the state of a generator, not a mask."""
-    if enable_gqa and not has_no_memory(query):  # CUDA's kernel and shapes alone need no copies of shared heads
-        shared = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
-    if not _fused(query, key, value, attn_mask):
+    """One kernel with any dropout: on CUDA it saves the state of the RNG, not a mask."""
+    if enable_gqa and not has_no_memory(
+        query
+    ):  # the CUDA kernel needs no copies of shared heads, and neither do shapes
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if not _has_fused_kernel(query, key, value, attn_mask):
         attend = torch.ops.aten._scaled_dot_product_attention_math.default
         return attend(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -141,6 +152,6 @@ def _attention(
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    same = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    return same and (mask is None or not mask.requires_grad)
+def _has_fused_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return same_width and (mask is None or not mask.requires_grad)

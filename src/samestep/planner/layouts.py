@@ -1,4 +1,4 @@
-"""The layouts a plan weighs: every strategy that run.wrap has, with and without what saves memory."""
+"""The layouts that a plan compares: each strategy of run.wrap, with and without the options that save memory."""
 
 import re
 import shlex
@@ -10,148 +10,147 @@ from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.model_profile import ModelProfile
 
 Strategy = Literal["single", "ddp", "zero2", "fsdp", "hybrid"]
-Frozen = Literal["sharded", "offload", "balanced", "cpu"]
+TeacherPlacement = Literal["sharded", "offload", "balanced", "cpu"]
 
 _SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hybrid")
-_WORTH_PLACING = 0.1  # frozen parts below this part of all weights stay where the model is
-# A frozen part does one forward pass; one that gradients pass through does a backward pass for its inputs as well.
-_PASSES_WITH_GRADIENT = 1.4
+_MIN_FROZEN_FRACTION = 0.1  # frozen parts below this fraction of all weights stay in the model
+# Frozen parts cost one forward pass, and about one more if gradients flow through them to their inputs.
+_MAX_PASSES_WITHOUT_GRADIENT = 1.4
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is asked for whatever the strategy."""
+    """Options of the training script that hold for every layout."""
 
-    script: str = "train.py"
-    """What trains: a script, or the name of a recipe."""
-    channels_last: bool = False
-    """Images and weights of convolutions lie with their channels last: run.wrap(channels_last=True)."""
+    script: str = "train.py"  # training script, or name of a recipe
+    channels_last: bool = False  # whether the script passes run.wrap(channels_last=True)
     blocks: bool = False
-    """The classes of blocks are named: run.wrap(blocks=...); else it finds them."""
+    """Whether the script names the classes of its blocks, run.wrap(blocks=...), instead of having them detected."""
+
+
+DEFAULT_OPTIONS = PlanOptions()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread a training step over ranks, before its micro-batch is known."""
+    """One way to distribute a training step over ranks; the micro-batch size is chosen later."""
 
-    strategy: Strategy
-    """As `run.wrap` calls it."""
-    ranks: int
-    """How many ranks train."""
+    strategy: Strategy  # strategy of `run.wrap`
+    ranks: int  # number of ranks that train
     shards: int
-    """Over how many of them weights, gradients and optimizer state are cut; 1: each holds them whole."""
-    offload: bool = False
-    """What is sharded waits in host memory."""
-    recompute: bool = False
-    """Blocks compute their activations twice."""
-    frozen: Frozen | None = None
-    """Where `run.teacher` puts the frozen parts; None: in the model, on every rank."""
-    blocked: str | None = None
-    """Why the library cannot run it, or None."""
+    """Number of ranks that weights, gradients and optimizer state are sharded over; 1: every rank has a full copy."""
+    cpu_offload: bool = False  # whether shards are kept in host memory
+    activation_checkpointing: bool = False  # whether blocks recompute their activations in the backward pass
+    teacher_placement: TeacherPlacement | None = None
+    """Where `run.teacher` puts the frozen parts; None: they stay in the model, on every rank."""
+    unsupported: str | None = None  # why samestep cannot run this layout; None if it can
 
     @property
     def name(self) -> str:
-        """How it is called in a table."""
-        extras = (("offload", self.offload), ("recompute", self.recompute), (f"frozen {self.frozen}", self.frozen))
-        return " + ".join((self.strategy, *(word for word, there in extras if there)))
+        """Name in tables, such as `fsdp + offload + activation ckpt`."""
+        options = (
+            ("offload", self.cpu_offload),
+            ("activation ckpt", self.activation_checkpointing),
+            (f"frozen {self.teacher_placement}", self.teacher_placement),
+        )
+        return " + ".join((self.strategy, *(option for option, used in options if used)))
 
 
-NOTHING_ASKED = PlanOptions()
-"""Nothing beyond a script called train.py."""
+def layouts(cluster: ClusterSpec, model: ModelProfile, options: PlanOptions = DEFAULT_OPTIONS) -> Iterator[Layout]:
+    """Every layout of this model on this cluster, including the unsupported ones with the reason."""
+    for strategy, ranks, shards in _strategies(cluster):
+        sharded = strategy in _SHARDED
+        full_weights = "channels_last=True needs unsharded weights" if options.channels_last and sharded else None
+        for offload in (False, True) if sharded else (False,):
+            for checkpointing in (False, True) if model.checkpointed_activations is not None else (False,):
+                for placement, unsupported in _teacher_placements(cluster, model, strategy, ranks):
+                    yield Layout(
+                        strategy, ranks, shards, offload, checkpointing, placement, full_weights or unsupported
+                    )
 
 
-def layouts(machines: ClusterSpec, model: ModelProfile, asked: PlanOptions = NOTHING_ASKED) -> Iterator[Layout]:
-    """Every layout of this model on these machines, also those that cannot run, with the reason."""
-    for strategy, ranks, shards in _strategies(machines):
-        cut = "channels_last=True needs whole weights" if asked.channels_last and strategy in _SHARDED else None
-        for offload in (False, True) if strategy in _SHARDED else (False,):
-            for recompute in (False, True) if model.working_recomputed is not None else (False,):
-                for frozen, blocked in _placements(machines, model, strategy, ranks):
-                    yield Layout(strategy, ranks, shards, offload, recompute, frozen, cut or blocked)
-
-
-def _strategies(machines: ClusterSpec) -> Iterator[tuple[Strategy, int, int]]:
+def _strategies(cluster: ClusterSpec) -> Iterator[tuple[Strategy, int, int]]:
+    """Strategy, ranks and shards."""
     yield "single", 1, 1
-    if machines.devices > 1:
-        yield "ddp", machines.devices, 1
-        yield "zero2", machines.devices, machines.devices
-        yield "fsdp", machines.devices, machines.devices
-    if machines.nodes > 1 and machines.per_node > 1:
-        yield "hybrid", machines.devices, machines.per_node
+    if cluster.devices > 1:
+        yield "ddp", cluster.devices, 1
+        yield "zero2", cluster.devices, cluster.devices
+        yield "fsdp", cluster.devices, cluster.devices
+    if cluster.nodes > 1 and cluster.devices_per_node > 1:
+        yield "hybrid", cluster.devices, cluster.devices_per_node
 
 
-def _placements(
-    machines: ClusterSpec, model: ModelProfile, strategy: Strategy, ranks: int
-) -> Iterator[tuple[Frozen | None, str | None]]:
+def _teacher_placements(
+    cluster: ClusterSpec, model: ModelProfile, strategy: Strategy, ranks: int
+) -> Iterator[tuple[TeacherPlacement | None, str | None]]:
+    """Placements of the frozen parts, each with the reason if it is unsupported."""
     yield None, None
-    if frozen_bytes(model) < _WORTH_PLACING * model.weights:
+    if model.frozen_part_bytes < _MIN_FROZEN_FRACTION * model.weights:
         return
-    useful: dict[Frozen, bool] = {
+    useful: dict[TeacherPlacement, bool] = {
         "sharded": ranks > 1,
-        "balanced": strategy == "single" and machines.per_node > 1,
-        "offload": machines.device.kind == "cuda",
+        "balanced": strategy == "single" and cluster.devices_per_node > 1,
+        "offload": cluster.device.kind == "cuda",
         "cpu": True,
     }
-    blocked = (
-        "gradients pass through the frozen parts, and run.teacher computes without" if gradient_passes(model) else None
+    unsupported = (
+        "gradients flow through the frozen parts, and run.teacher computes no gradients"
+        if gradient_flows_through_frozen(model)
+        else None
     )
-    for name, there in useful.items():
-        if there:
-            yield name, blocked
+    for name, applies in useful.items():
+        if applies:
+            yield name, unsupported
 
 
-def frozen_bytes(model: ModelProfile) -> int:
-    """Bytes of the frozen parts, which can be placed on their own."""
-    return sum(part.frozen for part in model.frozen_parts)
+def gradient_flows_through_frozen(model: ModelProfile) -> bool:
+    """Whether gradients flow through the frozen parts, judging by the FLOPs of a step.
 
-
-def frozen_flops(model: ModelProfile) -> float:
-    """Work of the forward passes of all frozen parts for one sample."""
-    return sum(part.forward_flops for part in model.frozen_parts)
-
-
-def gradient_passes(model: ModelProfile) -> bool:
-    """Whether gradients flow through the frozen parts, as the work of a step tells.
-
-    What trains costs three times its forward pass, a frozen part once, and twice where its inputs need gradients.
+    Trainable parts cost three forward passes, frozen parts one, or two if their inputs need gradients.
     """
-    frozen = frozen_flops(model)
+    frozen = model.frozen_part_flops
     if not frozen:
         return False
-    trains = model.forward_flops - frozen
-    return (model.step_flops - 3 * trains) / frozen > _PASSES_WITH_GRADIENT
+    trainable = model.forward_flops - frozen
+    return (model.step_flops - 3 * trainable) / frozen > _MAX_PASSES_WITHOUT_GRADIENT
 
 
-def calls(
-    layout: Layout, model: ModelProfile, micro_batch: int, accumulation: int, asked: PlanOptions = NOTHING_ASKED
+def script_lines(
+    layout: Layout, model: ModelProfile, micro_batch: int, accumulation: int, options: PlanOptions = DEFAULT_OPTIONS
 ) -> tuple[str, ...]:
-    """What to write in the script for a layout, one call a line."""
-    options = [] if layout.strategy == "single" else [f'"{layout.strategy}"']
-    options += ["channels_last=True"] if asked.channels_last else []
-    options += [f"blocks=({_classes(model)},)"] if asked.blocks and layout.strategy in _SHARDED else []
-    options += ["offload=True"] if layout.offload else []
-    options += [f"checkpoint=({_classes(model)},)"] if layout.recompute else []
-    lines = [f"model = run.wrap({', '.join(['model', *options])})"]
-    if layout.frozen is not None:
+    """The lines of the training script that select this layout."""
+    arguments = ["model"] if layout.strategy == "single" else ["model", f'"{layout.strategy}"']
+    if options.channels_last:
+        arguments.append("channels_last=True")
+    if options.blocks and layout.strategy in _SHARDED:
+        arguments.append(f"blocks=({_block_classes(model)},)")
+    if layout.cpu_offload:
+        arguments.append("cpu_offload=True")
+    if layout.activation_checkpointing:
+        arguments.append(f"activation_checkpointing=({_block_classes(model)},)")
+    lines = [f"model = run.wrap({', '.join(arguments)})"]
+    if layout.teacher_placement is not None:
         names = ", ".join(part.name for part in model.frozen_parts)
-        lines.append(f'teacher = run.teacher(build, weights=..., placement="{layout.frozen}")  # for {names}')
-    cut = f", micro_batch={micro_batch}" if accumulation > 1 else ""
-    return (*lines, f"train = run.shard(dataset, shuffle=True{cut})")
+        lines.append(
+            f'teacher = run.teacher(build, weights=..., placement="{layout.teacher_placement}")  # for {names}'
+        )
+    size = f", micro_batch={micro_batch}" if accumulation > 1 else ""
+    return (*lines, f"train = run.shard(dataset, shuffle=True{size})")
 
 
-def command(layout: Layout, machines: ClusterSpec, script: str) -> str:
-    """What to type to start it."""
-    recipe, script = not script.endswith(".py"), shlex.quote(script)
-    if machines.nodes > 1 and layout.ranks > 1:
-        copied = f"samestep recipe copy {script} && " if recipe else ""
-        return f"{copied}samestep submit {script}{'.py' if recipe else ''} --nodes {machines.nodes}"
-    if layout.ranks == 1:
-        return f"samestep recipe run --nproc-per-node 1 {script}" if recipe else f"python {script}"
-    cpu = f" --nproc-per-node {layout.ranks}" if machines.device.kind == "cpu" else ""
-    return f"samestep {'recipe ' if recipe else ''}run{cpu} {script}"
-
-
-def _classes(model: ModelProfile) -> str:
-    """One block of each kind, by the places where they repeat."""
+def _block_classes(model: ModelProfile) -> str:
+    """An expression for the class of each kind of block: blocks whose names differ in numbers only are one kind."""
     kinds = {re.sub(r"\d+", "0", part.name): part.name for part in reversed(model.blocks)}
     return ", ".join(f'type(model.get_submodule("{name}"))' for name in reversed(kinds.values()))
+
+
+def launch_command(layout: Layout, cluster: ClusterSpec, script: str) -> str:
+    """The shell command that starts the training script or recipe with this layout."""
+    recipe, script = not script.endswith(".py"), shlex.quote(script)
+    if cluster.nodes > 1 and layout.ranks > 1:
+        copy = f"samestep recipe copy {script} && " if recipe else ""
+        return f"{copy}samestep submit {script}{'.py' if recipe else ''} --nodes {cluster.nodes}"
+    if layout.ranks == 1:
+        return f"samestep recipe run --nproc-per-node 1 {script}" if recipe else f"python {script}"
+    ranks = f" --nproc-per-node {layout.ranks}" if cluster.device.kind == "cpu" else ""
+    return f"samestep {'recipe ' if recipe else ''}run{ranks} {script}"

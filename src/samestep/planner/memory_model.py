@@ -1,143 +1,121 @@
-"""Bytes that a layout takes of each device and of each node's host memory, part by part."""
+"""Estimate the memory of a layout, component by component: on each device and in each node's host memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.layouts import Layout, frozen_bytes
+from samestep.planner.layouts import Layout
 from samestep.planner.model_profile import CUDA_CONTEXT, ModelProfile
+from samestep.planner.teacher_costs import PlacementCost
 
 _MIB = 2**20
-_CONTEXT = {"cuda": CUDA_CONTEXT, "mps": 300 * _MIB, "cpu": 300 * _MIB}  # without CUDA: a Python with torch
-_CHANNELS = 400 * _MIB  # what NCCL takes to talk to peers
-_HALF = ("bf16", "fp16")
-_WIDE = "float32"
+_CONTEXT = {"cuda": CUDA_CONTEXT, "mps": 300 * _MIB, "cpu": 300 * _MIB}  # without CUDA: a Python process with torch
+_NCCL_BUFFERS = 400 * _MIB
+_COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buckets", "gathered", "overhead")
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What one device holds at the worst moment of a step, and what its node holds for all of its ranks."""
+class MemoryEstimate:
+    """Bytes on one device at the peak of a step, and bytes of host memory per node."""
 
-    weights: int
-    """Weights and buffers."""
-    gradients: int
-    """Gradients that stand at the end of a backward pass."""
-    optimizer: int
-    """The optimizer's state."""
-    working: int
-    """Activations, what is computed on the way, the batch."""
+    weights: int  # weights and buffers
+    gradients: int  # gradients at the end of a backward pass
+    optimizer: int  # optimizer state
+    activations: int  # activations, temporaries and the batch
     buckets: int
-    """Gradients that stand already when activations are at their most: in DDP's buckets, or of the last micro-batch."""
-    gathered: int
-    """Weights gathered from other ranks for the blocks at work, and their gradients before they are cut."""
-    overhead: int
-    """The device's context and the channels between ranks."""
-    host: int
-    """Bytes of a node's host memory, over all of its ranks."""
+    """Gradients that already exist at the peak of the activations: DDP's buckets, or those of earlier micro-batches."""
+    gathered: int  # weights gathered from other ranks for the current blocks, and their gradients before reduce-scatter
+    overhead: int  # context of the device and buffers of NCCL
+    host: int  # bytes of host memory per node, for all of its ranks
 
     @property
     def total(self) -> int:
-        """Bytes of one device."""
-        return sum(self.parts().values())
+        """Bytes on one device."""
+        return sum(self.components().values())
 
-    def parts(self) -> Mapping[str, int]:
-        """The device's bytes by part, in the order of a bar."""
-        names = ("weights", "gradients", "optimizer", "working", "buckets", "gathered", "overhead")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where frozen parts are that the model itself does not hold."""
-
-    per_gpu: int
-    """Bytes of each device."""
-    per_node: int
-    """Bytes of each node's host memory."""
+    def components(self) -> Mapping[str, int]:
+        """Bytes on one device by component."""
+        return {name: getattr(self, name) for name in _COMPONENTS}
 
 
-def memory(
+def estimate_memory(
     layout: Layout,
-    machines: ClusterSpec,
+    cluster: ClusterSpec,
     model: ModelProfile,
     micro_batch: int,
+    *,
     accumulates: bool,
     precision: str,
-    placed: Placed | None,
-) -> Memory:
-    """Memory of `layout` with `micro_batch` samples at once; `accumulates`: a step has several micro-batches."""
-    trains = sum(model.trainable.values())
-    stays = model.weights - trains - (frozen_bytes(model) if placed else 0) + (placed.per_gpu if placed else 0)
-    mine = 0 if layout.offload else _part(trains, layout.shards)
-    working, held = _working(layout, model, micro_batch, accumulates, precision)
-    return Memory(
-        weights=stays + mine,
+    teacher: PlacementCost | None = None,
+) -> MemoryEstimate:
+    """Memory of `layout` with `micro_batch` samples per forward pass.
+
+    `accumulates`: a step has several micro-batches. `teacher`: cost of the frozen parts if they are placed outside of
+    the model.
+    """
+    trainable = sum(model.trainable.values())
+    not_trained = model.weights - trainable
+    if teacher is not None:
+        not_trained += teacher.per_gpu - model.frozen_part_bytes
+    activations, buckets = _activations(layout, model, micro_batch, accumulates, precision)
+    uses_nccl = layout.ranks > 1 and cluster.device.kind == "cuda"
+    return MemoryEstimate(
+        weights=not_trained + (0 if layout.cpu_offload else _shard(trainable, layout.shards)),
         gradients=_gradients(layout, model.gradients, accumulates),
-        optimizer=0 if layout.offload else _part(model.optimizer_state, layout.shards),
-        working=working,
-        buckets=held,
+        optimizer=0 if layout.cpu_offload else _shard(model.optimizer_state, layout.shards),
+        activations=activations,
+        buckets=buckets,
         gathered=_gathered(layout, model, precision) if layout.shards > 1 else 0,
-        overhead=_CONTEXT[machines.device.kind] + (_CHANNELS if _talks(layout, machines) else 0),
-        host=_host(layout, machines, model, placed),
+        overhead=_CONTEXT[cluster.device.kind] + (_NCCL_BUFFERS if uses_nccl else 0),
+        host=_host(layout, cluster, model) + (teacher.per_node if teacher else 0),
     )
 
 
-def compute_bytes(trainable: Mapping[str, int], precision: str) -> int:
-    """Bytes of weights in the precision they are computed in, by what they are stored in.
-
-    >>> compute_bytes({"float32": 100, "bfloat16": 10}, "bf16")
-    60
-    """
-    return sum(size // 2 if precision in _HALF and dtype == _WIDE else size for dtype, size in trainable.items())
-
-
-def _part(size: int, shards: int) -> int:
+def _shard(size: int, shards: int) -> int:
     return -(-size // shards)
 
 
 def _gradients(layout: Layout, size: int, accumulates: bool) -> int:
-    """Sharded gradients of early micro-batches wait whole for the last one: until then ranks send nothing."""
+    """With accumulation, unsharded gradients stay until the last micro-batch, since ranks reduce only then."""
     if layout.shards == 1:
         return size
-    mine = 0 if layout.offload else _part(size, layout.shards)
-    return mine + size if accumulates else mine
+    shard = 0 if layout.cpu_offload else _shard(size, layout.shards)
+    return shard + size if accumulates else shard
 
 
-def _working(layout: Layout, model: ModelProfile, samples: int, accumulates: bool, precision: str) -> tuple[int, int]:
-    """Working memory, and what gradients add to it that stand throughout: in DDP's buckets, or between micro-batches.
+def _activations(
+    layout: Layout, model: ModelProfile, samples: int, accumulates: bool, precision: str
+) -> tuple[int, int]:
+    """Activation memory, and the memory that gradients add if they exist throughout the step.
 
-    Sharded weights are gathered in the precision they are computed in: the copies that autocast keeps are not made.
+    Sharded weights are gathered in the precision of the computation, so autocast does not make its own copies.
     """
-    told = model.working_recomputed if layout.recompute and model.working_recomputed else model.working
-    # offloaded gradients leave the device as they come
-    working = told.kept(samples) if layout.offload else told.at(samples, layout.shards)
-    throughout = layout.strategy == "ddp" or accumulates
-    held = max(0, told.kept(samples) - working) if throughout else 0
-    if layout.shards > 1 and precision in _HALF:
-        copies = compute_bytes(model.trainable, precision)
-        working = max(working - copies, min(working, told.per_sample * samples))
-    return working, held
+    checkpointed = model.checkpointed_activations if layout.activation_checkpointing else None
+    peak = checkpointed or model.activations
+    # offloaded gradients leave the device as soon as they are computed
+    activations = peak.at_with_all_gradients(samples) if layout.cpu_offload else peak.at(samples, layout.shards)
+    persistent_gradients = layout.strategy == "ddp" or accumulates
+    buckets = max(0, peak.at_with_all_gradients(samples) - activations) if persistent_gradients else 0
+    if layout.shards > 1 and precision in ("bf16", "fp16"):
+        copies = model.compute_bytes(precision)
+        activations = max(activations - copies, min(activations, peak.per_sample * samples))
+    return activations, buckets
 
 
 def _gathered(layout: Layout, model: ModelProfile, precision: str) -> int:
-    """Two blocks at once, the one at work and the next; all of a step what is outside of blocks, or with zero2 all."""
-    trains = sum(model.trainable.values())
-    whole = compute_bytes(model.trainable, precision)
-    narrow = whole / trains if trains else 1.0
+    """The current and the next block, and all parameters outside of blocks; with zero2 all parameters."""
+    trainable = sum(model.trainable.values())
+    full = model.compute_bytes(precision)
+    ratio = full / trainable if trainable else 1.0
     largest = max((part.trainable for part in model.blocks), default=0)
-    outside = trains - sum(part.trainable for part in model.blocks)
-    kept = whole if layout.strategy == "zero2" else int(narrow * (min(2 * largest, trains) + outside))
-    uncut = 2 * max(largest, outside)  # whole gradients on their way out, and the copy that is sent
-    return min(kept, whole) + min(uncut, 2 * model.gradients)
+    outside = trainable - sum(part.trainable for part in model.blocks)
+    weights = full if layout.strategy == "zero2" else int(ratio * (min(2 * largest, trainable) + outside))
+    gradients = 2 * max(largest, outside)  # unsharded gradients, and the copy that reduce-scatter sends
+    return min(weights, full) + min(gradients, 2 * model.gradients)
 
 
-def _talks(layout: Layout, machines: ClusterSpec) -> bool:
-    return layout.ranks > 1 and machines.device.kind == "cuda"
-
-
-def _host(layout: Layout, machines: ClusterSpec, model: ModelProfile, placed: Placed | None) -> int:
-    held = placed.per_node if placed else 0
-    if not layout.offload:
-        return held
+def _host(layout: Layout, cluster: ClusterSpec, model: ModelProfile) -> int:
+    if not layout.cpu_offload:
+        return 0
     state = sum(model.trainable.values()) + model.gradients + model.optimizer_state
-    return held + machines.per_node * _part(state, layout.shards)
+    return cluster.devices_per_node * _shard(state, layout.shards)

@@ -1,177 +1,76 @@
-"""The moments of a step that can be its worst: two traces of different micro-batches joined into lines."""
+"""Record the memory timeline of a step, storage by storage, and fit the peak memory over the micro-batch size to it.
+
+On CUDA the tracker rounds sizes as torch's allocator does, and adds the workspace that kernels allocate while they run.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samestep.planner.model_profile import Moment, Peak
-from samestep.planner.operations import Work
+from samestep.planner.model_profile import MemoryPoint, PeakMemory
+from samestep.planner.operations import CPU_ATTENTION, OpCounter
 
-_SMALLEST = 512
-_LARGE = 10 * 2**20
-_SEGMENT = 2 * 2**20
-_REST = 2**20
+CUBLAS_WORKSPACE = 64 * 2**20
+"""Bytes that cuBLAS keeps from its first product on: on Hopper 32 MiB for each thread that computes, and the backward
+pass has its own thread. Older GPUs need 8 MiB each."""
 
-CUDA_LIBRARIES = 64 * 2**20
-"""Bytes that cuBLAS keeps from its first product on: 32 MiB on Hopper for each thread that computes, and the backward
-pass has a thread of its own. Older GPUs take 8 MiB each."""
-
-
-def allocated(size: int) -> int:
-    """Bytes that a tensor of `size` bytes takes.
-
-    Sizes are rounded up to 512 bytes. Above 10 MiB memory comes in multiples of 2 MiB, and a rest below 1 MiB is not
-    cut off.
-
-    >>> allocated(0), allocated(1), allocated(513), allocated(int(11.5 * 2**20)) / 2**20
-    (0, 512, 1024, 12.0)
-    """
-    rounded = -(-size // _SMALLEST) * _SMALLEST
-    if rounded < _LARGE:
-        return rounded
-    segment = -(-rounded // _SEGMENT) * _SEGMENT
-    return segment if segment - rounded <= _REST else rounded
-
-
-def exact(size: int) -> int:
-    """Bytes that a tensor of `size` bytes takes where nothing is rounded.
-
-    >>> exact(513)
-    513
-    """
-    return size
-
-
-Rule = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
+_MIB = 2**20
+_SHARDS = (1, 2, 3, 4, 8, 16, 64, 1024)  # numbers of gradient shards for which the peak must be exact
 _HALF = (torch.bfloat16, torch.float16)
 _FP32_BACKWARD = 2.3  # of input and output: cuDNN's choice for 3x3 kernels without TF32
 _FP32_BACKWARD_CHANNELS_LAST = 3.3
 
 
-def cuda_workspace(name: str, inputs: Sequence[object], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes that CUDA's kernel for the operator takes."""
-    rule = _RULES.get(name)
-    return 0 if rule is None else int(rule([x for x in inputs if isinstance(x, torch.Tensor)], outputs))
+class MemorySample(NamedTuple):
+    """Memory in use after one operation."""
+
+    op: str  # the operation
+    used: int  # bytes in use, gradients included, as the allocator rounds them
+    exact: int  # the same, not rounded
+    gradients: int  # bytes of gradients among them
 
 
-def no_workspace(name: str, inputs: Sequence[object], outputs: Sequence[torch.Tensor]) -> int:
-    """The same on a CPU, whose kernels take next to nothing."""
-    return 0
+class MemoryTracker(TorchDispatchMode):
+    """A dispatch mode that counts bytes by storage, so that views are free and tied weights count once.
 
+    `cuda`: count as torch's CUDA allocator does, with the workspace of CUDA kernels. `counter` counts the operators.
+    """
 
-def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
-    """Images that do not lie as the kernel wants them are turned around, in and out."""
-    image, weight, result = inputs[0], inputs[1], outputs[0]
-    turned = _nbytes(image) + _nbytes(result)
-    if image.dtype not in _HALF:
-        return turned if _channels_last(image) else 0
-    if _channels_last(image) or _channels_last(weight):
-        return _copied(image)
-    return 0 if _pointwise(image, weight, result) else turned + _nbytes(weight)
-
-
-def _convolution_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
-    """The same, more where fp32 must not be TF32, and a wide copy for the gradient of a bias."""
-    gradient, image, weight = inputs[:3]
-    turned = _nbytes(image) + _nbytes(gradient)
-    pointwise = _pointwise(image, weight, gradient)
-    if image.dtype in _HALF:
-        if _channels_last(image) or _channels_last(weight):
-            return _copied(image) + (2 * _nbytes(gradient) if len(outputs) > 2 else 0)  # the third is a bias's
-        return 0 if pointwise else turned + _nbytes(weight)
-    if pointwise or image.shape[2:] != gradient.shape[2:]:
-        return turned
-    return turned * (_FP32_BACKWARD_CHANNELS_LAST if _channels_last(image) else _FP32_BACKWARD)
-
-
-def _attention_backward(inputs: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> float:
-    """Gradients of queries add up in fp32, those of shared heads in full before they are joined, a mask has one too."""
-    query, key = inputs[1], inputs[2]
-    rows = 2 * 4 * query.numel() // query.shape[-1]
-    shared = 2 * _nbytes(query) if query.shape[1] != key.shape[1] else 0
-    masked = _nbytes(inputs[6]) if len(inputs) > 6 else 0
-    return 4 * query.numel() + rows + shared + masked
-
-
-def _copied(image: torch.Tensor) -> int:
-    """Where weights have their channels last, so must images."""
-    return 0 if _channels_last(image) else _nbytes(image)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _channels_last(image: torch.Tensor) -> bool:
-    return image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last)
-
-
-def _pointwise(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a convolution is a product of matrices: a kernel of one point at every place."""
-    return all(size == 1 for size in weight.shape[2:]) and image.shape[2:] == result.shape[2:]
-
-
-_RULES: Mapping[str, Rule] = {
-    "aten.convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-}
-
-
-Workspace = Callable[[str, Sequence[object], Sequence[torch.Tensor]], int]
-
-
-@dataclass
-class Notes:
-    """What was noted, moment by moment."""
-
-    names: list[str] = field(default_factory=list)
-    """The operation after which memory was looked at."""
-    used: list[int] = field(default_factory=list)
-    """Bytes in use then, gradients too, as the allocator rounds them."""
-    exact: list[int] = field(default_factory=list)
-    """The same, not rounded."""
-    gradients: list[int] = field(default_factory=list)
-    """Bytes of gradients among them."""
-
-
-class Tracker(TorchDispatchMode):
-    """A dispatch mode that counts bytes by storage, so that views cost nothing and tied weights count once."""
-
-    def __init__(self, round_up: Callable[[int], int], workspace: Workspace, work: Work | None = None) -> None:
+    def __init__(self, *, cuda: bool, counter: OpCounter | None = None) -> None:
         super().__init__()
-        self.notes = Notes()
-        self.work = work
-        self._round_up, self._workspace = round_up, workspace
+        self.timeline: list[MemorySample] = []
+        self.counter = counter
+        self._cuda = cuda
         self._used = self._exact = self._gradients = 0
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        self._marked: dict[int, int] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._gradient_sizes: dict[int, int] = {}
 
     @property
     def used(self) -> int:
         """Bytes in use now."""
         return self._used
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that stood before the tracker began."""
+    def add_existing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that existed before the tracker was entered."""
         for tensor in tensors:
-            self._meet(tensor)
+            self._add(tensor)
 
     def mark_gradient(self, parameter: torch.Tensor) -> None:
-        """Count a parameter's gradient, which stands from now on, as one."""
+        """Count a parameter's gradient as a gradient from now on; a hook after gradient accumulation."""
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
-        self._meet(gradient)
-        key = id(gradient.untyped_storage())
-        if key not in self._marked and key in self._alive:
-            self._marked[key] = self._round_up(gradient.untyped_storage().nbytes())
-            self._gradients += self._marked[key]
+        self._add(gradient)
+        storage = gradient.untyped_storage()
+        key = id(storage)
+        if key not in self._gradient_sizes and key in self._storages:
+            self._gradient_sizes[key] = self._round(storage.nbytes())
+            self._gradients += self._gradient_sizes[key]
 
     def __torch_dispatch__(
         self,
@@ -180,107 +79,181 @@ class Tracker(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run the operation as it is, then see which storages are new."""
-        named = kwargs or {}
-        result = func(*args, **named)
-        if func.namespace == "prim":  # questions about a tensor
+        """Run the operation, then record new storages and workspace."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":  # queries such as the device of a tensor
             return result
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        new = [self._meet(tensor) for tensor in outputs]
-        inputs = tree_leaves((args, named))
+        new = [self._add(tensor) for tensor in outputs]
+        inputs = tree_leaves((args, kwargs))
         name = str(func.overloadpacket)
-        if self.work is not None:
-            self.work.add(func, args, named, result, inputs, outputs)
-        aside = self._workspace(name, inputs, outputs)
-        if any(new) or aside:
-            self._note(name, aside)
+        if self.counter is not None:
+            self.counter.add(func, args, kwargs, result, inputs, outputs)
+        workspace = cuda_workspace(name, inputs, outputs) if self._cuda else 0
+        if any(new) or workspace:
+            used, exact = self._used + workspace, self._exact + workspace
+            self.timeline.append(MemorySample(name, used, exact, self._gradients))
         return result
 
-    def _note(self, name: str, aside: int) -> None:
-        self.notes.names.append(name)
-        self.notes.used.append(self._used + aside)
-        self.notes.exact.append(self._exact + aside)
-        self.notes.gradients.append(self._gradients)
+    def _round(self, size: int) -> int:
+        return allocated_bytes(size) if self._cuda else size
 
-    def _meet(self, tensor: torch.Tensor) -> bool:
-        """Count the storage of a tensor from now to its end; whether it is new."""
+    def _add(self, tensor: torch.Tensor) -> bool:
+        """Count the storage of a tensor until it is freed; returns whether it is new."""
         if tensor.layout != torch.strided:
-            return bool([part for part in _dense_parts(tensor) if self._meet(part)])
+            return bool([part for part in _dense_parts(tensor) if self._add(part)])
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._alive:
+        if key in self._storages:
             return False
         exact = storage.nbytes()
-        size = self._round_up(exact)
-        self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, exact)
+        size = self._round(exact)
+        self._storages[key] = (weakref.ref(storage, lambda _: self._remove(key)), size, exact)
         self._used += size
         self._exact += exact
         return True
 
-    def _forget(self, key: int) -> None:
-        _, size, exact = self._alive.pop(key)
+    def _remove(self, key: int) -> None:
+        _, size, exact = self._storages.pop(key)
         self._used -= size
         self._exact -= exact
-        self._gradients -= self._marked.pop(key, 0)
+        self._gradients -= self._gradient_sizes.pop(key, 0)
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a sparse tensor is made of."""
+    """Indices and values of a sparse tensor."""
     if tensor.layout != torch.sparse_coo:
         return []
-    return [tensor._indices(), tensor._values()]  # pyright: ignore[reportPrivateUsage]  # torch has no other way to see those of one that is not coalesced
+    return [tensor._indices(), tensor._values()]  # pyright: ignore[reportPrivateUsage]  # the public ones need a coalesced tensor
 
 
-_SHARDS = (1, 2, 3, 4, 8, 16, 64, 1024)
+def allocated_bytes(size: int) -> int:
+    """Bytes that torch's CUDA allocator uses for a tensor of `size` bytes.
 
+    Sizes are rounded up to 512 bytes. From 10 MiB on, memory comes in segments of 2 MiB, and a remainder of up to 1 MiB
+    is not split off.
 
-def peak_of(small: Notes, large: Notes, sizes: tuple[int, int], standing: int, gradients: int, extra: Moment) -> Peak:
-    """Join what was noted with two micro-batches of `sizes` samples.
-
-    `standing` are the bytes of weights and optimizer state, `gradients` those of all gradients; `extra` is added to
-    every moment.
+    >>> allocated_bytes(0), allocated_bytes(1), allocated_bytes(513), allocated_bytes(int(11.5 * 2**20)) / 2**20
+    (0, 512, 1024, 12.0)
     """
-    if small.names == large.names:
-        at = list(zip(range(len(small.names)), range(len(large.names)), strict=True))
-    else:  # what runs depends on the micro-batch: the two peaks alone can be joined
-        at = [(_highest(small), _highest(large))]
-    moments = [_line(sizes, small, large, a, b, standing, extra) for a, b in at]
-    return Peak(tuple(_worst(moments)), gradients)
+    rounded = -(-size // 512) * 512
+    if rounded < 10 * _MIB:
+        return rounded
+    segment = -(-rounded // (2 * _MIB)) * 2 * _MIB
+    return segment if segment - rounded <= _MIB else rounded
 
 
-def _highest(notes: Notes) -> int:
-    return max(range(len(notes.used)), key=notes.used.__getitem__)
+def cuda_workspace(name: str, inputs: Sequence[object], outputs: Sequence[torch.Tensor]) -> int:
+    """Bytes that the CUDA kernel of an operator allocates while it runs."""
+    rule = _WORKSPACE.get(name)
+    return 0 if rule is None else int(rule([x for x in inputs if isinstance(x, torch.Tensor)], outputs))
 
 
-def _line(sizes: tuple[int, int], small: Notes, large: Notes, a: int, b: int, standing: int, extra: Moment) -> Moment:
-    """The line through two moments; what rounding swallows of small tensors still grows with the micro-batch."""
-    rounded, exact = large.used[b] - small.used[a], large.exact[b] - small.exact[a]
-    per_sample = -(-max(rounded, exact) // (sizes[1] - sizes[0]))
-    fixed = large.used[b] - large.gradients[b] - per_sample * sizes[1] - standing
-    return Moment(fixed + extra.fixed, per_sample + extra.per_sample, large.gradients[b])
+def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+    """Copies of input and output if their memory format is not the one that the kernel needs."""
+    image, weight, result = inputs[0], inputs[1], outputs[0]
+    copies = image.nbytes + result.nbytes
+    if image.dtype not in _HALF:
+        return copies if _is_channels_last(image) else 0
+    if _is_channels_last(image) or _is_channels_last(weight):
+        return _channels_last_copy(image)
+    return 0 if _is_pointwise(image, weight, result) else copies + weight.nbytes
 
 
-def _worst(moments: Sequence[Moment]) -> list[Moment]:
-    """Those that are the worst for some micro-batch, with gradients whole, in shards, or standing all the time."""
-    kept: dict[Moment, None] = {}
+def _convolution_backward(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+    """The same copies, more in fp32 without TF32, and an fp32 copy for the gradient of a bias."""
+    gradient, image, weight = inputs[:3]
+    copies = image.nbytes + gradient.nbytes
+    pointwise = _is_pointwise(image, weight, gradient)
+    if image.dtype in _HALF:
+        if _is_channels_last(image) or _is_channels_last(weight):
+            has_bias = len(outputs) > 2
+            return _channels_last_copy(image) + (2 * gradient.nbytes if has_bias else 0)
+        return 0 if pointwise else copies + weight.nbytes
+    if pointwise or image.shape[2:] != gradient.shape[2:]:
+        return copies
+    return copies * (_FP32_BACKWARD_CHANNELS_LAST if _is_channels_last(image) else _FP32_BACKWARD)
+
+
+def _attention_backward(inputs: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> float:
+    """Query gradients in fp32, unreduced gradients of shared heads, and the gradient of a mask."""
+    query, key = inputs[1], inputs[2]
+    rows = 2 * 4 * query.numel() // query.shape[-1]
+    shared = 2 * query.nbytes if query.shape[1] != key.shape[1] else 0
+    masked = inputs[6].nbytes if len(inputs) > 6 else 0
+    return 4 * query.numel() + rows + shared + masked
+
+
+def _channels_last_copy(image: torch.Tensor) -> int:
+    return 0 if _is_channels_last(image) else image.nbytes
+
+
+def _is_channels_last(image: torch.Tensor) -> bool:
+    return image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_pointwise(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a convolution is a matrix product: a 1x1 kernel with stride 1."""
+    return all(size == 1 for size in weight.shape[2:]) and image.shape[2:] == result.shape[2:]
+
+
+_WORKSPACE: Mapping[str, Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]] = {
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+    f"{CPU_ATTENTION}_backward": _attention_backward,
+}
+
+
+def fit_peak_memory(
+    small: Sequence[MemorySample],
+    large: Sequence[MemorySample],
+    sizes: tuple[int, int],
+    persistent: int,
+    gradients: int,
+    extra: MemoryPoint,
+) -> PeakMemory:
+    """Fit the peak memory to the timelines of two micro-batches of `sizes` samples.
+
+    `persistent` are the bytes of weights and optimizer state, `gradients` those of all gradients. `extra` is added to
+    every point.
+    """
+    if [sample.op for sample in small] == [sample.op for sample in large]:
+        pairs = list(zip(small, large, strict=True))
+    else:  # the operations depend on the micro-batch: only the two peaks correspond to each other
+        pairs = [(max(small, key=lambda s: s.used), max(large, key=lambda s: s.used))]
+    points = [_fit_point(sizes, before, after, persistent, extra) for before, after in pairs]
+    peaks: dict[MemoryPoint, None] = {}
     for shards in (*_SHARDS, 0):
-        kept.update(dict.fromkeys(_upper(moments, shards)))
-    return list(kept)
+        peaks.update(dict.fromkeys(_upper_envelope(points, shards)))
+    return PeakMemory(tuple(peaks), gradients)
 
 
-def _upper(moments: Sequence[Moment], shards: int) -> Iterator[Moment]:
-    """The upper envelope of the lines, from the micro-batch of one sample on."""
+def _fit_point(
+    sizes: tuple[int, int], small: MemorySample, large: MemorySample, persistent: int, extra: MemoryPoint
+) -> MemoryPoint:
+    """The line through two samples; small tensors grow with the micro-batch even if rounding hides it."""
+    growth = max(large.used - small.used, large.exact - small.exact)
+    per_sample = -(-growth // (sizes[1] - sizes[0]))
+    fixed = large.used - large.gradients - per_sample * sizes[1] - persistent
+    return MemoryPoint(fixed + extra.fixed, per_sample + extra.per_sample, large.gradients)
 
-    def height(moment: Moment, samples: float) -> float:
-        """Bytes at so many samples."""
-        return moment.fixed + moment.per_sample * samples + (moment.gradients / shards if shards else 0)
 
-    current, samples = max(moments, key=lambda m: (height(m, 1), m.per_sample)), 1.0
+def _upper_envelope(points: Sequence[MemoryPoint], shards: int) -> Iterator[MemoryPoint]:
+    """The points that are the peak for some micro-batch, with gradients in `shards` parts; 0: without gradients."""
+
+    def height(point: MemoryPoint, samples: float) -> float:
+        """Bytes with so many samples."""
+        return point.fixed + point.per_sample * samples + (point.gradients / shards if shards else 0)
+
+    current, samples = max(points, key=lambda p: (height(p, 1), p.per_sample)), 1.0
     while True:
         yield current
-        steeper = [m for m in moments if m.per_sample > current.per_sample]
+        steeper = [p for p in points if p.per_sample > current.per_sample]
         if not steeper:
             return
-        meets = [(height(current, 0) - height(m, 0)) / (m.per_sample - current.per_sample) for m in steeper]
-        samples = min(meets)
-        current = max((m for m, at in zip(steeper, meets, strict=True) if at == samples), key=lambda m: m.per_sample)
+        crossings = [(height(current, 0) - height(p, 0)) / (p.per_sample - current.per_sample) for p in steeper]
+        samples = min(crossings)
+        current = max(
+            (p for p, at in zip(steeper, crossings, strict=True) if at == samples), key=lambda p: p.per_sample
+        )

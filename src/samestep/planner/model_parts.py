@@ -1,4 +1,4 @@
-"""What a model needs as far as its weights tell: where no example batch says more."""
+"""Find the blocks and frozen parts of a model, and measure their size and work."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -9,70 +9,72 @@ from torch import nn
 
 from samestep.errors import PlanError
 from samestep.parallel.fsdp import find_blocks
-from samestep.planner.model_profile import Line, ModelProfile, Part
-from samestep.planner.operations import Work
+from samestep.planner.model_profile import ModelPart, ModelProfile, PeakMemory
+from samestep.planner.operations import OpCounter
+
+_ADAM_STATES = 2  # tensors of optimizer state per parameter
 
 
-def classes_in(model: nn.Module, wished: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
-    """Classes of submodules, those that are named by their names found in the model."""
+def resolve_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
+    """Classes of submodules; names are looked up in the model."""
     known = {type(module).__name__: type(module) for module in model.modules() if module is not model}
-    for name in wished:
+    for name in classes:
         if isinstance(name, str) and name not in known:
             raise PlanError(
-                f"{type(model).__name__} has no submodule of a class {name}: blocks are classes that repeat in it, and "
-                f"it has {', '.join(sorted(known)) or 'none'}"
+                f"{type(model).__name__} has no submodule of class {name}. Name a class that repeats in the model; it "
+                f"has {', '.join(sorted(known)) or 'none'}."
             )
-    return tuple(known[kind] if isinstance(kind, str) else kind for kind in wished)
+    return tuple(known[kind] if isinstance(kind, str) else kind for kind in classes)
 
 
-def blocks_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
-    """The blocks that are gathered one at a time when the model is sharded, by name, in the model's order."""
+def named_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
+    """The blocks that FSDP gathers one at a time, by name, in the order of the model."""
     found = {id(block) for block in find_blocks(model, classes)}
     return {name: module for name, module in model.named_modules() if id(module) in found}
 
 
-def recomputable(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
-    """The classes of blocks whose activations can be computed twice: those given, or those that repeat and train.
+def checkpointable_classes(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    """Classes for activation checkpointing: those given, or the classes of repeated blocks with trainable parameters.
 
-    A single layer is no block: there is nothing inside that need not be kept.
+    A single layer is left out: it has no inner activations that could be recomputed.
     """
     if classes:
         return tuple(classes)
-    found = [inner for block in blocks_of(model, ()).values() for inner in _inside(block)]
-    blocks = [block for block in found if any(True for _ in block.children())]
-    training = Counter(type(block) for block in blocks if any(p.requires_grad for p in block.parameters()))
-    return tuple(kind for kind, count in training.items() if count > 1)
+    blocks = [inner for block in named_blocks(model, ()).values() for inner in _unpack_sequential(block)]
+    blocks = [block for block in blocks if any(True for _ in block.children())]
+    trainable = Counter(type(block) for block in blocks if any(p.requires_grad for p in block.parameters()))
+    return tuple(kind for kind, count in trainable.items() if count > 1)
 
 
-def _inside(block: nn.Module) -> Iterator[nn.Module]:
-    """A block, or those in it where it is a bare sequence: its class says nothing about what repeats."""
+def _unpack_sequential(block: nn.Module) -> Iterator[nn.Module]:
+    """The block, or the modules of an nn.Sequential, whose class does not say what repeats."""
     if type(block) is not nn.Sequential:
         yield block
         return
     for child in block:
-        yield from _inside(child)
+        yield from _unpack_sequential(child)
 
 
-class ForwardWork:
-    """Notes how much of the work falls into each of several modules."""
+class ForwardFlops:
+    """Counts the FLOPs of the forward passes of several modules."""
 
-    def __init__(self, work: Work, modules: Iterable[nn.Module]) -> None:
-        self._work, self._modules = work, list({id(module): module for module in modules}.values())
+    def __init__(self, counter: OpCounter, modules: Iterable[nn.Module]) -> None:
+        self._counter, self._modules = counter, list({id(module): module for module in modules}.values())
         self._flops: dict[int, float] = {}
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Look at forward passes inside."""
-        began: dict[int, float] = {}
+    def counting(self) -> Generator[None]:
+        """Count forward passes inside."""
+        started: dict[int, float] = {}
 
         def enter(module: nn.Module, *_: object) -> None:
-            """Work so far."""
-            began[id(module)] = self._work.flops
+            """Before the forward pass."""
+            started[id(module)] = self._counter.flops
 
         def leave(module: nn.Module, *_: object) -> None:
-            """Work since."""
-            more = self._work.flops - began.pop(id(module))
-            self._flops[id(module)] = self._flops.get(id(module), 0.0) + more
+            """After the forward pass."""
+            flops = self._counter.flops - started.pop(id(module))
+            self._flops[id(module)] = self._flops.get(id(module), 0.0) + flops
 
         hooks = [m.register_forward_pre_hook(enter) for m in self._modules]
         hooks += [m.register_forward_hook(leave) for m in self._modules]
@@ -83,54 +85,50 @@ class ForwardWork:
                 hook.remove()
 
     def of(self, module: nn.Module) -> float:
-        """Floating-point operations of its forward passes; 0 where it was never called by itself."""
+        """FLOPs of a module's forward passes; 0 if it was never called."""
         return self._flops.get(id(module), 0.0)
 
 
-def describe(parts: dict[str, nn.Module], work: ForwardWork, samples: int) -> tuple[Part, ...]:
-    """Bytes and work of each part."""
-    return tuple(_describe(name, part, work.of(part) / samples) for name, part in parts.items())
+def describe_parts(modules: dict[str, nn.Module], flops: ForwardFlops, samples: int) -> tuple[ModelPart, ...]:
+    """Bytes of each module, and its FLOPs per sample."""
+    return tuple(_describe_part(name, module, flops.of(module) / samples) for name, module in modules.items())
 
 
-def _describe(name: str, part: nn.Module, flops: float) -> Part:
-    trainable = nbytes(p for p in part.parameters() if p.requires_grad)
-    still = nbytes(p for p in part.parameters() if not p.requires_grad)
-    return Part(name, trainable, still + nbytes(part.buffers()), flops)
+def _describe_part(name: str, module: nn.Module, flops: float) -> ModelPart:
+    trainable = storage_bytes(p for p in module.parameters() if p.requires_grad)
+    frozen = storage_bytes(p for p in module.parameters() if not p.requires_grad)
+    return ModelPart(name, trainable, frozen + storage_bytes(module.buffers()), flops)
 
 
-def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors, each once: views and tied weights cost nothing more."""
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once: views and tied weights add nothing."""
     storages = {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 
-_MOMENTS = 2  # of Adam, the optimizer that most models are trained with
-
-
 def profile_weights(model: nn.Module) -> ModelProfile:
-    """Weights, gradients and two moments of Adam; activations and work are not known and count as nothing."""
+    """Profile without an example batch: weights, gradients and Adam's state; activations and work count as 0."""
     by_dtype: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for parameter in model.parameters():
-        held, name = by_dtype[parameter.requires_grad], str(parameter.dtype).removeprefix("torch.")
-        held[name] = held.get(name, 0) + parameter.numel() * parameter.element_size()
-    trains = sum(by_dtype[True].values())
-    nothing, blocks = Line(0, 0), blocks_of(model, ())
+        sizes, name = by_dtype[parameter.requires_grad], str(parameter.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + parameter.numel() * parameter.element_size()
+    trainable = sum(by_dtype[True].values())
     return ModelProfile(
         name=type(model).__name__,
         trainable=by_dtype[True],
         frozen=by_dtype[False],
-        buffers=nbytes(model.buffers()),
-        gradients=trains,
+        buffers=storage_bytes(model.buffers()),
+        gradients=trainable,
         optimizer="Adam",
-        optimizer_state=_MOMENTS * trains,
-        working=nothing,
-        working_recomputed=None,
+        optimizer_state=_ADAM_STATES * trainable,
+        activations=PeakMemory.linear(0, 0),
+        checkpointed_activations=None,
         forward_flops=0.0,
         step_flops=0.0,
-        step_flops_recomputed=0.0,
+        checkpointed_step_flops=0.0,
         ops=(),
-        traced_batch=1,
-        blocks=describe(blocks, ForwardWork(Work(), ()), samples=1),
+        traced_samples=1,
+        blocks=describe_parts(named_blocks(model, ()), ForwardFlops(OpCounter(), ()), samples=1),
         frozen_parts=(),
-        how="by its weights alone: activations are not counted",
+        method="from the weights only: activations are not counted",
     )

@@ -1,188 +1,146 @@
-"""What a model needs: bytes of its parts, bytes and work of a step, told per sample."""
+"""What training a model costs on one device: bytes of its state, memory and work of a step, as functions of the batch.
+
+All sizes are in bytes. `samestep.planner.trace` fills a `ModelProfile`; memory model and time model read it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 CUDA_CONTEXT = 600 * 2**20
-"""Bytes of a GPU that the driver, the loaded kernels and the libraries take beside everything that torch counts: 350 to
-600 MiB, by GPU and by version of CUDA. What a GPU says to be free before a process begins does not leave it out."""
+"""Bytes of a GPU that the CUDA context, kernels and libraries use in addition to what torch counts: 350 to 600 MiB,
+depending on GPU and CUDA version. The free memory that a GPU reports before a process starts still includes them."""
 
 CUDA_MARGIN = 0.06
-"""The part of a GPU's memory that a plan should leave free beyond what it counted. Measured steps took at most 1.2 %
-more than a trace had predicted (benchmarks/memory.py); the rest is for what torch's allocator holds in pieces that fit
-nothing, for another cuDNN's choices, and for NCCL's buffers."""
+"""Fraction of a GPU's memory that a plan leaves free by default. Measured steps used at most 1.2 % more than a trace
+predicted (benchmarks/memory.py). The rest covers fragmentation, other algorithms of cuDNN, and buffers of NCCL."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Bytes as a straight line over the micro-batch."""
+class MemoryPoint:
+    """One point of a step's memory timeline, as a linear function of the micro-batch size."""
 
-    fixed: int
-    """Bytes that are there with any micro-batch."""
-    per_sample: int
-    """Bytes that each sample adds."""
-
-    def at(self, samples: int, shards: int = 1) -> int:
-        """Bytes with so many samples in the micro-batch; the same however gradients are sharded.
-
-        >>> Line(100, 10).at(4)
-        140
-        """
-        return self.fixed + self.per_sample * samples
-
-    def kept(self, samples: int) -> int:
-        """The same: a line does not know when gradients stand."""
-        return self.at(samples)
+    fixed: int  # bytes for any micro-batch, without weights, optimizer state and gradients
+    per_sample: int  # additional bytes per sample
+    gradients: int  # bytes of gradients that exist at this point
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One moment of a step at which memory may be fullest."""
+class PeakMemory:
+    """Peak memory of a step in addition to weights, optimizer state and gradients: activations, temporaries, batch.
 
-    fixed: int
-    """Bytes beyond weights, optimizer state and gradients, with any micro-batch."""
-    per_sample: int
-    """Bytes that each sample adds."""
-    gradients: int
-    """Bytes of gradients that stand at that moment."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes at the worst moment of a step, over the micro-batch.
-
-    Gradients come one by one while activations go: which moment is the worst depends on the micro-batch and on how much
-    of the gradients this device holds, so the moments are kept, each a line.
+    During the backward pass gradients appear while activations are freed. Which point of the timeline is the peak
+    depends on the micro-batch size and on how gradients are sharded, so all points that can be the peak are kept.
     """
 
-    moments: tuple[Moment, ...]
-    """Those that are the worst for some micro-batch and some sharding; at least one."""
-    gradients: int
-    """Bytes of all gradients."""
+    points: tuple[MemoryPoint, ...]
+    """The points that are the peak for some micro-batch size and some sharding; at least one."""
+    gradients: int  # bytes of all gradients
+
+    @classmethod
+    def linear(cls, fixed: int, per_sample: int) -> "PeakMemory":
+        """A peak that does not depend on when gradients appear.
+
+        >>> PeakMemory.linear(100, 10).at(4)
+        140
+        """
+        return cls((MemoryPoint(fixed, per_sample, 0),), 0)
 
     def at(self, samples: int, shards: int = 1) -> int:
-        """Bytes beyond weights, optimizer state and all gradients, of which this device holds one of `shards` parts.
+        """Bytes with `samples` in the micro-batch if this device holds one of `shards` equal parts of the gradients.
 
-        >>> Peak((Moment(100, 10, 0), Moment(20, 0, 400)), 400).at(2), Peak((Moment(100, 10, 0),), 0).at(4)
-        (20, 140)
+        >>> PeakMemory((MemoryPoint(100, 10, 0), MemoryPoint(20, 0, 400)), 400).at(2)
+        20
         """
-        worst = max(m.fixed + m.per_sample * samples + m.gradients // shards for m in self.moments)
-        return worst - self.gradients // shards
+        peak = max(p.fixed + p.per_sample * samples + p.gradients // shards for p in self.points)
+        return peak - self.gradients // shards
 
-    def kept(self, samples: int) -> int:
-        """The same where all gradients stand all the time: in DDP's buckets, or between micro-batches of one step.
+    def at_with_all_gradients(self, samples: int) -> int:
+        """Bytes if all gradients exist throughout the step: in DDP's buckets, or from an earlier micro-batch.
 
-        >>> Peak((Moment(100, 10, 0), Moment(20, 0, 400)), 400).kept(2)
+        >>> PeakMemory((MemoryPoint(100, 10, 0), MemoryPoint(20, 0, 400)), 400).at_with_all_gradients(2)
         120
         """
-        return max(m.fixed + m.per_sample * samples for m in self.moments)
+        return max(p.fixed + p.per_sample * samples for p in self.points)
 
     @property
     def fixed(self) -> int:
-        """Bytes that are there with any micro-batch."""
+        """Bytes for any micro-batch."""
         return self.at(0)
 
     @property
     def per_sample(self) -> int:
-        """Bytes that each sample adds where there are many."""
-        return max(m.per_sample for m in self.moments)
+        """Additional bytes per sample in a large micro-batch."""
+        return max(p.per_sample for p in self.points)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One kind of operation in a step, forward and backward together."""
+    """All calls of one operator in one dtype during forward and backward pass."""
 
-    name: str
-    """As torch calls it, e.g. aten.mm."""
-    count: int
-    """How often it runs in one micro-batch of `ModelProfile.traced_batch` samples."""
-    flops: float
-    """Multiplications and additions of all of them together; 0 for what only moves data."""
-    moved: float
-    """Bytes that all of them together read and write."""
-    dtype: str
-    """What it computes in, e.g. bfloat16."""
+    name: str  # Torch's name, such as aten.mm
+    count: int  # calls in one micro-batch of `ModelProfile.traced_samples` samples
+    flops: float  # floating-point operations of all calls; 0 for operators that only move data
+    bytes_moved: float  # bytes that all calls read and write
+    dtype: str  # dtype of the computation, such as bfloat16
 
 
 @dataclass(frozen=True)
-class Timed:
-    """How long a device takes over a micro-batch, its operations measured there one by one."""
+class MeasuredTime:
+    """Time of a micro-batch on one device, from operations that were measured there."""
 
-    device: str
-    """Which device, as `Device.name` has it."""
-    points: tuple[tuple[int, float], ...]
-    """(samples, seconds), at least one, fewest samples first."""
-    host: float | None = None
-    """Seconds in which the host starts all operations, with any number of samples; None where nobody knows."""
+    device: str  # `DeviceSpec.name` of the device
+    points: tuple[tuple[int, float], ...]  # (samples, seconds), at least one, smallest micro-batch first
+    host_seconds: float | None = None
+    """Host time to launch all operations of a micro-batch of any size; None if it was not measured."""
 
     def at(self, samples: int) -> float:
-        """Seconds with so many samples, on the straight line through the points.
+        """Seconds of a micro-batch, by linear interpolation through the points.
 
-        >>> Timed("h100", ((4, 0.5), (8, 0.75))).at(16), Timed("h100", ((4, 0.5),)).at(8)
+        >>> MeasuredTime("h100", ((4, 0.5), (8, 0.75))).at(16), MeasuredTime("h100", ((4, 0.5),)).at(8)
         (1.25, 1.0)
         """
-        (few, quick), (many, slow) = self.points[0], self.points[-1]
-        if few == many or slow <= quick:
+        (few, fast), (many, slow) = self.points[0], self.points[-1]
+        if few == many or slow <= fast:
             return slow * samples / many
-        each = (slow - quick) / (many - few)
-        return max(slow + (samples - many) * each, quick * samples / few if samples < few else 0.0)
+        per_sample = (slow - fast) / (many - few)
+        return max(slow + (samples - many) * per_sample, fast * samples / few if samples < few else 0.0)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the model that is sharded, gathered or placed as one: a block, or a frozen submodule."""
+class ModelPart:
+    """A submodule that is sharded, gathered or placed as a unit: a block, or a frozen submodule."""
 
-    name: str
-    """As in `named_modules`."""
-    trainable: int
-    """Bytes of its parameters that train."""
-    frozen: int
-    """Bytes of those that do not, and of its buffers."""
-    forward_flops: float
-    """Work of its forward pass for one sample."""
+    name: str  # name in `named_modules`
+    trainable: int  # bytes of its trainable parameters
+    frozen: int  # bytes of its frozen parameters and its buffers
+    forward_flops: float  # FLOPs of its forward pass per sample
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What one training step of a model takes on one device, by trace or by measurement."""
+    """Memory and work of a training step on one device, traced or measured."""
 
-    name: str
-    """The class of the model."""
-    trainable: Mapping[str, int]
-    """Bytes of parameters that train, by dtype."""
-    frozen: Mapping[str, int]
-    """Bytes of parameters that do not, by dtype."""
-    buffers: int
-    """Bytes of buffers."""
-    gradients: int
-    """Bytes of gradients, all of them at once."""
-    optimizer: str
-    """The optimizer's class, e.g. AdamW."""
-    optimizer_state: int
-    """Bytes it keeps beside the parameters."""
-    working: Line | Peak
-    """Bytes beyond weights, gradients and optimizer state at the worst moment of a steady step: activations, what is
-    computed on the way, the batch."""
-    working_recomputed: Line | Peak | None
-    """The same with every block computing its activations twice; None where there are no blocks to recompute."""
-    forward_flops: float
-    """Work of the forward pass for one sample."""
-    step_flops: float
-    """Work of forward and backward pass for one sample."""
-    step_flops_recomputed: float
-    """The same where blocks compute twice; equal to `step_flops` where there are none."""
-    ops: tuple[Op, ...]
-    """What a micro-batch of `traced_batch` samples runs, so that time can be told from rates and bandwidth."""
-    traced_batch: int
-    """Samples in the micro-batch that was traced."""
-    blocks: tuple[Part, ...]
-    """The repeated blocks, each gathered as one when the model is sharded."""
-    frozen_parts: tuple[Part, ...]
-    """The outermost submodules in which nothing trains."""
-    how: str
-    """Traced without memory, or measured with real micro-batches and why."""
-    timed: Timed | None = None
-    """How long a device at hand takes; None: time is reckoned from `ops`."""
+    name: str  # class of the model
+    trainable: Mapping[str, int]  # bytes of trainable parameters by dtype
+    frozen: Mapping[str, int]  # bytes of frozen parameters by dtype
+    buffers: int  # bytes of buffers
+    gradients: int  # bytes of all gradients
+    optimizer: str  # class of the optimizer, such as AdamW
+    optimizer_state: int  # bytes of the optimizer state
+    activations: PeakMemory  # peak memory of a step in addition to weights, gradients and optimizer state
+    checkpointed_activations: PeakMemory | None
+    """The same with activation checkpointing of every block; None if the model has no blocks."""
+    forward_flops: float  # FLOPs of the forward pass per sample
+    step_flops: float  # FLOPs of forward and backward pass per sample
+    checkpointed_step_flops: float
+    """The same with activation checkpointing; equal to `step_flops` if the model has no blocks."""
+    ops: tuple[Op, ...]  # operators of a micro-batch of `traced_samples` samples; empty if they are unknown
+    traced_samples: int  # samples in the traced micro-batch
+    blocks: tuple[ModelPart, ...]  # repeated blocks; FSDP gathers each as a unit
+    frozen_parts: tuple[ModelPart, ...]  # outermost submodules without trainable parameters
+    method: str  # how the profile was made: traced, or measured with real micro-batches and why
+    measured_time: MeasuredTime | None = None
+    """Measured time on an available device; None: the time is estimated from `ops`."""
 
     @property
     def weights(self) -> int:
@@ -191,5 +149,20 @@ class ModelProfile:
 
     @property
     def persistent(self) -> int:
-        """Bytes that stand between steps: weights, gradients, optimizer state."""
+        """Bytes that exist between steps: weights, gradients, optimizer state."""
         return self.weights + self.gradients + self.optimizer_state
+
+    @property
+    def frozen_part_bytes(self) -> int:
+        """Bytes of the frozen submodules, which `run.teacher` can place elsewhere."""
+        return sum(part.frozen for part in self.frozen_parts)
+
+    @property
+    def frozen_part_flops(self) -> float:
+        """FLOPs of the forward passes of the frozen submodules per sample."""
+        return sum(part.forward_flops for part in self.frozen_parts)
+
+    def compute_bytes(self, precision: str) -> int:
+        """Bytes of the trainable parameters in the precision of the computation: half of fp32 in bf16 and fp16."""
+        half = precision in ("bf16", "fp16")
+        return sum(size // 2 if half and dtype == "float32" else size for dtype, size in self.trainable.items())

@@ -1,392 +1,374 @@
-"""The decision: the fastest layout that fits, with the reason against every other."""
+"""Choose how to train a model on a cluster: the fastest layout that fits, with the reason against every other one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 from samestep.data.partition import Partition
 from samestep.errors import PlanError
 from samestep.messages import format_bytes, format_seconds
-from samestep.planner.cluster_spec import DEVICE_SPECS, HOST_MARGIN, ClusterSpec, DeviceSpec, parse_cluster_spec
-from samestep.planner.layouts import (
-    NOTHING_ASKED,
-    Layout,
-    PlanOptions,
-    calls,
-    command,
-    frozen_bytes,
-    frozen_flops,
-    layouts,
-)
-from samestep.planner.memory_model import Memory, Placed, memory
+from samestep.planner.cluster_spec import HOST_MARGIN, KNOWN_DEVICES, ClusterSpec, DeviceSpec, parse_cluster_spec
+from samestep.planner.layouts import DEFAULT_OPTIONS, Layout, PlanOptions, launch_command, layouts, script_lines
+from samestep.planner.memory_model import MemoryEstimate, estimate_memory
 from samestep.planner.model_profile import CUDA_MARGIN, ModelProfile
-from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, placement_cost
-from samestep.planner.time_model import StepTime, slowness, step_time
+from samestep.planner.teacher_costs import PlacementCost, TeacherProfile, TeacherSetup, placement_cost
+from samestep.planner.time_model import StepTime, estimate_step_time, matmul_slowdown
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+"""Values of `Run(precision=...)`."""
+_EQUALLY_FAST = 1.03  # step times that differ by less are too close for an estimate to tell apart
+_MAX_EXTRA_MICRO_BATCHES = 32
+_MIN_SPEEDUP = 1.01  # more micro-batches than necessary must make a step faster by more than this
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of devices that advice tries
+_MAX_DEVICES_PER_NODE = 8
+_MAX_LARGER_DEVICES = 3  # number of larger devices that advice names
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanRequest:
     """What a plan is made for."""
 
-    machines: ClusterSpec
-    """What there is."""
-    model: ModelProfile
-    """What is trained."""
-    global_batch: int
-    """Samples of a step, over all ranks."""
-    precision: str
-    """fp32, bf16 or fp16."""
-    tf32: bool
-    """Whether products in fp32 may use TF32."""
-    margin: float
-    """The part of a device's memory that stays free."""
-    asked: PlanOptions = NOTHING_ASKED
-    """What is asked for whatever the strategy."""
+    cluster: ClusterSpec  # the cluster
+    model: ModelProfile  # the model
+    global_batch: int  # samples per step, over all ranks
+    precision: str  # fp32, bf16 or fp16
+    tf32: bool  # whether matrix products in fp32 may use TF32
+    margin: float  # fraction of a device's memory that stays free
+    options: PlanOptions = DEFAULT_OPTIONS  # options that hold for every layout
 
     @property
-    def room(self) -> int:
-        """Bytes of a device that may be used."""
-        device = self.machines.device
+    def usable_memory(self) -> int:
+        """Bytes of a device that the plan may use."""
+        device = self.cluster.device
         return device.memory_free - int(device.memory * self.margin)
+
+    @property
+    def usable_host_memory(self) -> float:
+        """Bytes of a node's host memory that the plan may use."""
+        return self.cluster.host_memory * (1 - HOST_MARGIN)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with its micro-batch, weighed."""
+    """One layout with its micro-batch size, memory and time."""
 
-    layout: Layout
-    """How the step is spread."""
-    micro_batch: int
-    """Samples that each rank puts through at once."""
-    accumulation: int
-    """Micro-batches of a step on each rank."""
-    memory: Memory
-    """What it takes; with a micro-batch of 1 where nothing fits."""
-    time: StepTime
-    """How long a step takes, estimated."""
-    fits: bool
-    """Whether it may be chosen."""
-    reason: str
-    """Why it was, or was not, in numbers."""
+    layout: Layout  # how the step is distributed
+    micro_batch: int  # samples per forward pass on each rank
+    accumulation: int  # micro-batches per step on each rank
+    memory: MemoryEstimate  # estimated memory; that of the smallest possible micro-batch if none fits
+    time: StepTime  # estimated time of a step
+    fits: bool  # whether it can be chosen
+    reason: str  # why it was or was not chosen, with numbers
 
-
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-_NODE = 8  # devices that are sold in one node at most
-_LARGER = 3  # kinds of larger devices that are named
-
-
-def advise(
-    task: Task, rest: Sequence[Candidate], fitting: Callable[[Task, ClusterSpec], str | None]
-) -> tuple[str, ...]:
-    """What to do about a task that fits in no layout; `fitting` names the layout that would fit on other machines."""
-    return (*_more(task, fitting), *_larger(task, fitting), *_smaller(task, rest))
-
-
-def _more(task: Task, fitting: Callable[[Task, ClusterSpec], str | None]) -> Iterator[str]:
-    """The first number of the same devices that is enough."""
-    machines = task.machines
-    if machines.device.kind == "mps":  # there is one in a machine, and ranks on several have nothing to send through
-        return
-    for count in _COUNTS:
-        if count > machines.devices:
-            per_node = max(machines.per_node, min(count, _NODE))
-            more = machines.of_size(per_node, -(-count // per_node))
-            if name := fitting(task, more):
-                yield f"{more.words} would do, with {name}"
-                return
-    yield f"no number of {machines.device.name} up to {_COUNTS[-1]} would do"
-
-
-def _larger(task: Task, fitting: Callable[[Task, ClusterSpec], str | None]) -> Iterator[str]:
-    """Devices with more memory, the smallest first, and how many at least: no more than are here, if that will do."""
-    memory = task.machines.device.memory
-    larger = (s.device for s in DEVICE_SPECS.values() if s.device.kind == "cuda" and s.device.memory > memory)
-    kinds = sorted(larger, key=lambda device: device.memory)
-    few = [count for count in _COUNTS if count <= task.machines.devices]
-    found = (found for device in kinds if (found := _enough(task, device, few, fitting)))
-    named = list(islice(found, _LARGER))
-    if not named:
-        more = (_enough(task, device, [count], fitting) for count in _COUNTS for device in kinds)
-        named = list(islice(filter(None, more), 1))
-    yield from named
-
-
-def _enough(
-    task: Task, device: DeviceSpec, counts: Sequence[int], fitting: Callable[[Task, ClusterSpec], str | None]
-) -> str | None:
-    """The first of these numbers of a device that is enough, in words."""
-    for count in counts:
-        per_node = min(count, _NODE)
-        if name := fitting(task, parse_cluster_spec(f"{device.name}:{per_node}", -(-count // per_node))):
-            return f"{count} x {device.name} ({format_bytes(device.memory)}) would do, with {name}"
-    return None
-
-
-def _smaller(task: Task, rest: Sequence[Candidate]) -> Iterator[str]:
-    """Where one sample alone is too large, nothing but a smaller sample helps on these devices."""
-    runs = [candidate for candidate in rest if candidate.layout.blocked is None]
-    least = min(runs, key=lambda candidate: candidate.memory.total)
-    name, size = max(least.memory.parts().items(), key=lambda part: part[1])
-    remedy = {
-        "working": "a shorter sequence or a smaller image makes it less, a smaller global batch does not",
-        "weights": "frozen weights in a narrower dtype, or a smaller model, make it less",
-        "gathered": "smaller blocks make it less: run.wrap(blocks=...) names their classes",
-    }.get(name, "an optimizer with less state, or a smaller model, makes it less")
-    needs = f"{least.layout.name} needs least, {format_bytes(least.memory.total)}"
-    yield f"{needs}, most of it {name} ({format_bytes(size)}): {remedy}"
-
-
-AS_FAST = 1.03
-"""Two layouts whose estimates differ by less than this are taken as equally fast."""
-_MOST_MORE = 32  # micro-batches beyond the fewest that are tried
-_WORTH_CUTTING = 1.01  # a step must become shorter by more than this to be cut into more micro-batches
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-"""What `Run(precision=...)` takes."""
+    def to_json(self) -> dict[str, object]:
+        """The candidate as plain data."""
+        return {
+            "name": self.layout.name,
+            **asdict(self.layout),
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "memory": {**self.memory.components(), "total": self.memory.total, "host": self.memory.host},
+            "seconds": {**self.time.components(), "total": self.time.total},
+            "fits": self.fits,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided, and why."""
+    """The chosen layout, and why."""
 
-    task: Task
-    """What for."""
-    chosen: Candidate | None
-    """The fastest that fits; None where nothing does."""
+    request: PlanRequest  # what the plan was made for
+    chosen: Candidate | None  # the fastest candidate that fits; None if none fits
     candidates: tuple[Candidate, ...]
-    """All that were weighed: the chosen one first, then what fits by seconds, then what does not by bytes."""
-    advice: tuple[str, ...] = ()
-    """Where nothing fits: what would."""
+    """All candidates: the chosen one, then those that fit by time, then the others by memory."""
+    advice: tuple[str, ...] = ()  # if nothing fits: what would
 
     @property
-    def script(self) -> tuple[str, ...]:
-        """What to write in the script, one call a line; nothing where nothing fits."""
+    def code(self) -> tuple[str, ...]:
+        """Lines of the training script that select the chosen layout; empty if nothing fits."""
         if self.chosen is None:
             return ()
-        task, chosen = self.task, self.chosen
-        return calls(chosen.layout, task.model, chosen.micro_batch, chosen.accumulation, task.asked)
+        chosen, request = self.chosen, self.request
+        return script_lines(chosen.layout, request.model, chosen.micro_batch, chosen.accumulation, request.options)
 
     @property
-    def start(self) -> str | None:
-        """What to type to start it."""
-        return command(self.chosen.layout, self.task.machines, self.task.asked.script) if self.chosen else None
+    def command(self) -> str | None:
+        """Shell command that starts the training; None if nothing fits."""
+        if self.chosen is None:
+            return None
+        return launch_command(self.chosen.layout, self.request.cluster, self.request.options.script)
 
     def to_json(self) -> dict[str, object]:
-        """The same as plain data."""
-        machines, model = self.task.machines, self.task.model
+        """The plan as plain data."""
+        request = self.request
         return {
-            "machines": asdict(machines),
-            "model": _told(model),
-            "global_batch": self.task.global_batch,
-            "precision": self.task.precision,
-            "margin": self.task.margin,
-            "asked": asdict(self.task.asked),
-            "chosen": _plain(self.chosen) if self.chosen else None,
-            "script": list(self.script),
-            "start": self.start,
-            "candidates": [_plain(candidate) for candidate in self.candidates],
+            "cluster": asdict(request.cluster),
+            "model": _model_json(request.model),
+            "global_batch": request.global_batch,
+            "precision": request.precision,
+            "margin": request.margin,
+            "options": asdict(request.options),
+            "chosen": self.chosen.to_json() if self.chosen else None,
+            "code": list(self.code),
+            "command": self.command,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
             "advice": list(self.advice),
         }
 
 
-def plan(
-    machines: ClusterSpec,
+def _model_json(model: ModelProfile) -> dict[str, object]:
+    """Bytes and work of a model, without the long list of its operators."""
+    names = (
+        *("name", "method", "weights", "trainable", "frozen", "buffers", "gradients", "optimizer", "optimizer_state"),
+        *("forward_flops", "step_flops", "checkpointed_step_flops"),
+    )
+    activations = {"fixed": model.activations.fixed, "per_sample": model.activations.per_sample}
+    return {**{name: getattr(model, name) for name in names}, "activations": activations}
+
+
+def make_plan(
+    cluster: ClusterSpec,
     model: ModelProfile,
     global_batch: int,
     precision: str = "auto",
     margin: float = CUDA_MARGIN,
-    asked: PlanOptions = NOTHING_ASKED,
+    options: PlanOptions = DEFAULT_OPTIONS,
 ) -> Plan:
-    """Weigh every layout and choose the fastest that fits, `margin` of each device's memory left free.
+    """Compare all layouts and choose the fastest that fits and leaves `margin` of each device's memory free.
 
-    `model` must have been traced in the precision that is planned for: see `precision_on`.
+    Trace `model` in the precision that `resolve_precision` returns for this cluster.
     """
-    task = replace(_task(machines, model, global_batch, precision, margin), asked=asked)
-    weighed = [_weigh(task, layout) for layout in layouts(machines, model, task.asked)]
-    fitting = sorted((each for each in weighed if each.fits), key=lambda each: each.time.total)
-    rest = sorted((each for each in weighed if not each.fits), key=lambda each: each.memory.total)
+    check_plan_arguments(global_batch, margin)
+    tf32 = precision != "fp32"
+    request = PlanRequest(cluster, model, global_batch, resolve_precision(cluster, precision), tf32, margin, options)
+    candidates = [_candidate(request, layout) for layout in layouts(cluster, model, options)]
+    fitting = sorted((each for each in candidates if each.fits), key=lambda each: each.time.total)
+    others = sorted((each for each in candidates if not each.fits), key=lambda each: each.memory.total)
     if not fitting:
-        return Plan(task, None, tuple(rest), advise(task, rest, _fitting_on))
+        return Plan(request, None, tuple(others), tuple(_advice(request, others)))
     best = _best(fitting)
-    told = [replace(each, reason=_lost(each, best, fitting[0].time.total)) for each in fitting if each is not best]
-    chosen = replace(best, reason=_won(task, best, told))
-    return Plan(task, chosen, (chosen, *told, *rest))
+    slower = [replace(each, reason=_why_not(each, best, fitting[0].time.total)) for each in fitting if each is not best]
+    chosen = replace(best, reason=_why_chosen(request, best, slower))
+    return Plan(request, chosen, (chosen, *slower, *others))
 
 
-def _fitting_on(task: Task, machines: ClusterSpec) -> str | None:
-    """The layout that would be chosen on other machines, by its name; None where none fits there either."""
-    other = replace(task, machines=machines)
-    weighed = (_weigh(other, layout) for layout in layouts(machines, task.model, task.asked))
-    fitting = [each for each in weighed if each.fits]
-    return _best(fitting).layout.name if fitting else None
-
-
-def precision_on(machines: ClusterSpec, wish: str) -> str:
-    """What `Run(precision=wish)` computes in on these machines: fp32, bf16 or fp16."""
-    if wish not in PRECISIONS:
-        raise PlanError(f"precision {wish} is not known: use one of {', '.join(PRECISIONS)}")
-    device = machines.device
-    if wish == "bf16" and device.kind == "cuda" and "bfloat16" not in device.rates:
-        raise PlanError(f"precision bf16 needs a GPU that has it, and {device.name} has not: use fp16, fp32 or auto")
-    if wish in ("bf16", "fp16") and device.kind == "mps":
-        raise PlanError(f"precision {wish} is for CUDA and the CPU: on Apple's GPU use fp32 or auto")
-    if wish != "auto":
-        return wish
-    return "bf16" if device.kind == "cuda" and "bfloat16" in device.rates else "fp32"
-
-
-def check_numbers(global_batch: int, margin: float) -> None:
-    """Raise where there is nothing to plan for."""
+def check_plan_arguments(global_batch: int, margin: float) -> None:
+    """Raise PlanError if the global batch or the margin is out of range."""
     if global_batch < 1:
-        raise PlanError(f"a global batch of {global_batch} holds nothing: give --global-batch 1 or more")
+        raise PlanError(f"--global-batch must be at least 1, got {global_batch}.")
     if not 0 <= margin < 1:
-        raise PlanError(f"margin {margin} is no part of a memory: give 0 up to, not including, 1")
+        raise PlanError(f"--margin must be at least 0 and less than 1, got {margin}.")
 
 
-def _task(machines: ClusterSpec, model: ModelProfile, global_batch: int, precision: str, margin: float) -> Task:
-    check_numbers(global_batch, margin)
-    return Task(machines, model, global_batch, precision_on(machines, precision), precision != "fp32", margin)
+def resolve_precision(cluster: ClusterSpec, precision: str) -> str:
+    """The precision that `Run(precision=precision)` uses on this cluster: fp32, bf16 or fp16."""
+    if precision not in PRECISIONS:
+        raise PlanError(f"Unknown precision {precision!r}. Use one of {', '.join(PRECISIONS)}.")
+    device = cluster.device
+    if precision == "bf16" and device.kind == "cuda" and "bfloat16" not in device.peak_flops:
+        raise PlanError(f"precision bf16 is not supported by {device.name}. Use fp16, fp32 or auto.")
+    if precision in ("bf16", "fp16") and device.kind == "mps":
+        raise PlanError(f"precision {precision} is not supported on Apple GPUs. Use fp32 or auto.")
+    if precision != "auto":
+        return precision
+    return "bf16" if device.kind == "cuda" and "bfloat16" in device.peak_flops else "fp32"
 
 
-def _weigh(task: Task, layout: Layout) -> Candidate:
-    """The layout with the largest micro-batch that fits, or with what comes nearest where none does."""
-    slice_ = -(-task.global_batch // layout.ranks)
-    fitting = slice_ if _fits(task, layout, slice_) else _largest(task, layout, slice_ - 1)
-    least = min((1, slice_), key=lambda samples: _memory(task, layout, samples).total)
-    number, rows = Partition(task.global_batch, task.global_batch, 0, layout.ranks, fitting or least).shape(0)
-    if fitting:
-        number, rows = _without_padding(task, layout, slice_, number)
-    used = _memory(task, layout, rows)
-    why = layout.blocked or ("" if fitting else _too_large(task, used, rows))
-    return Candidate(layout, rows, number, used, _time(task, layout, rows, number), not why, why)
+def _candidate(request: PlanRequest, layout: Layout) -> Candidate:
+    """The layout with the largest micro-batch that fits, or with the smallest one if none fits."""
+    samples = -(-request.global_batch // layout.ranks)
+    largest = samples if _fits(request, layout, samples) else _largest_micro_batch(request, layout, samples - 1)
+    smallest = min((1, samples), key=lambda size: _memory(request, layout, size).total)
+    partition = Partition(request.global_batch, request.global_batch, 0, layout.ranks, largest or smallest)
+    number, rows = partition.shape(0)
+    if largest:
+        number, rows = _reduce_padding(request, layout, samples, number)
+    memory = _memory(request, layout, rows)
+    problem = layout.unsupported or ("" if largest else _does_not_fit(request, memory, rows))
+    return Candidate(layout, rows, number, memory, _time(request, layout, rows, number), not problem, problem)
 
 
-def _without_padding(task: Task, layout: Layout, slice_: int, fewest: int) -> tuple[int, int]:
-    """As few micro-batches as memory allows, or some more where those fill up with fewer rows that only pad.
+def _largest_micro_batch(request: PlanRequest, layout: Layout, limit: int) -> int:
+    """The largest micro-batch up to `limit` that fits, by bisection, since memory grows with it; 0 if none fits."""
+    fits, too_large = 0, limit + 1
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        fits, too_large = (middle, too_large) if _fits(request, layout, middle) else (fits, middle)
+    return fits
 
-    22 samples of which 4 fit make 6 micro-batches of 4, two rows of them padding; 11 of 2 pad nothing.
+
+def _reduce_padding(request: PlanRequest, layout: Layout, samples: int, fewest: int) -> tuple[int, int]:
+    """Number and size of micro-batches: as few as memory allows, or more if they have less padding and are faster.
+
+    If 4 of 22 samples fit, 6 micro-batches of 4 have two rows of padding; 11 micro-batches of 2 have none.
     """
-    most = min(2 * fewest, fewest + _MOST_MORE, slice_)
-    shapes = [(number, -(-slice_ // number)) for number in range(fewest, most + 1)]
-    # a step that is cut may need more memory than one that is not: gradients wait for the last micro-batch
-    shapes = [(number, rows) for number, rows in shapes if _fits(task, layout, rows)]
-    best = min(_time(task, layout, rows, number).total for number, rows in shapes)
-    return next(
-        (number, rows) for number, rows in shapes if _time(task, layout, rows, number).total <= best * _WORTH_CUTTING
+    most = min(2 * fewest, fewest + _MAX_EXTRA_MICRO_BATCHES, samples)
+    shapes = [(number, -(-samples // number)) for number in range(fewest, most + 1)]
+    # accumulation may need more memory than a single micro-batch, because gradients wait for the last one
+    shapes = [(number, rows) for number, rows in shapes if _fits(request, layout, rows)]
+    seconds = [_time(request, layout, rows, number).total for number, rows in shapes]
+    limit = min(seconds) * _MIN_SPEEDUP
+    return next(shape for shape, total in zip(shapes, seconds, strict=True) if total <= limit)
+
+
+def _fits(request: PlanRequest, layout: Layout, micro_batch: int) -> bool:
+    memory = _memory(request, layout, micro_batch)
+    return memory.total <= request.usable_memory and memory.host <= request.usable_host_memory
+
+
+def _memory(request: PlanRequest, layout: Layout, micro_batch: int) -> MemoryEstimate:
+    return estimate_memory(
+        layout,
+        request.cluster,
+        request.model,
+        micro_batch,
+        accumulates=micro_batch < -(-request.global_batch // layout.ranks),
+        precision=request.precision,
+        teacher=_teacher_cost(request, layout, micro_batch),
     )
 
 
-def _time(task: Task, layout: Layout, rows: int, number: int) -> StepTime:
-    teacher = _teacher_cost(task, layout, rows)[2]
-    return step_time(layout, task.machines, task.model, (rows, number), task.precision, task.tf32, teacher)
+def _time(request: PlanRequest, layout: Layout, micro_batch: int, accumulation: int) -> StepTime:
+    teacher = _teacher_cost(request, layout, micro_batch)
+    return estimate_step_time(
+        layout,
+        request.cluster,
+        request.model,
+        micro_batch,
+        accumulation,
+        precision=request.precision,
+        tf32=request.tf32,
+        teacher_seconds=teacher.seconds if teacher else 0.0,
+    )
 
 
-def _largest(task: Task, layout: Layout, most: int) -> int:
-    """The largest micro-batch up to `most` that fits, by halving, since memory grows with it; 0 where none does."""
-    least, beyond = 0, most + 1
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if _fits(task, layout, middle) else (least, middle)
-    return least
-
-
-def _fits(task: Task, layout: Layout, micro_batch: int) -> bool:
-    used = _memory(task, layout, micro_batch)
-    return used.total <= task.room and used.host <= task.machines.host_memory * (1 - HOST_MARGIN)
-
-
-def _memory(task: Task, layout: Layout, micro_batch: int) -> Memory:
-    accumulates = micro_batch < -(-task.global_batch // layout.ranks)
-    per_gpu, per_node, _ = _teacher_cost(task, layout, micro_batch)
-    placed = Placed(per_gpu, per_node) if layout.frozen else None
-    return memory(layout, task.machines, task.model, micro_batch, accumulates, task.precision, placed)
-
-
-def _teacher_cost(task: Task, layout: Layout, micro_batch: int) -> tuple[int, int, float]:
-    if layout.frozen is None:
-        return 0, 0, 0.0
-    setting = TeacherSetup(task.machines, layout.ranks, task.global_batch, max(micro_batch, 1))
-    model = task.model
-    size = frozen_bytes(model)
+def _teacher_cost(request: PlanRequest, layout: Layout, micro_batch: int) -> PlacementCost | None:
+    """The cost of the frozen parts if the layout places them outside of the model."""
+    if layout.teacher_placement is None:
+        return None
+    model = request.model
+    setup = TeacherSetup(request.cluster, layout.ranks, request.global_batch, max(micro_batch, 1))
     blocks = [part.frozen for part in model.blocks if not part.trainable]
     layer = max(blocks, default=max(part.frozen for part in model.frozen_parts))
     dtype = max(model.frozen, key=lambda name: model.frozen[name], default="float32")
-    # moved elsewhere it computes no faster than in the model
-    work = frozen_flops(model) * slowness(task.machines, model, setting.micro_batch, task.precision, task.tf32)
-    return placement_cost(layout.frozen, setting, TeacherProfile(size, layer, work, 0, dtype=dtype))
+    # placed elsewhere they are not faster than in the model
+    slowdown = matmul_slowdown(request.cluster, model, setup.micro_batch, request.precision, request.tf32)
+    teacher = TeacherProfile(model.frozen_part_bytes, layer, model.frozen_part_flops * slowdown, 0, dtype=dtype)
+    return placement_cost(layout.teacher_placement, setup, teacher)
 
 
-def _too_large(task: Task, used: Memory, micro_batch: int) -> str:
-    parts = sorted(used.parts().items(), key=lambda part: -part[1])
-    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:2])
-    if used.total > task.room:
-        needs, has = format_bytes(used.total), format_bytes(max(task.room, 0))
-        return f"a micro-batch of {micro_batch} needs {needs} on a device and {has} may be used ({most})"
-    needs, has = format_bytes(used.host), format_bytes(task.machines.host_memory * (1 - HOST_MARGIN))
-    return f"needs {needs} of a node's host memory and {has} may be used"
+def _does_not_fit(request: PlanRequest, memory: MemoryEstimate, micro_batch: int) -> str:
+    if memory.total > request.usable_memory:
+        largest = sorted(memory.components().items(), key=lambda item: -item[1])[:2]
+        components = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        needed, usable = format_bytes(memory.total), format_bytes(max(request.usable_memory, 0))
+        return (
+            f"does not fit: {needed} needed, {usable} usable per device with micro-batch {micro_batch} ({components})"
+        )
+    needed, usable = format_bytes(memory.host), format_bytes(request.usable_host_memory)
+    return f"does not fit: {needed} of host memory needed, {usable} usable per node"
 
 
 def _best(fitting: Sequence[Candidate]) -> Candidate:
-    """The fastest; among those as fast as it, the one that asks for least, then the one that leaves most memory."""
+    """Of the candidates as fast as the fastest, the one with the fewest options, then with the least memory."""
     fastest = min(each.time.total for each in fitting)
-    return min((each for each in fitting if each.time.total <= fastest * AS_FAST), key=_asks)
+    return min((each for each in fitting if each.time.total <= fastest * _EQUALLY_FAST), key=_complexity)
 
 
-def _asks(candidate: Candidate) -> tuple[int, int]:
+def _complexity(candidate: Candidate) -> tuple[int, int]:
     layout = candidate.layout
-    return layout.offload + layout.recompute + (layout.frozen is not None) + (layout.shards > 1), candidate.memory.total
+    options = (
+        layout.cpu_offload,
+        layout.activation_checkpointing,
+        layout.teacher_placement is not None,
+        layout.shards > 1,
+    )
+    return sum(options), candidate.memory.total
 
 
-def _lost(candidate: Candidate, best: Candidate, fastest: float) -> str:
-    slow = f"{candidate.time.total / best.time.total:.2f} times the seconds of the chosen"
-    if candidate.time.total <= fastest * AS_FAST:
-        more = "memory" if _asks(candidate)[0] == _asks(best)[0] else "settings"
-        return f"{slow}: as fast, with more {more}"
-    part, extra = _slowest(candidate, best)
-    return f"{slow}: {part} takes {format_seconds(extra)} more"
+def _why_not(candidate: Candidate, best: Candidate, fastest: float) -> str:
+    """The reason against a candidate that fits."""
+    factor = candidate.time.total / best.time.total
+    if candidate.time.total <= fastest * _EQUALLY_FAST:
+        more = "memory" if _complexity(candidate)[0] == _complexity(best)[0] else "options"
+        return f"as fast ({factor:.2f}x the chosen time), but needs more {more}"
+    best_time = best.time.components()
+    extra = {name: seconds - best_time[name] for name, seconds in candidate.time.components().items()}
+    name = max(extra, key=lambda each: extra[each])
+    return f"{factor:.2f}x the chosen time: {name} takes {format_seconds(extra[name])} more"
 
 
-def _slowest(candidate: Candidate, best: Candidate) -> tuple[str, float]:
-    """The part of a step in which it loses most."""
-    theirs = best.time.parts()
-    part, seconds = max(candidate.time.parts().items(), key=lambda each: each[1] - theirs[each[0]])
-    return part, seconds - theirs[part]
+def _why_chosen(request: PlanRequest, best: Candidate, others: Sequence[Candidate]) -> str:
+    used, free = format_bytes(best.memory.total), format_bytes(request.cluster.device.memory_free)
+    rank = "about the fastest" if any(each.time.total < best.time.total for each in others) else "the fastest"
+    choice = f"{rank} of {len(others) + 1} layouts that fit" if others else "the only layout that fits"
+    seconds = format_seconds(best.time.total)
+    return f"{choice}: {seconds} per step, {used} of {free} free memory per device, margin {request.margin:.0%}"
 
 
-def _won(task: Task, best: Candidate, others: Sequence[Candidate]) -> str:
-    used, has = format_bytes(best.memory.total), format_bytes(task.machines.device.memory_free)
-    among = "about the fastest" if any(each.time.total < best.time.total for each in others) else "the fastest"
-    rest = f"{among} of {len(others) + 1} that fit" if others else "the only one that fits"
-    memory = f"{used} of {has} free on a device, {task.margin:.0%} left as a margin"
-    return f"{rest}: {format_seconds(best.time.total)} a step, {memory}"
+def _advice(request: PlanRequest, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """What to do if nothing fits: more devices, larger devices, or less memory."""
+    yield from _more_devices(request)
+    yield from _larger_devices(request)
+    yield _less_memory(candidates)
 
 
-def _told(model: ModelProfile) -> dict[str, object]:
-    """A model's bytes and work; of its operations there are too many."""
-    return {
-        "name": model.name,
-        "how": model.how,
-        "weights": model.weights,
-        "trainable": dict(model.trainable),
-        "frozen": dict(model.frozen),
-        "buffers": model.buffers,
-        "gradients": model.gradients,
-        "optimizer": model.optimizer,
-        "optimizer_state": model.optimizer_state,
-        "working": {"fixed": model.working.fixed, "per_sample": model.working.per_sample},
-        "forward_flops": model.forward_flops,
-        "step_flops": model.step_flops,
-        "step_flops_recomputed": model.step_flops_recomputed,
-    }
+def _fitting_layout(request: PlanRequest, cluster: ClusterSpec) -> str | None:
+    """Name of the layout that a plan for another cluster would choose; None if none fits there."""
+    request = replace(request, cluster=cluster)
+    candidates = (_candidate(request, layout) for layout in layouts(cluster, request.model, request.options))
+    fitting = [each for each in candidates if each.fits]
+    return _best(fitting).layout.name if fitting else None
 
 
-def _plain(candidate: Candidate) -> dict[str, object]:
-    return {
-        "name": candidate.layout.name,
-        **asdict(candidate.layout),
-        "micro_batch": candidate.micro_batch,
-        "accumulation": candidate.accumulation,
-        "memory": {**candidate.memory.parts(), "total": candidate.memory.total, "host": candidate.memory.host},
-        "seconds": {**candidate.time.parts(), "total": candidate.time.total},
-        "fits": candidate.fits,
-        "reason": candidate.reason,
-    }
+def _more_devices(request: PlanRequest) -> Iterator[str]:
+    """The smallest number of the same device that fits."""
+    cluster = request.cluster
+    if cluster.device.kind == "mps":  # a machine has one Apple GPU, and several machines cannot train together
+        return
+    for count in _COUNTS:
+        if count > cluster.devices:
+            per_node = max(cluster.devices_per_node, min(count, _MAX_DEVICES_PER_NODE))
+            larger = cluster.resized(per_node, -(-count // per_node))
+            if name := _fitting_layout(request, larger):
+                yield f"{larger.label} would fit, with {name}"
+                return
+    yield f"no number of {cluster.device.name} up to {_COUNTS[-1]} would fit"
+
+
+def _larger_devices(request: PlanRequest) -> Iterator[str]:
+    """Devices with more memory, smallest first: as many as there are or fewer, or else the first number that fits."""
+    known = (cluster.device for cluster in KNOWN_DEVICES.values())
+    larger = [device for device in known if device.kind == "cuda" and device.memory > request.cluster.device.memory]
+    larger.sort(key=lambda device: device.memory)
+    few = [count for count in _COUNTS if count <= request.cluster.devices]
+    fitting = (advice for device in larger if (advice := _fitting_number(request, device, few)))
+    found = list(islice(fitting, _MAX_LARGER_DEVICES))
+    if not found:
+        more = (_fitting_number(request, device, [count]) for count in _COUNTS for device in larger)
+        found = list(islice(filter(None, more), 1))
+    yield from found
+
+
+def _fitting_number(request: PlanRequest, device: DeviceSpec, counts: Sequence[int]) -> str | None:
+    """Advice with the first of these numbers of a device that fits."""
+    for count in counts:
+        per_node = min(count, _MAX_DEVICES_PER_NODE)
+        if name := _fitting_layout(request, parse_cluster_spec(f"{device.name}:{per_node}", -(-count // per_node))):
+            return f"{count} x {device.name} ({format_bytes(device.memory)}) would fit, with {name}"
+    return None
+
+
+def _less_memory(candidates: Sequence[Candidate]) -> str:
+    """How to reduce the largest component of the layout that needs the least memory."""
+    supported = [candidate for candidate in candidates if candidate.layout.unsupported is None]
+    least = min(supported, key=lambda candidate: candidate.memory.total)
+    name, size = max(least.memory.components().items(), key=lambda item: item[1])
+    remedy = {
+        "activations": "use a shorter sequence or a smaller image; a smaller global batch does not help",
+        "weights": "use a narrower dtype for frozen weights, or a smaller model",
+        "gathered": "use smaller blocks: name their classes in run.wrap(blocks=...)",
+    }.get(name, "use an optimizer with less state, or a smaller model")
+    total = format_bytes(least.memory.total)
+    return f"{least.layout.name} needs the least memory, {total}, most of it {name} ({format_bytes(size)}): {remedy}"

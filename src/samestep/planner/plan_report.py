@@ -1,4 +1,4 @@
-"""A plan as rows of plain text, for a table, a bar and a few lines."""
+"""Format plans as rows of text for tables, and the memory of a device as segments of a bar."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,91 +7,59 @@ from samestep.messages import format_bytes, format_seconds
 from samestep.planner.plan import Candidate, Plan
 from samestep.planner.teacher_costs import TeacherPlan
 
-TITLES = ("strategy", "ranks", "micro-batch", "memory", "seconds", "verdict")
-"""Titles of `rows`."""
-TEACHER_TITLES = ("placement", "on a GPU", "on a node", "seconds", "verdict")
-"""Titles of `teacher_rows`."""
-WHAT_IF_TITLES = ("GPUs", "precision", "strategy", "micro-batch", "memory", "seconds", "speed-up", "GPU-hours")
-"""Titles of `what_if_rows`."""
+PLAN_COLUMNS = ("strategy", "ranks", "micro-batch", "memory", "step time", "reason")
+"""Column titles of `plan_rows`."""
+TEACHER_COLUMNS = ("placement", "per GPU", "per node", "time", "reason")
+"""Column titles of `teacher_rows`."""
+WHAT_IF_COLUMNS = ("GPUs", "precision", "strategy", "micro-batch", "memory", "step time", "speed-up", "GPU-hours")
+"""Column titles of `what_if_rows`."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a bar of memory."""
+    """One segment of a memory bar."""
 
-    name: str
-    """Which part."""
-    size: int
-    """Bytes."""
-    cells: int
-    """How many characters of the bar it takes."""
+    name: str  # component of the memory
+    size: int  # bytes
+    cells: int  # width in characters
 
 
-def rows(plan: Plan) -> list[tuple[str, ...]]:
-    """One row a candidate, in the plan's order."""
-    return [_row(candidate, plan) for candidate in plan.candidates]
+def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """One row per candidate, in the order of the plan."""
+    return [_candidate_row(candidate, plan) for candidate in plan.candidates]
 
 
-def bar(plan: Plan, width: int) -> list[Segment]:
-    """A device's memory as parts of `width` characters: the chosen candidate's, what is free, left, or others hold."""
-    assert plan.chosen is not None
-    device, used = plan.task.machines.device, plan.chosen.memory
-    rest = {
-        "free": plan.task.room - used.total,
-        "margin": device.memory_free - plan.task.room,
-        "others": device.memory - device.memory_free,
-    }
-    parts = [(name, size) for name, size in {**used.parts(), **rest}.items() if size > 0]
-    cells = _shares([size for _, size in parts], width)
-    return [Segment(name, size, count) for (name, size), count in zip(parts, cells, strict=True)]
-
-
-def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:
-    """One row a placement, in the plan's order."""
-    return [
-        (each.name, format_bytes(each.per_gpu), format_bytes(each.per_node), format_seconds(each.seconds), each.why)
-        for each in plan.placements
-    ]
-
-
-def what_if_rows(plans: Sequence[Plan], samples: int) -> list[tuple[str, ...]]:
-    """One row for each of several machines; speed-ups are against the first that fits, hours for `samples` samples."""
-    return [_what_if(plan, speed_up, samples) for plan, speed_up in zip(plans, speed_ups(plans), strict=True)]
-
-
-def speed_ups(plans: Sequence[Plan]) -> list[float | None]:
-    """How many times as fast each is as the first that fits; None where nothing fits."""
-    first = next((plan.chosen.time.total for plan in plans if plan.chosen), 0.0)
-    return [first / plan.chosen.time.total if plan.chosen else None for plan in plans]
-
-
-def gpu_hours(plan: Plan, samples: int) -> float | None:
-    """Device hours for `samples` samples; all devices are paid for, also those that idle."""
-    if plan.chosen is None:
-        return None
-    steps = -(-samples // plan.task.global_batch)
-    return steps * plan.chosen.time.total * plan.task.machines.devices / 3600
-
-
-def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
-    micro = f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-"
+def _candidate_row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     return (
         candidate.layout.name,
         str(candidate.layout.ranks),
-        micro,
+        f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-",
         format_bytes(candidate.memory.total),
         format_seconds(candidate.time.total) if candidate.fits else "-",
         "chosen" if candidate is plan.chosen else candidate.reason,
     )
 
 
-def _what_if(plan: Plan, speed_up: float | None, samples: int) -> tuple[str, ...]:
-    chosen, hours, task = plan.chosen, gpu_hours(plan, samples), plan.task
+def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:
+    """One row per placement, in the order of the plan."""
+    return [
+        (each.name, format_bytes(each.per_gpu), format_bytes(each.per_node), format_seconds(each.seconds), each.reason)
+        for each in plan.placements
+    ]
+
+
+def what_if_rows(plans: Sequence[Plan], samples: int) -> list[tuple[str, ...]]:
+    """One row per cluster, with the speed-up over the first that fits and the GPU-hours for `samples` samples."""
+    return [_what_if_row(plan, speed_up, samples) for plan, speed_up in zip(plans, speed_ups(plans), strict=True)]
+
+
+def _what_if_row(plan: Plan, speed_up: float | None, samples: int) -> tuple[str, ...]:
+    chosen, hours, request = plan.chosen, gpu_hours(plan, samples), plan.request
     if chosen is None or hours is None or speed_up is None:
-        return task.machines.words, task.precision, "nothing fits", "-", "-", "-", "-", "-"
+        return request.cluster.label, request.precision, "nothing fits", "-", "-", "-", "-", "-"
     return (
-        task.machines.words,
-        task.precision,
+        request.cluster.label,
+        request.precision,
         chosen.layout.name,
         f"{chosen.micro_batch} x {chosen.accumulation}",
         format_bytes(chosen.memory.total),
@@ -101,11 +69,40 @@ def _what_if(plan: Plan, speed_up: float | None, samples: int) -> tuple[str, ...
     )
 
 
-def _shares(sizes: Sequence[int], width: int) -> list[int]:
-    """Whole cells for each size, together `width`: those with the largest remainders get what rounding leaves."""
+def speed_ups(plans: Sequence[Plan]) -> list[float | None]:
+    """Speed of each plan relative to the first that fits; None if nothing fits."""
+    first = next((plan.chosen.time.total for plan in plans if plan.chosen), 0.0)
+    return [first / plan.chosen.time.total if plan.chosen else None for plan in plans]
+
+
+def gpu_hours(plan: Plan, samples: int) -> float | None:
+    """Device hours for `samples` samples, including devices that are idle; None if nothing fits."""
+    if plan.chosen is None:
+        return None
+    steps = -(-samples // plan.request.global_batch)
+    return steps * plan.chosen.time.total * plan.request.cluster.devices / 3600
+
+
+def memory_bar(plan: Plan, width: int) -> list[Segment]:
+    """A device's memory as segments of `width` characters: the chosen candidate's, free, margin, other processes."""
+    assert plan.chosen is not None
+    device, usable, memory = plan.request.cluster.device, plan.request.usable_memory, plan.chosen.memory
+    sizes = {
+        **memory.components(),
+        "free": usable - memory.total,
+        "margin": device.memory_free - usable,
+        "other processes": device.memory - device.memory_free,
+    }
+    sizes = {name: size for name, size in sizes.items() if size > 0}
+    cells = _divide(list(sizes.values()), width)
+    return [Segment(name, size, count) for (name, size), count in zip(sizes.items(), cells, strict=True)]
+
+
+def _divide(sizes: Sequence[int], width: int) -> list[int]:
+    """`width` cells in proportion to the sizes; the largest remainders get the cells that rounding leaves."""
     total = sum(sizes) or 1
     exact = [size * width / total for size in sizes]
-    cells = [int(share) for share in exact]
+    cells = [int(part) for part in exact]
     order = sorted(range(len(sizes)), key=lambda at: cells[at] - exact[at])
     for at in order[: width - sum(cells)]:
         cells[at] += 1

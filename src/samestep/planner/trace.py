@@ -1,14 +1,14 @@
-"""What a model needs, seen from one training step that is traced by shapes alone, without a GPU and without memory.
+"""Profile a model by tracing a training step on shapes alone, without a GPU and without memory for weights.
 
-The build function is the user's: it returns a model and an example batch, built without a device. Tensors of the batch
-have samples along their first dimension. A model that returns a loss (`.loss` or `["loss"]`) is asked for it; one that
-takes the first of a pair is scored by the cross entropy with the second, where its shape fits; else the outputs are
-summed. A third value, `lambda model, batch: loss`, does it in the user's own way.
+The user's build function returns a model and an example batch, both without a device. Tensors of the batch have samples
+along their first dimension. The loss is the one that the model returns (`.loss` or `["loss"]`), or the cross entropy if
+the model takes the first item of a pair and the second one matches its output as labels, or the sum of the outputs.
+A third value, `lambda model, batch: loss`, replaces these defaults.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,45 +18,42 @@ from samestep.errors import PlanError
 from samestep.parallel.activation_checkpointing import checkpoint_activations
 from samestep.parallel.precision import use_channels_last
 from samestep.parallel.submodules import frozen_parts, keep_frozen_in_eval
-from samestep.planner.cuda_emulation import as_on_cuda
-from samestep.planner.memory_tracker import CUDA_LIBRARIES, peak_of
-from samestep.planner.model_parts import ForwardWork, blocks_of, classes_in, describe, nbytes, recomputable
-from samestep.planner.model_profile import ModelProfile, Moment, Peak
-from samestep.planner.operations import Work
+from samestep.planner.cuda_emulation import emulate_cuda
+from samestep.planner.memory_tracker import CUBLAS_WORKSPACE, fit_peak_memory
+from samestep.planner.model_parts import (
+    ForwardFlops,
+    checkpointable_classes,
+    describe_parts,
+    named_blocks,
+    resolve_classes,
+    storage_bytes,
+)
+from samestep.planner.model_profile import MemoryPoint, ModelProfile, PeakMemory
+from samestep.planner.operations import OpCounter
 from samestep.planner.traced_model import (
     Build,
     FloatsOnMeta,
     Loss,
-    Subject,
-    WholeNumbers,
-    build_subject,
+    RealIntegers,
+    TracedModel,
+    build_model,
+    describe_error,
     first_line,
-    said_by,
-    to_shapes,
+    strip_memory,
 )
-from samestep.planner.traced_step import Followed, MakeOptimizer, Stepping, Terms
+from samestep.planner.traced_step import MakeOptimizer, StepConfig, StepTrace, StepTracer
 from samestep.torch_private import cannot_be_traced, without_memory
 
+MIN_SAMPLES = 2
+"""Smallest traced micro-batch: a single sample is a special case for BatchNorm and for some kernels."""
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_AUTO = {"cuda": "bf16", "cpu": "fp32"}
-FEWEST = 2
-"""Samples that a step is looked at with, at least: one row is a case of its own for BatchNorm, and for kernels."""
-# What a user wrote, by the operation that it comes down to.
-_ASKED = {
+_AUTO_PRECISION = {"cuda": "bf16", "cpu": "fp32"}
+# What the user wrote, by the error that it causes.
+_VALUE_ACCESS = {
     "aten._local_scalar_dense.default": ".item(), float() or `if` of a tensor",
     "aten.nonzero.default": "nonzero(), or a mask as an index",
     ".numpy() is not supported for tensor subclasses.": ".numpy() of a tensor",
 }
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """How the model is set up."""
-
-    blocks: tuple[type[nn.Module] | str, ...]
-    """Classes of its blocks, or their names; empty: found."""
-    channels_last: bool
-    """Whether images lie channel by channel last."""
 
 
 def trace_model(
@@ -69,64 +66,28 @@ def trace_model(
     target: str = "cuda",
     channels_last: bool = False,
 ) -> ModelProfile:
-    """Facts of the model that `build` makes, from steps that are traced without memory, whatever its size.
+    """Profile the model that `build` returns from steps that are traced without memory, whatever its size.
 
-    Where a step looks at values (`.item()`, `nonzero`, `.numpy()`), it cannot be traced: then two small micro-batches
-    are computed for real on the CPU, and `how` says so. While a trace runs, nothing else in the process should compute.
-    `blocks` are classes of submodules, or their names, as in run.wrap(blocks=...).
+    A step that needs values (`.item()`, `nonzero`, `.numpy()`) cannot be traced. Then two small micro-batches are run
+    on the CPU, and `ModelProfile.method` says so. Nothing else should compute in this process during a trace. `blocks`
+    are classes of submodules, or their names, as in run.wrap(blocks=...).
 
-    >>> facts = trace_model(lambda: (nn.Linear(1000, 10), torch.zeros(4, 1000)), optimizer="SGD", precision="fp32")
-    >>> facts.weights, facts.gradients, facts.optimizer_state
+    >>> profile = trace_model(lambda: (nn.Linear(1000, 10), torch.zeros(4, 1000)), optimizer="SGD", precision="fp32")
+    >>> profile.weights, profile.gradients, profile.optimizer_state
     (40040, 40040, 0)
     """
-    terms = Terms(optimizer, _dtype(precision, target), target)
-    wish = _Wish(tuple(blocks), channels_last)
+    config = StepConfig(optimizer, _dtype(precision, target), target, tuple(blocks), channels_last)
     try:
-        return _facts(build, loss, terms, wish)
+        return _profile(build, loss, config)
     except PlanError as error:
-        if error.__cause__ is None or not _blames_precision(build, loss, terms, wish):
+        if error.__cause__ is None or not _works_in_fp32(build, loss, config):
             raise
-        name = next(name for name, dtype in _DTYPES.items() if dtype == terms.dtype)
+        name = next(name for name, dtype in _DTYPES.items() if dtype == config.dtype)
         raise PlanError(
-            f"the model fails in {name} and not in fp32 ({said_by(error.__cause__)}): where autocast gives tensors "
-            "that meet two dtypes, training fails as well; bring them together with .to(other.dtype), or take "
-            "precision fp32"
+            f"The model fails in {name} but not in fp32 ({describe_error(error.__cause__)}). If autocast gives an "
+            "operation tensors of two dtypes, training fails too. Convert one with .to(other.dtype), or use precision "
+            "fp32."
         ) from error
-
-
-def _blames_precision(build: Build, loss: Loss | None, terms: Terms, wish: _Wish) -> bool:
-    """Whether what failed goes well in fp32."""
-    if terms.dtype is None:
-        return False
-    try:
-        _facts(build, loss, replace(terms, dtype=None), wish)
-    except PlanError:
-        return False
-    return True
-
-
-def _facts(build: Build, loss: Loss | None, terms: Terms, wish: _Wish) -> ModelProfile:
-    """Traced, or where that cannot be, measured."""
-    with ExitStack() as until_done:
-        until_done.callback(set_micro_batch, None)
-        if terms.target == "cuda":
-            until_done.enter_context(as_on_cuda())
-        subject, how = _build(build, loss)
-        try:
-            return _trace(subject, terms, wish, how)
-        except Exception as error:
-            if not cannot_be_traced(error):
-                raise
-            why = first_line(error)
-        how = (
-            f"measured with real micro-batches of {FEWEST} and {2 * FEWEST} samples on the CPU, since a step looks "
-            f"at values, which a trace has not ({_ASKED.get(why, why)})"
-        )
-        subject = build_subject(build, loss)
-        _set_up(subject, wish)
-        # as many bytes as bf16, whose kernels some CPUs claim to have and die of
-        real = replace(terms, dtype=None if terms.dtype is None else torch.float16)
-        return _look(subject, real, wish, 2 * FEWEST, how)
 
 
 def trace_calls(
@@ -137,107 +98,145 @@ def trace_calls(
     loss: Loss | None = None,
     target: str = "cuda",
     channels_last: bool = False,
-) -> list[Work]:
-    """The calls of steps of so many samples, each step's own; those of an optimizer left out."""
-    terms = Terms("SGD", _dtype(precision, target), target)
-    with ExitStack() as until_done:
-        until_done.callback(set_micro_batch, None)
-        if target == "cuda":
-            until_done.enter_context(as_on_cuda())
-        subject, _ = _build(build, loss)
-        _set_up(subject, _Wish((), channels_last))
-        until_done.enter_context(without_memory())
-        until_done.enter_context(WholeNumbers())
-        bare = replace(subject, example=to_shapes(subject.model, subject.example))
-        stepping = Stepping(bare, terms, sizes[0])
-        works = [Work(each_call=True) for _ in sizes]
-        for samples, work in zip(sizes, works, strict=True):
-            stepping.follow(samples, work)
-        return works
-
-
-def _build(build: Build, loss: Loss | None) -> tuple[Subject, str]:
-    """Build by shapes alone, or with memory where that does not work: numbers may be asked of the weights."""
-    try:
-        with FloatsOnMeta():
-            return build_subject(build, loss), "traced without memory"
-    except PlanError as error:
-        if error.__cause__ is None:  # what came back is wrong, however it was built
-            raise
-        why = first_line(error.__cause__)
-    return build_subject(build, loss), f"traced, but built with its memory: by shapes alone it cannot be ({why})"
-
-
-def _trace(subject: Subject, terms: Terms, wish: _Wish, how: str) -> ModelProfile:
-    _set_up(subject, wish)
-    with without_memory(), WholeNumbers():
-        bare = replace(subject, example=to_shapes(subject.model, subject.example))
-        return _look(bare, terms, wish, 2 * max(FEWEST, subject.samples), how)
-
-
-def _set_up(subject: Subject, wish: _Wish) -> None:
-    keep_frozen_in_eval(subject.model, frozen_parts(subject.model))
-    if wish.channels_last:
-        use_channels_last(subject.model, subject.model)
+) -> list[OpCounter]:
+    """The calls of forward and backward pass for each micro-batch size."""
+    config = StepConfig("SGD", _dtype(precision, target), target, channels_last=channels_last)
+    with _target(target):
+        traced, _ = _build(build, loss)
+        _prepare(traced, config)
+        with without_memory(), RealIntegers():
+            example = strip_memory(traced.model, traced.example)
+            tracer = StepTracer(replace(traced, example=example), config, sizes[0])
+            counters = [OpCounter(record_calls=True) for _ in sizes]
+            for samples, counter in zip(sizes, counters, strict=True):
+                tracer.trace(samples, counter)
+            return counters
 
 
 def _dtype(precision: str, target: str) -> torch.dtype | None:
-    for name, value, known in (("target", target, _AUTO), ("precision", precision, ("auto", *_DTYPES))):
+    for name, value, known in (("target", target, _AUTO_PRECISION), ("precision", precision, ("auto", *_DTYPES))):
         if value not in known:
-            raise PlanError(f"{name}={value!r} is not known: use one of {', '.join(map(repr, known))}")
-    return _DTYPES[_AUTO[target] if precision == "auto" else precision]
+            raise PlanError(f"Unknown {name} {value!r}. Use one of {', '.join(map(repr, known))}.")
+    return _DTYPES[_AUTO_PRECISION[target] if precision == "auto" else precision]
 
 
-def _look(subject: Subject, terms: Terms, wish: _Wish, samples: int, how: str) -> ModelProfile:
-    """Follow steps of `samples` samples and of half as many, without and with recomputation."""
-    model, sizes = subject.model, (samples // 2, samples)
-    classes = classes_in(model, wish.blocks)
-    asleep, blocks = frozen_parts(model), blocks_of(model, classes)
-    stepping = Stepping(subject, terms, samples)
-    work = Work()
-    parts = ForwardWork(work, [*blocks.values(), *asleep.values()])
-    small = stepping.follow(sizes[0])
-    with parts.watching():
-        large = stepping.follow(sizes[1], work)
-    working = _peak(stepping, small, large, sizes)
-    again, recomputed = work, None
-    if twice := recomputable(model, classes):
-        checkpoint_activations(model, twice)
-        small, again = stepping.follow(sizes[0]), Work()
-        recomputed = _peak(stepping, small, stepping.follow(sizes[1], again), sizes)
+def _works_in_fp32(build: Build, loss: Loss | None, config: StepConfig) -> bool:
+    """Whether a model that failed in another precision can be profiled in fp32."""
+    if config.dtype is None:
+        return False
+    try:
+        _profile(build, loss, replace(config, dtype=None))
+    except PlanError:
+        return False
+    return True
+
+
+@contextmanager
+def _target(target: str) -> Generator[None]:
+    try:
+        with emulate_cuda() if target == "cuda" else nullcontext():
+            yield
+    finally:
+        set_micro_batch(None)
+
+
+def _profile(build: Build, loss: Loss | None, config: StepConfig) -> ModelProfile:
+    """Trace the model, or measure it if it cannot be traced."""
+    with _target(config.target):
+        traced, method = _build(build, loss)
+        try:
+            return _trace(traced, config, method)
+        except Exception as error:
+            if not cannot_be_traced(error):
+                raise
+            why = first_line(error)
+        method = (
+            f"measured with real micro-batches of {MIN_SAMPLES} and {2 * MIN_SAMPLES} samples on the CPU, since a step "
+            f"needs values, which a trace does not have ({_VALUE_ACCESS.get(why, why)})"
+        )
+        traced = build_model(build, loss)
+        _prepare(traced, config)
+        # fp16 has the size of bf16, whose kernels crash on some CPUs
+        config = replace(config, dtype=None if config.dtype is None else torch.float16)
+        return _measure_steps(traced, config, 2 * MIN_SAMPLES, method)
+
+
+def _build(build: Build, loss: Loss | None) -> tuple[TracedModel, str]:
+    """Build the model without memory, or with memory if the build function needs values of tensors."""
+    try:
+        with FloatsOnMeta():
+            return build_model(build, loss), "traced without memory"
+    except PlanError as error:
+        if error.__cause__ is None:  # the returned values are wrong, with and without memory
+            raise
+        why = first_line(error.__cause__)
+    return build_model(build, loss), f"traced, but built with memory, since it cannot be built without ({why})"
+
+
+def _prepare(traced: TracedModel, config: StepConfig) -> None:
+    keep_frozen_in_eval(traced.model, frozen_parts(traced.model))
+    if config.channels_last:
+        use_channels_last(traced.model, traced.model)
+
+
+def _trace(traced: TracedModel, config: StepConfig, method: str) -> ModelProfile:
+    _prepare(traced, config)
+    with without_memory(), RealIntegers():
+        stripped = replace(traced, example=strip_memory(traced.model, traced.example))
+        return _measure_steps(stripped, config, 2 * max(MIN_SAMPLES, traced.samples), method)
+
+
+def _measure_steps(traced: TracedModel, config: StepConfig, samples: int, method: str) -> ModelProfile:
+    """Trace steps of `samples` and of half as many samples, without and with activation checkpointing."""
+    model, sizes = traced.model, (samples // 2, samples)
+    classes = resolve_classes(model, config.blocks)
+    frozen, blocks = frozen_parts(model), named_blocks(model, classes)
+    tracer = StepTracer(traced, config, samples)
+    counter = OpCounter()
+    part_flops = ForwardFlops(counter, [*blocks.values(), *frozen.values()])
+    small = tracer.trace(sizes[0])
+    with part_flops.counting():
+        large = tracer.trace(sizes[1], counter)
+    activations = _peak_memory(tracer, small, large, sizes)
+    checkpointed_counter, checkpointed_activations = counter, None
+    if checkpointed := checkpointable_classes(model, classes):
+        checkpoint_activations(model, checkpointed)
+        checkpointed_counter = OpCounter()
+        steps = tracer.trace(sizes[0]), tracer.trace(sizes[1], checkpointed_counter)
+        checkpointed_activations = _peak_memory(tracer, *steps, sizes)
     return ModelProfile(
         name=type(model).__name__,
-        trainable=_by_dtype(p for p in model.parameters() if p.requires_grad),
-        frozen=_by_dtype(p for p in model.parameters() if not p.requires_grad),
-        buffers=nbytes(model.buffers()),
-        gradients=stepping.gradients,
-        optimizer=type(stepping.optimizer).__name__,
-        optimizer_state=stepping.state,
-        working=working,
-        working_recomputed=recomputed,
+        trainable=_bytes_by_dtype(p for p in model.parameters() if p.requires_grad),
+        frozen=_bytes_by_dtype(p for p in model.parameters() if not p.requires_grad),
+        buffers=storage_bytes(model.buffers()),
+        gradients=tracer.gradient_bytes,
+        optimizer=type(tracer.optimizer).__name__,
+        optimizer_state=tracer.state_bytes,
+        activations=activations,
+        checkpointed_activations=checkpointed_activations,
         forward_flops=large.forward_flops / samples,
-        step_flops=work.flops / samples,
-        step_flops_recomputed=again.flops / samples,
-        ops=work.ops(),
-        traced_batch=samples,
-        blocks=describe(blocks, parts, samples),
-        frozen_parts=describe(asleep, parts, samples),
-        how=how,
+        step_flops=counter.flops / samples,
+        checkpointed_step_flops=checkpointed_counter.flops / samples,
+        ops=counter.ops(),
+        traced_samples=samples,
+        blocks=describe_parts(blocks, part_flops, samples),
+        frozen_parts=describe_parts(frozen, part_flops, samples),
+        method=method,
     )
 
 
-def _peak(stepping: Stepping, small: Followed, large: Followed, sizes: tuple[int, int]) -> Peak:
-    """Memory over the micro-batch, with what CUDA takes beside tensors."""
-    extra = Moment(0, 0, 0)
-    if stepping.on_cuda:  # the next batch is copied while this one is still known
-        ahead = -(-(large.batch - small.batch) // (sizes[1] - sizes[0]))
-        extra = Moment(CUDA_LIBRARIES, ahead, 0)
-    standing = stepping.weights + stepping.state
-    return peak_of(small.notes, large.notes, sizes, standing, stepping.gradients, extra)
+def _peak_memory(tracer: StepTracer, small: StepTrace, large: StepTrace, sizes: tuple[int, int]) -> PeakMemory:
+    """Peak memory over the micro-batch, on CUDA with cuBLAS and with the next batch, which is copied ahead."""
+    extra = MemoryPoint(0, 0, 0)
+    if tracer.on_cuda:
+        next_batch = -(-(large.batch_bytes - small.batch_bytes) // (sizes[1] - sizes[0]))
+        extra = MemoryPoint(CUBLAS_WORKSPACE, next_batch, 0)
+    persistent = tracer.weight_bytes + tracer.state_bytes
+    return fit_peak_memory(small.timeline, large.timeline, sizes, persistent, tracer.gradient_bytes, extra)
 
 
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> Mapping[str, int]:
-    found: dict[str, list[torch.Tensor]] = {}
+def _bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Mapping[str, int]:
+    groups: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(tensor)
-    return {name: nbytes(group) for name, group in found.items()}
+        groups.setdefault(str(tensor.dtype).removeprefix("torch."), []).append(tensor)
+    return {name: storage_bytes(group) for name, group in groups.items()}

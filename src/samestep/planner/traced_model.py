@@ -1,4 +1,4 @@
-"""The model that is looked at: built by the user's function, called with an example batch, its loss made."""
+"""Build the user's model without memory for its weights, call it with an example batch, and compute a loss."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -17,188 +17,28 @@ from samestep.data.loader import list_tensors, map_tensors
 from samestep.errors import DataError, PlanError
 from samestep.torch_private import cannot_be_traced, has_no_memory, with_memory
 
-_ASKS_FOR_CUDA = ("cuda", "nvidia driver", "no kernel image")
-
-
-@contextmanager
-def telling(what: str, explain: Callable[[str], str]) -> Generator[None]:
-    """Turn what `what` raises inside into a PlanError by `explain`; asking for values is left to the trace."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if cannot_be_traced(error) or isinstance(error, PlanError):
-            raise
-        said = said_by(error)
-        raise PlanError(_without_device(what, said) if _asks_for_cuda(said) else explain(said)) from error
-
-
-def said_by(error: BaseException) -> str:
-    """The kind of an error and the first line of its text.
-
-    >>> said_by(ValueError("no such file"))
-    'ValueError: no such file'
-    """
-    kind = type(error).__name__
-    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of its text, or its kind where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _asks_for_cuda(said: str) -> bool:
-    return any(word in said.lower() for word in _ASKS_FOR_CUDA)
-
-
-def _without_device(what: str, said: str) -> str:
-    return (
-        f"{what} asks for CUDA ({said}): build the model and its batch without a device; a plan needs none, and Run "
-        "moves them to its own"
-    )
-
-
-_ASKED_FOR_VALUES = object()
-_LARGEST = 2**26  # elements of a tensor of whole numbers that is computed for real
-
-
-class FloatsOnMeta(TorchDispatchMode):
-    """Inside, new floating tensors are on the meta device, and so is what is computed with them."""
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run the operation on the meta device where it makes or takes a tensor of that kind."""
-        named = dict(kwargs or {})
-        tensors = _tensors((args, named))
-        if tensors and not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **named)
-        away = {**named, "device": torch.device("meta")} if _takes_device(func) else named
-        if tensors:
-            args, away = tree_map_only(torch.Tensor, _to_meta, (args, away))
-            return func(*args, **away)
-        made = func(*args, **away)
-        return func(*args, **named) if _whole(made) else made
-
-
-class WholeNumbers(TorchDispatchMode):
-    """Inside `without_memory()`, computes what depends on whole numbers alone for real."""
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run the operation by shapes; again for real where nothing floating is in it."""
-        named = kwargs or {}
-        tensors = _tensors((args, named))
-        if func.namespace == "prim" or not all(map(_has_value, tensors)):
-            return func(*args, **named)
-        if tensors and func._schema.is_mutable:  # pyright: ignore[reportPrivateUsage]  # torch has no other name for it
-            return _for_real(func, args, named)
-        made = _by_shapes(func, args, named)
-        return _for_real(func, args, named) if made is _ASKED_FOR_VALUES or _whole(made) else made
-
-
-def to_shapes(model: nn.Module, batch: object) -> object:
-    """Take the memory of what is floating from a model, in place, and from the batch; tied weights stay tied.
-
-    Only inside `without_memory()`, where new tensors are shapes alone.
-    """
-    known: dict[int, torch.Tensor] = {}
-
-    def shape(tensor: torch.Tensor) -> torch.Tensor:
-        """The shape of a tensor; of the same one, the same."""
-        if id(tensor) not in known:
-            known[id(tensor)] = _shape(tensor)
-        return known[id(tensor)]
-
-    for module in model.modules():
-        own: Any = (module._parameters, module._buffers, vars(module))  # pyright: ignore[reportPrivateUsage]  # setattr would refuse
-        for held in own:
-            for name, value in list(held.items()):
-                if isinstance(value, torch.Tensor):
-                    held[name] = shape(value)
-    return map_tensors(batch, shape)
-
-
-def _shape(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or (_is_whole(tensor) and not tensor.is_meta):
-        return tensor
-    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if not isinstance(tensor, nn.Parameter):
-        return bare
-    parameter = nn.Parameter(bare, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
-
-
-def _by_shapes(func: Callable[..., object], args: tuple[object, ...], named: Mapping[str, object]) -> object:
-    try:
-        return func(*args, **named)
-    except Exception as error:
-        if not cannot_be_traced(error):
-            raise
-        return _ASKED_FOR_VALUES
-
-
-def _has_value(tensor: torch.Tensor) -> bool:
-    return _is_whole(tensor) and not has_no_memory(tensor)
-
-
-def _for_real(func: Callable[..., object], args: tuple[object, ...], named: Mapping[str, object]) -> object:
-    with with_memory():
-        return func(*args, **named)
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _whole(made: object) -> bool:
-    tensors = _tensors(made)
-    return bool(tensors) and all(_is_whole(tensor) and tensor.numel() <= _LARGEST for tensor in tensors)
-
-
-def _takes_device(func: OpOverload) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)  # pyright: ignore[reportPrivateUsage]
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta")
-
-
 Loss = Callable[[nn.Module, object], torch.Tensor]
 Build = Callable[[], object]
 _EXAMPLE = "def build(): return Net(), (torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long))"
+_NO_DEVICE = (
+    "Build the model and its batch without a device: a plan does not need one, and Run moves them to its device."
+)
+_CUDA_ERRORS = ("cuda", "nvidia driver", "no kernel image")
+_NEEDS_VALUES = object()
+_MAX_INTEGERS = 2**26  # elements of an integer tensor that is computed with real values
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model, an example batch, and how a loss comes out of them."""
+class TracedModel:
+    """The user's model, an example batch, and how to compute a loss."""
 
-    model: nn.Module
-    """As the user built it."""
-    example: object
-    """A batch with samples along the first dimension of its tensors."""
-    samples: int
-    """How many samples the example has."""
-    loss: Loss | None
-    """The user's own way from model and batch to a loss; None: made from what the model gives."""
+    model: nn.Module  # the model
+    example: object  # a batch with samples along the first dimension of its tensors
+    samples: int  # number of samples in the example
+    loss: Loss | None  # the user's loss function of model and batch; None: the loss comes from the model's outputs
 
     def batch(self, samples: int) -> object:
-        """A batch of so many samples, those of the example over and over; what is not by sample stays as it is."""
+        """A batch of this size that repeats the samples of the example; tensors without samples stay as they are."""
         rows = torch.arange(samples) % self.samples
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,101 +48,84 @@ class Subject:
         return map_tensors(self.example, take)
 
     def compute_loss(self, batch: object) -> torch.Tensor:
-        """One number to go backward from, out of a forward pass."""
-        if self.loss is not None:
-            with telling("the loss function", _why_loss_failed):
-                losses = self.loss(self.model, batch)
-            if not torch.is_tensor(losses) or not losses.requires_grad:
-                raise PlanError(
-                    f"loss gave {_told(losses)}: it must give a tensor that gradients come from, for example "
-                    "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
-                )
-            return losses.mean()
-        return _stand_in(_call(self.model, batch), _left_over(self.model, batch))
+        """A scalar loss from a forward pass."""
+        if self.loss is None:
+            return _default_loss(_call_model(self.model, batch), _labels(self.model, batch))
+        with explain_errors("the loss function", _loss_failed):
+            losses = self.loss(self.model, batch)
+        if not torch.is_tensor(losses) or not losses.requires_grad:
+            raise PlanError(
+                f"The loss function returned {_describe(losses)}, but must return a tensor with gradients, for example "
+                "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+            )
+        return losses.mean()
 
 
-def build_subject(build: Build, loss: Loss | None) -> Subject:
-    """Call the user's function and check what it returns."""
-    with telling(_name(build), lambda said: _why_build_failed(build, said)):
+def build_model(build: Build, loss: Loss | None) -> TracedModel:
+    """Call the user's build function and check what it returns."""
+    name = _name(build)
+    with explain_errors(name, lambda error: f"{name} failed ({error}). Call it on its own to see the traceback."):
         built = build()
     if not isinstance(built, tuple | list) or len(built) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
-        raise PlanError(f"{_name(build)} returned {_told(built)}: return a model and an example batch, {_EXAMPLE}")
-    model, example, *own = cast("tuple[object, ...]", built)
+        raise PlanError(f"{name} returned {_describe(built)}. Return a model and an example batch: {_EXAMPLE}")
+    model, example, *rest = cast("tuple[object, ...]", built)
     if not isinstance(model, nn.Module):
-        raise PlanError(f"{_name(build)} returned {_told(model)} as its model: return an nn.Module first, {_EXAMPLE}")
-    _check_model(build, model)
-    return Subject(model, example, _count_samples(build, example), _own_loss(build, own) or loss)
+        raise PlanError(f"{name} returned {_describe(model)} as its model. Return an nn.Module first: {_EXAMPLE}")
+    _check_model(name, model)
+    if rest and not callable(rest[0]):
+        raise PlanError(
+            f"{name} returned {_describe(rest[0])} as its third value. Omit it, or return a function of model and "
+            "batch that returns the loss."
+        )
+    return TracedModel(model, example, _count_samples(name, example), cast("Loss", rest[0]) if rest else loss)
 
 
-def _check_model(build: Build, model: nn.Module) -> None:
+def _check_model(build_name: str, model: nn.Module) -> None:
     if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), None):
         raise PlanError(
-            f"{lazy!r} of {type(model).__name__} has no shape yet, as in every lazy layer: call the model once with "
-            f"the example batch in {_name(build)}, then return both"
+            f"Parameter {lazy!r} of {type(model).__name__} belongs to a lazy layer and has no shape yet. Call the "
+            f"model once with the example batch in {build_name}, then return both."
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise PlanError(f"{type(model).__name__} has no parameter that trains: a plan is made for training")
+        raise PlanError(f"{type(model).__name__} has no trainable parameters. A plan is made for training.")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
-            raise PlanError(
-                f"{_name(build)} puts {name!r} on {tensor.device}: build the model and its batch without a device; a "
-                "plan needs none, and Run moves them to its own"
-            )
+            raise PlanError(f"{build_name} puts {name!r} on {tensor.device}. {_NO_DEVICE}")
 
 
-def _own_loss(build: Build, own: list[object]) -> Loss | None:
-    if own and not callable(own[0]):
-        raise PlanError(
-            f"{_name(build)} returned {_told(own[0])} as its third value: leave it out, or return a function of model "
-            "and batch that gives the loss"
-        )
-    return cast("Loss", own[0]) if own else None
-
-
-def _count_samples(build: Build, example: object) -> int:
+def _count_samples(build_name: str, example: object) -> int:
     try:
         tensors = list_tensors(example)
     except DataError as error:
-        raise PlanError(f"{_name(build)} returned a batch that cannot be used: {error}") from error
+        raise PlanError(f"{build_name} returned an invalid example batch: {error}") from error
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
     if not sizes or not sizes[0]:
         raise PlanError(
-            f"{_name(build)} returned {_told(example)} as its example batch: return tensors with samples along their "
-            f"first dimension, alone or in tuples, lists and dicts, {_EXAMPLE}"
+            f"{build_name} returned {_describe(example)} as its example batch. Return tensors with samples along their "
+            f"first dimension, alone or in tuples, lists and dicts: {_EXAMPLE}"
         )
     return sizes[0]
 
 
-def _why_build_failed(build: Build, said: str) -> str:
-    return f"{_name(build)} failed, so there is no model to look at ({said}): call it by itself to see where"
-
-
-def _why_loss_failed(said: str) -> str:
-    return (
-        f"the loss function failed ({said}): it is called with the model and a batch like the example, lambda model, "
-        "batch: cross_entropy(model(batch[0]), batch[1])"
-    )
-
-
-def _call(model: nn.Module, batch: object) -> object:
-    """Call the model as its signature allows: with all of the batch, or with its first item."""
-    with telling(type(model).__name__, lambda said: _why_call_failed(model, said)):
+def _call_model(model: nn.Module, batch: object) -> object:
+    """Call the model as its signature allows: with all items of the batch, or with the first."""
+    name = type(model).__name__
+    with explain_errors(
+        name,
+        lambda error: (
+            f"{name} cannot be called with the example batch ({error}). Return the batch in the form that the model "
+            "takes, or return a third value from the build function, lambda model, batch: loss, that calls the model."
+        ),
+    ):
         if isinstance(batch, Mapping):
             return model(**cast("Mapping[str, object]", batch))
         if isinstance(batch, tuple | list):
             values = cast("tuple[object, ...]", batch)
-            return model(*values) if _takes(model, values) else model(values[0])
+            return model(*values) if _accepts(model, values) else model(values[0])
         return model(batch)
 
 
-def _why_call_failed(model: nn.Module, said: str) -> str:
-    return (
-        f"{type(model).__name__} cannot be called with the example batch ({said}): give the batch as the model takes "
-        "it; a build function may return a third value, lambda model, batch: loss, that calls it"
-    )
-
-
-def _takes(model: nn.Module, values: tuple[object, ...]) -> bool:
+def _accepts(model: nn.Module, values: tuple[object, ...]) -> bool:
     try:
         inspect.signature(model.forward).bind(*values)
     except TypeError:
@@ -310,33 +133,33 @@ def _takes(model: nn.Module, values: tuple[object, ...]) -> bool:
     return True
 
 
-def _left_over(model: nn.Module, batch: object) -> torch.Tensor | None:
-    """The second item of a pair of which the model takes the first only: its labels."""
+def _labels(model: nn.Module, batch: object) -> torch.Tensor | None:
+    """The second item of a pair if the model takes the first only."""
     if isinstance(batch, tuple | list):
         values = cast("tuple[object, ...]", batch)
-        if len(values) == 2 and isinstance(values[1], torch.Tensor) and not _takes(model, values):
+        if len(values) == 2 and isinstance(values[1], torch.Tensor) and not _accepts(model, values):
             return values[1]
     return None
 
 
-def _stand_in(output: object, labels: torch.Tensor | None) -> torch.Tensor:
-    """The loss that the model gives, or the cross entropy with labels that fit, or the sum of all floating outputs."""
-    given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(given, torch.Tensor):
-        return given.mean()
-    if isinstance(output, torch.Tensor) and labels is not None and (loss := _scored(output, labels)) is not None:
+def _default_loss(output: object, labels: torch.Tensor | None) -> torch.Tensor:
+    """The loss that the model returns, or the cross entropy with labels that match, or the sum of all outputs."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss.mean()
+    if isinstance(output, torch.Tensor) and labels is not None and (loss := _cross_entropy(output, labels)) is not None:
         return loss
-    floating = [t for t in _tensors_in(output) if t.is_floating_point() and t.requires_grad]
-    if not floating:
+    differentiable = [t for t in _output_tensors(output) if t.is_floating_point() and t.requires_grad]
+    if not differentiable:
         raise PlanError(
-            f"the model gave {_told(output)}, and nothing in it leads back to its parameters: return a loss, or a "
-            "third value from the build function, lambda model, batch: loss"
+            f"The model returned {_describe(output)}, which has no gradients. Return a loss, or return a third value "
+            "from the build function: lambda model, batch: loss"
         )
-    return torch.stack([tensor.float().sum() for tensor in floating]).sum()
+    return torch.stack([tensor.float().sum() for tensor in differentiable]).sum()
 
 
-def _scored(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-    """Cross entropy, where labels have the output's shape less its classes: the second dimension, or the last."""
+def _cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    """Cross entropy if the labels match the output without its class dimension, the second or the last."""
     if labels.is_floating_point() or output.dim() < 2:
         return None
     if labels.shape == output.shape[:1] + output.shape[2:]:
@@ -346,23 +169,161 @@ def _scored(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _tensors_in(output: object) -> list[torch.Tensor]:
-    """Those in tuples, lists and dicts, and in the fields of an object that holds the outputs."""
+def _output_tensors(output: object) -> list[torch.Tensor]:
+    """Tensors in tuples, lists and dicts, and in the attributes of an output object."""
     if isinstance(output, Mapping):
         output = list(cast("Mapping[str, object]", output).values())
     elif not isinstance(output, torch.Tensor | tuple | list) and hasattr(output, "__dict__"):
         output = list(vars(output).values())
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return _tensors(output)
+
+
+@contextmanager
+def explain_errors(what: str, explain: Callable[[str], str]) -> Generator[None]:
+    """Turn an exception that `what` raises into a PlanError with the message of `explain`.
+
+    Exceptions because a trace has no values pass through.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if cannot_be_traced(error) or isinstance(error, PlanError):
+            raise
+        text = describe_error(error)
+        needs_cuda = any(word in text.lower() for word in _CUDA_ERRORS)
+        raise PlanError(f"{what} needs CUDA ({text}). {_NO_DEVICE}" if needs_cuda else explain(text)) from error
+
+
+def _loss_failed(error: str) -> str:
+    return (
+        f"the loss function failed ({error}). It is called with the model and a batch like the example: lambda model, "
+        "batch: cross_entropy(model(batch[0]), batch[1])"
+    )
+
+
+def describe_error(error: BaseException) -> str:
+    """The type of an exception and the first line of its text.
+
+    >>> describe_error(ValueError("no such file"))
+    'ValueError: no such file'
+    """
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _name(build: Build) -> str:
     return f"{getattr(build, '__qualname__', type(build).__name__)}()"
 
 
-def _told(value: object) -> str:
-    """What something is, for a message."""
+def _describe(value: object) -> str:
+    """What a value is, for an error message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(cast('tuple[object, ...]', value))}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+class FloatsOnMeta(TorchDispatchMode):
+    """Inside, new floating-point tensors are created on the meta device, and so are results computed from them."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation on the meta device if it creates or takes a floating-point tensor."""
+        kwargs = dict(kwargs or {})
+        tensors = _tensors((args, kwargs))
+        if tensors and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        takes_device = any(argument.name == "device" for argument in func._schema.arguments)  # pyright: ignore[reportPrivateUsage]
+        on_meta = {**kwargs, "device": torch.device("meta")} if takes_device else kwargs
+        if tensors:
+            args, on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, on_meta))
+            return func(*args, **on_meta)
+        result = func(*args, **on_meta)
+        return func(*args, **kwargs) if _are_integers(result) else result
+
+
+class RealIntegers(TorchDispatchMode):
+    """Inside `without_memory()`, operations on integers alone are computed with real values."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation on shapes, and again with values if only integers are involved."""
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        if func.namespace == "prim" or not all(_is_integer(t) and not has_no_memory(t) for t in tensors):
+            return func(*args, **kwargs)
+        in_place = bool(tensors) and func._schema.is_mutable  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
+        if not in_place:
+            try:
+                result: object = func(*args, **kwargs)
+            except Exception as error:
+                if not cannot_be_traced(error):
+                    raise
+                result = _NEEDS_VALUES
+            if result is not _NEEDS_VALUES and not _are_integers(result):
+                return result
+        with with_memory():
+            return func(*args, **kwargs)
+
+
+def strip_memory(model: nn.Module, batch: object) -> object:
+    """Replace floating-point tensors of the model, in place, and of the batch by tensors without memory.
+
+    Tied weights stay tied. Call it inside `without_memory()` only, where new tensors have no memory.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def strip(tensor: torch.Tensor) -> torch.Tensor:
+        """The same replacement for the same tensor."""
+        if id(tensor) not in known:
+            known[id(tensor)] = _without_memory(tensor)
+        return known[id(tensor)]
+
+    for module in model.modules():
+        containers: Any = (module._parameters, module._buffers, vars(module))  # pyright: ignore[reportPrivateUsage]  # setattr checks types
+        for container in containers:
+            for name, value in list(container.items()):
+                if isinstance(value, torch.Tensor):
+                    container[name] = strip(value)
+    return map_tensors(batch, strip)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or (_is_integer(tensor) and not tensor.is_meta):
+        return tensor
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _are_integers(result: object) -> bool:
+    tensors = _tensors(result)
+    return bool(tensors) and all(_is_integer(tensor) and tensor.numel() <= _MAX_INTEGERS for tensor in tensors)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
-from samestep.planner.plan_report import TEACHER_TITLES, teacher_rows
+from samestep.planner.plan_report import TEACHER_COLUMNS, teacher_rows
 from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherSetup, compare_placements, placement_cost
 from samestep.teacher.frozen_model import FrozenModel, blocks, inside
 from samestep.teacher.options import Ground, TeacherOptions
@@ -173,7 +173,7 @@ class Choice:
     def seconds(self, rows: int) -> float:
         """The estimate for one call in which each rank has `rows` samples."""
         call = replace(self.setting, global_batch=rows * self.setting.ranks, micro_batch=rows)
-        return placement_cost(self.placement, call, self.facts)[2]
+        return placement_cost(self.placement, call, self.facts).seconds
 
 
 def choose_placement(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> Choice:
@@ -200,19 +200,19 @@ def choose_placement(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) 
 
 def _weigh(setting: TeacherSetup, frozen: FrozenModel, wish: TeacherOptions, share: MemoryShare, host: int) -> Choice:
     needs = needs_of(frozen, wish)
-    device = replace(setting.machines.device, memory_free=share.free)
-    machines = replace(setting.machines, device=device, host_memory=host)
+    device = replace(setting.cluster.device, memory_free=share.free)
+    machines = replace(setting.cluster, device=device, host_memory=host)
     rows = min(needs.rows or setting.samples, setting.samples)
-    setting = replace(setting, machines=machines, micro_batch=rows, taken_per_gpu=int(share.free * _LEFT))
+    setting = replace(setting, cluster=machines, micro_batch=rows, used_per_gpu=int(share.free * _LEFT))
     plan = compare_placements(setting, needs.facts)
     return Choice(plan.chosen.name if plan.chosen else "", plan, setting, needs.facts, needs.told)
 
 
 def _table(choice: Choice) -> str:
     """All placements in lines of 80 columns, and what was assumed."""
-    setting, device = choice.setting, choice.setting.machines.device
-    rows = [TEACHER_TITLES, *teacher_rows(choice.plan)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(TEACHER_TITLES) - 1)]
+    setting, device = choice.setting, choice.setting.cluster.device
+    rows = [TEACHER_COLUMNS, *teacher_rows(choice.plan)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(TEACHER_COLUMNS) - 1)]
     indent = " " * (sum(widths) + 2 * len(widths))
     lines = [
         f"teacher: {format_bytes(choice.facts.bytes)} for {setting.ranks} rank(s); seconds of a step of "

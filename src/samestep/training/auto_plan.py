@@ -1,4 +1,4 @@
-"""`run.wrap` and its plan: traces the model, plans for the hardware of this run, and wraps the model accordingly."""
+"""The plan of a run: traces the model and plans strategy, memory and micro-batch for the hardware of this run."""
 
 import copy
 import statistics
@@ -8,19 +8,17 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from samestep.context import RunContext, seed_per_rank
-from samestep.data.loader import list_tensors
+from samestep.context import RunContext
 from samestep.distributed.device import MemoryShare, smallest_memory_share
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
-from samestep.errors import DataError, WrapError
 from samestep.messages import format_bytes, format_seconds
-from samestep.parallel.wrap import WrapOptions, check_options, wrap
+from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.model_parts import profile_weights, recomputable
+from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import Candidate, Plan, plan
+from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
 from samestep.planner.teacher_costs import TeacherSetup
 from samestep.planner.trace import trace_model
@@ -53,13 +51,13 @@ class RunPlan:
         """The options with the plan's decisions for those that were not set."""
         layout = self.chosen.layout
         blocks = options.activation_checkpointing
-        if layout.recompute and not blocks:
-            blocks = recomputable(model, options.blocks)
+        if layout.activation_checkpointing and not blocks:
+            blocks = checkpointable_classes(model, options.blocks)
         strategy = layout.strategy if options.strategy is None and layout.ranks > 1 else options.strategy
         return replace(
             options,
             strategy=strategy,
-            cpu_offload=layout.offload or options.cpu_offload,
+            cpu_offload=layout.cpu_offload or options.cpu_offload,
             activation_checkpointing=blocks,
             reason="as planned" if options.strategy is None else options.reason,
         )
@@ -85,42 +83,6 @@ class RunPlan:
         return self.details | {"compared": self.comparison(device, step_starts) if self.traced else {}}
 
 
-def wrap_model(
-    context: RunContext, plans: list[RunPlan], model: nn.Module, options: WrapOptions, example: object, optimizer: str
-) -> nn.Module:
-    """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
-        raise WrapError(
-            f"run.wrap needs a torch.nn.Module, got {type(model).__name__}: wrap the model that trains; a teacher is "
-            "frozen and needs no wrapping"
-        )
-    if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
-        raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
-    context.acceleration.report()
-    check_options(options, model)
-    if example is not None:
-        _check_example(example)
-    made = plan_run(context, model, options, example, optimizer)
-    if made is not None:
-        plans.append(made)
-        if made.micro_batch is not None:
-            context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
-        context.print(made.message)
-        options = made.apply(options, model)
-    wrapped = wrap(
-        context.comm,
-        model,
-        context.device,
-        options,
-        context.acceleration.precision,
-        in_step=lambda: context.progress.in_step,
-        report=context.print,
-    )
-    context.models.append(wrapped)
-    seed_per_rank(context.config.seed, context.world.rank)
-    return wrapped.model
-
-
 def plan_run(
     context: RunContext, model: nn.Module, options: WrapOptions, example: object | None, optimizer: str
 ) -> RunPlan | None:
@@ -139,7 +101,7 @@ def teacher_setup(world: World, global_batch: int, sharing: int) -> TeacherSetup
     """
     cluster = cluster_of_ranks(world, sharing)
     # a rank may see only its own GPU, so a node has at least as many as it has ranks
-    cluster = replace(cluster, per_node=max(cluster.per_node, world.local_size))
+    cluster = replace(cluster, devices_per_node=max(cluster.devices_per_node, world.local_size))
     return TeacherSetup(cluster, world.size, global_batch, -(-global_batch // world.size))
 
 
@@ -171,10 +133,11 @@ def _plan_on_rank0(
     world, precision, batch = context.world, context.acceleration.precision.name, context.config.global_batch
     cluster, traced = _cluster(world, share), example is not None
     if example is None:
-        made = plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
+        made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
     else:
         made = _traced_plan(context, cluster, model, options, example, optimizer)
-    ours = [each for each in made.candidates if each.layout.ranks == world.size and each.layout.frozen is None]
+    in_model = (each for each in made.candidates if each.layout.teacher_placement is None)
+    ours = [each for each in in_model if each.layout.ranks == world.size]
     allowed = [each for each in ours if _is_allowed(each, world.size, options)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _simplest_of_fastest(fitting, traced) or min(allowed, key=lambda each: each.memory.total)
@@ -196,7 +159,7 @@ def _traced_plan(
         target="cuda" if on_gpu else "cpu",
         channels_last=options.channels_last,
     )
-    made = plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+    made = make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
     if not on_gpu or made.chosen is None:
         return made
     profile = time_model(
@@ -208,7 +171,7 @@ def _traced_plan(
         precision,
         channels_last=options.channels_last,
     )
-    return plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+    return make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
 
 
 def _cluster(world: World, share: MemoryShare) -> ClusterSpec:
@@ -219,8 +182,8 @@ def _cluster(world: World, share: MemoryShare) -> ClusterSpec:
     cluster = cluster_of_ranks(world, share.ranks)
     cluster = replace(cluster, device=replace(cluster.device, memory_free=share.free))
     if world.size == world.nodes * world.local_size:
-        return replace(cluster, per_node=world.local_size)
-    return replace(cluster.of_size(1, world.size), host_memory=cluster.host_memory // world.local_size)
+        return replace(cluster, devices_per_node=world.local_size)
+    return replace(cluster.resized(1, world.size), host_memory=cluster.host_memory // world.local_size)
 
 
 def _free_memory(device: torch.device) -> float:
@@ -245,11 +208,11 @@ def _is_allowed(candidate: Candidate, size: int, options: WrapOptions) -> bool:
     memory_format = layout.strategy in _UNSHARDED or not options.channels_last
     strategy = options.strategy in (None, layout.strategy) or size == 1
     offload = (
-        layout.offload == options.cpu_offload
+        layout.cpu_offload == options.cpu_offload
         if options.strategy is not None
-        else layout.offload or not options.cpu_offload
+        else layout.cpu_offload or not options.cpu_offload
     )
-    recompute = layout.recompute or not options.activation_checkpointing
+    recompute = layout.activation_checkpointing or not options.activation_checkpointing
     return memory_format and strategy and recompute and (offload or size == 1)
 
 
@@ -264,11 +227,11 @@ def _simplest_of_fastest(fitting: list[Candidate], traced: bool) -> Candidate | 
 def _complexity(candidate: Candidate) -> tuple[int, bool, bool]:
     """Unsharded before sharded, device memory before host memory, kept activations before recomputed ones."""
     layout = candidate.layout
-    return _SIMPLEST_FIRST.index(layout.strategy), layout.offload, layout.recompute
+    return _SIMPLEST_FIRST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
 def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -> str:
-    used, free = format_bytes(chosen.memory.total), format_bytes(made.task.machines.device.memory_free)
+    used, free = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
     if not traced:
         return (
             f"plan: {chosen.layout.name} (weights, gradients and Adam's two moments need {used} of {free} free per "
@@ -276,7 +239,7 @@ def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -
         )
     split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     return (
-        f"plan: {chosen.layout.name}, global batch {made.task.global_batch} as {split} ({used} of {free} free per "
+        f"plan: {chosen.layout.name}, global batch {made.request.global_batch} as {split} ({used} of {free} free per "
         f"device, {format_seconds(chosen.time.total)} per step estimated; the simplest of the fastest among {fitting} "
         "that fit)"
     )
@@ -291,17 +254,4 @@ def _details(made: Plan, chosen: Candidate) -> dict[str, object]:
     """The choice with its numbers, and why each other layout was not chosen."""
     data = replace(made, chosen=chosen, candidates=()).to_json()
     others = {each.layout.name: each.reason for each in made.candidates if each.layout != chosen.layout}
-    return {"chosen": data["chosen"], "others": others, "margin": made.task.margin, "model": data["model"]}
-
-
-def _check_example(example: object) -> None:
-    """Raise if there is no batch to trace a step with."""
-    try:
-        sizes = [len(tensor) for tensor in list_tensors(example) if tensor.dim()]
-    except DataError:
-        sizes = []
-    if not sizes or not sizes[0]:
-        raise WrapError(
-            f"run.wrap got a {type(example).__name__} without samples as example=: pass a batch as the model is called "
-            "with it, a tensor or tuples, lists and dicts of tensors, with samples along the first dimension"
-        )
+    return {"chosen": data["chosen"], "others": others, "margin": made.request.margin, "model": data["model"]}

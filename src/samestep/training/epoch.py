@@ -1,7 +1,13 @@
-"""An epoch: one pass over the data in steps of the global batch."""
+"""An epoch, and the options that shards and streams share: micro-batch size, data workers and the ledger."""
 
 from collections.abc import Callable, Iterator
+from numbers import Integral
 
+from samestep.context import RunContext
+from samestep.data import loader
+from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
+from samestep.environment.hardware import read_hardware
+from samestep.environment.world import oom_retries
 from samestep.errors import DataError
 from samestep.messages import info
 from samestep.training.step import Step
@@ -44,3 +50,45 @@ def report_if_trained(epoch: int, count: int) -> None:
 def current_epoch(epoch: int, step: int) -> int:
     """The epoch at a position: before the first step of an epoch it is the previous one."""
     return epoch if step else max(0, epoch - 1)
+
+
+def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | None:
+    """The most rows per micro-batch: as passed or planned, halved once for each out-of-memory restart; None: all."""
+    if micro_batch is not None and (not isinstance(micro_batch, Integral) or micro_batch < 1):
+        raise DataError(
+            f"micro_batch={micro_batch!r} is not a number of rows: pass 1 or more, or omit it to pass each rank's part "
+            "of a step through the model at once"
+        )
+    rank_batch = -(-context.config.global_batch // context.world.size)
+    rows, retries = micro_batch or context.planned_micro_batch, oom_retries()
+    if retries:
+        before, rows = rows or rank_batch, max(1, -(-(rows or rank_batch) // 2**retries))
+        context.print_once(
+            f"micro-batch: {rows} row(s) instead of {before}, which ran out of memory; the global batch of "
+            f"{context.config.global_batch} and the training result stay the same"
+        )
+    context.largest_micro_batch = max(context.largest_micro_batch, min(rows or rank_batch, rank_batch))
+    return rows
+
+
+def choose_num_workers(context: RunContext, dataset: object, num_workers: int | None) -> int:
+    """The number that was passed, or one chosen by the cores and printed."""
+    if num_workers is not None:
+        return loader.check_num_workers(num_workers)
+    chosen, reason = loader.choose_num_workers(dataset, read_hardware().cores.usable, context.world.local_size)
+    context.print_once(f"data workers: {chosen} per rank ({reason}); pass num_workers= to change it")
+    return chosen
+
+
+def open_ledger(context: RunContext, name: str | None, kind: str, description: ShardDescription) -> ShardLedger | None:
+    """A ledger for another shard or stream, if the run keeps ledgers."""
+    if not context.config.ledger:
+        return None
+    name = name or f"{kind}-{len(context.ledgers)}"
+    if any(ledger.name == name for ledger in context.ledgers):
+        raise DataError(f"two shards are named {name!r}, and each needs its own ledger: pass different names")
+    generation = context.once(next_generation, context.folder, name)
+    world = context.world
+    ledger = ShardLedger(context.folder, name, description, world.rank, world.size, generation)
+    context.ledgers.append(ledger)
+    return ledger

@@ -21,9 +21,9 @@ from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import Ground, PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
-from samestep.training.auto_plan import teacher_setup, wrap_model
-from samestep.training.evaluation import evaluate
+from samestep.training.auto_plan import teacher_setup
 from samestep.training.lifecycle import Lifecycle
+from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
 

@@ -15,8 +15,14 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import Epoch, current_epoch, report_if_trained
-from samestep.training.shard_options import choose_micro_batch, choose_num_workers, open_ledger
+from samestep.training.epoch import (
+    Epoch,
+    choose_micro_batch,
+    choose_num_workers,
+    current_epoch,
+    open_ledger,
+    report_if_trained,
+)
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
 

@@ -14,8 +14,7 @@ from samestep.data.partition import Partition
 from samestep.data.sample_rng import sample_keys
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import Epoch, current_epoch, report_if_trained
-from samestep.training.shard_options import choose_micro_batch, open_ledger
+from samestep.training.epoch import Epoch, choose_micro_batch, current_epoch, open_ledger, report_if_trained
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
 

@@ -4,7 +4,7 @@ import pytest
 
 from samestep.errors import PlanError
 from samestep.planner.cluster_discovery import local_cluster, read_allocation, slurm_job_cluster, slurm_nodes
-from tests.unit.test_machines import GIB, gpu, hardware
+from tests.unit.test_cluster_spec import GIB, gpu, hardware
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
 INSIDE = {**JOB, "SLURMD_NODENAME": "node01"}
@@ -18,34 +18,34 @@ def one_gpu(name="NVIDIA A100-SXM4-80GB"):
 def test_from_a_login_node_the_named_gpus_of_all_nodes_count():
     job = {**JOB, "SLURM_GPUS_PER_NODE": "a100:4", "SLURM_MEM_PER_NODE": "1024", "SLURM_CPUS_ON_NODE": "24"}
     found = slurm_job_cluster(CPU, job, 3)
-    assert (found.device.name, found.per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
+    assert (found.device.name, found.devices_per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
     assert found.host_memory == GIB
     assert found.source == "SLURM job 7: 4 GPU(s) on each of 3 node(s)"
 
 
 def test_a_gpu_of_the_login_node_is_not_one_of_the_job():
     found = slurm_job_cluster(one_gpu("Tesla T4"), {**JOB, "SLURM_GPUS_PER_NODE": "h100:8"}, 3)
-    assert (found.device.name, found.per_node, found.nodes) == ("h100", 8, 3)
+    assert (found.device.name, found.devices_per_node, found.nodes) == ("h100", 8, 3)
 
 
 def test_inside_the_job_all_its_gpus_count_and_memory_is_what_this_node_shows():
     found = slurm_job_cluster(one_gpu(), {**INSIDE, "SLURM_GPUS_ON_NODE": "4"}, 3)
-    assert (found.device.name, found.per_node, found.nodes) == ("a100", 4, 3)
+    assert (found.device.name, found.devices_per_node, found.nodes) == ("a100", 4, 3)
     assert found.device.memory_free == 60 * GIB
-    assert found.within_node == 300e9  # one GPU shows no link: the sheet tells
+    assert found.intra_node_bandwidth == 300e9  # one GPU shows no link: the sheet tells
     assert found.source.startswith("SLURM job 7: 4 GPU(s) on each of 3 node(s); this machine: 1 x NVIDIA A100")
 
 
 def test_on_a_login_node_gpus_without_a_name_are_reckoned_as_those_that_are_here():
     found = slurm_job_cluster(one_gpu(), {**JOB, "SLURM_GPUS_PER_NODE": "2"}, 3)
-    assert (found.device.name, found.per_node, found.nodes) == ("a100", 2, 3)
-    assert "reckoned as those of this machine" in found.source
+    assert (found.device.name, found.devices_per_node, found.nodes) == ("a100", 2, 3)
+    assert "assumed to be like those of this machine" in found.source
 
 
 def test_gpus_that_nobody_names_and_nobody_sees_must_be_typed():
     told = (
-        "SLURM job 7 has 4 GPU(s) on each of 3 node(s) and names none of the table: type --gpus NAME:4 --nodes 3, as "
-        "in --gpus a100:4"
+        "SLURM job 7: 4 GPU(s) on each of 3 node(s), but the job does not name a known device. Pass --gpus NAME:4 "
+        "--nodes 3, for example --gpus a100:4 --nodes 3."
     )
     for asked in ("4", "x1:4"):
         with pytest.raises(PlanError) as error:

@@ -87,7 +87,7 @@ def test_a_group_that_waits_for_a_launcher_fails_and_is_told_where_it_belongs(la
 
 def test_a_script_that_ends_when_imported_is_told_so(lab):
     (lab / "lab.py").write_text(BUILD + "raise SystemExit(2)")
-    with pytest.raises(PlanError, match=r"^lab cannot be imported \(SystemExit: 2\): a plan imports it to call its"):
+    with pytest.raises(PlanError, match=r"^lab cannot be imported \(SystemExit: 2\). A plan imports it to call its"):
         find_build("lab:build")
 
 

@@ -6,43 +6,43 @@ import pytest
 
 from samestep.planner.cluster_spec import (
     ALIASES,
-    DEVICE_SPECS,
+    KNOWN_DEVICES,
     PRESETS,
-    find_sheet,
+    find_device,
+    match_gpu,
+    mig_fraction,
     parse_cluster_spec,
-    sheet_like,
-    slice_of,
 )
 from tests.conftest import REPOSITORY
 
 
-@pytest.mark.parametrize("name", DEVICE_SPECS)
+@pytest.mark.parametrize("name", KNOWN_DEVICES)
 def test_every_device_tells_its_figures_and_their_source(name):
-    sheet = DEVICE_SPECS[name]
+    sheet = KNOWN_DEVICES[name]
     device = sheet.device
     assert device.kind in ("cuda", "mps", "cpu")
     assert device.memory == device.memory_free > 2**30
     assert device.bandwidth > 1e9
-    assert device.rates["float32"] > 1e10
-    assert set(device.rates) <= {"float32", "tf32", "bfloat16", "float16"}
+    assert device.peak_flops["float32"] > 1e10
+    assert set(device.peak_flops) <= {"float32", "tf32", "bfloat16", "float16"}
     assert len(device.source) > 15
-    assert min(sheet.link, sheet.host_link, sheet.network) > 0
+    assert min(sheet.intra_node_bandwidth, sheet.host_bandwidth, sheet.inter_node_bandwidth) > 0
 
 
 def test_memory_is_what_a_process_finds_not_what_is_printed_on_the_box():
     boxes = {"h100": 80, "a100-40gb": 40, "a10g": 24, "v100": 16, "rtx4090": 24, "h200": 141, "b200": 192, "t4": 16}
     for name, gigabytes in boxes.items():
-        assert 0.9 * gigabytes * 1e9 < DEVICE_SPECS[name].device.memory < gigabytes * 2**30, name
+        assert 0.9 * gigabytes * 1e9 < KNOWN_DEVICES[name].device.memory < gigabytes * 2**30, name
 
 
 def test_rates_are_dense():
     half = {"h100": 989e12, "a100": 312e12, "a10g": 70e12, "l4": 121e12, "t4": 65e12, "v100": 125e12}
-    assert {name: DEVICE_SPECS[name].device.rates["float16"] for name in half} == half
+    assert {name: KNOWN_DEVICES[name].device.peak_flops["float16"] for name in half} == half
 
 
 def test_gpus_before_ampere_have_neither_bfloat16_nor_tf32():
     for name in ("v100", "v100-32gb", "t4"):
-        assert not {"bfloat16", "tf32"} & set(DEVICE_SPECS[name].device.rates)
+        assert not {"bfloat16", "tf32"} & set(KNOWN_DEVICES[name].device.peak_flops)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_gpus_before_ampere_have_neither_bfloat16_nor_tf32():
     ],
 )
 def test_names_are_understood_as_people_type_them(typed, name):
-    assert find_sheet(typed).device.name == name
+    assert find_device(typed).device.name == name
 
 
 def test_other_names_and_presets_lead_to_known_devices():
-    assert all(name in DEVICE_SPECS for name in ALIASES.values())
+    assert all(name in KNOWN_DEVICES for name in ALIASES.values())
     assert PRESETS == {"g5": ("a10g", 4), "p3": ("v100", 8)}
-    assert all(name in DEVICE_SPECS for name, _ in PRESETS.values())
-    assert find_sheet("h1000") is None
+    assert all(name in KNOWN_DEVICES for name, _ in PRESETS.values())
+    assert find_device("h1000") is None
 
 
 @pytest.mark.parametrize(
@@ -86,32 +86,32 @@ def test_other_names_and_presets_lead_to_known_devices():
     ],
 )
 def test_a_gpu_is_known_by_the_name_that_cuda_gives_it(cuda, name):
-    sheet, own = sheet_like(cuda, (9, 0))
+    sheet, own = match_gpu(cuda, (9, 0))
     assert (sheet.device.name, own) == (name, True)
 
 
 def test_an_unknown_gpu_is_reckoned_as_a_slow_one_of_its_generation():
-    assert [sheet_like("NVIDIA X1", at)[0].device.name for at in ((8, 6), (8, 7), (12, 0), (5, 0))] == [
+    assert [match_gpu("NVIDIA X1", at)[0].device.name for at in ((8, 6), (8, 7), (12, 0), (5, 0))] == [
         *("a10g", "a10g", "rtx4090", "v100")
     ]
-    assert not sheet_like("NVIDIA X1", (8, 6))[1]
+    assert not match_gpu("NVIDIA X1", (8, 6))[1]
 
 
 def test_a_slice_has_its_part_of_the_cores():
-    assert slice_of("NVIDIA A100-SXM4-40GB MIG 1g.5gb") == pytest.approx(1 / 7)
-    assert slice_of("NVIDIA A100-SXM4-40GB") == 1
+    assert mig_fraction("NVIDIA A100-SXM4-40GB MIG 1g.5gb") == pytest.approx(1 / 7)
+    assert mig_fraction("NVIDIA A100-SXM4-40GB") == 1
 
 
 def told(rate):
     return "-" if rate is None else f"{rate:g}"
 
 
-@pytest.mark.parametrize("name", DEVICE_SPECS)
+@pytest.mark.parametrize("name", KNOWN_DEVICES)
 def test_the_page_tells_what_the_table_has(name):
-    sheet = DEVICE_SPECS[name]
+    sheet = KNOWN_DEVICES[name]
     device, dtypes = sheet.device, ("bfloat16", "float16", "tf32", "float32")
-    rates = [device.rates[dtype] / 1e12 if dtype in device.rates else None for dtype in dtypes]
-    links = [rate / 1e9 for rate in (sheet.link, sheet.host_link, sheet.network)]
+    rates = [device.peak_flops[dtype] / 1e12 if dtype in device.peak_flops else None for dtype in dtypes]
+    links = [rate / 1e9 for rate in (sheet.intra_node_bandwidth, sheet.host_bandwidth, sheet.inter_node_bandwidth)]
     figures = [device.memory / 2**30, device.bandwidth / 1e9, *rates, *links]
     source = device.source.removesuffix("; memory as torch reports it")
     row = " | ".join([f"`{name}`", *map(told, figures), source])
@@ -121,4 +121,4 @@ def test_the_page_tells_what_the_table_has(name):
 def test_the_device_of_ones_own_on_the_page_is_one():
     page = (REPOSITORY / "docs" / "plan.md").read_text()
     found = parse_cluster_spec(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
-    assert (found.device.name, found.per_node, found.cores) == ("mygpu", 4, 64)
+    assert (found.device.name, found.devices_per_node, found.cores) == ("mygpu", 4, 64)

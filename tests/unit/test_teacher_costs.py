@@ -9,7 +9,7 @@ from samestep.errors import PlanError
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.plan_report import teacher_rows
 from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, compare_placements
-from tests.unit.plan_facts import GIB, machines
+from tests.unit.plan_examples import GIB, cluster
 
 TEN = {"gpu", "cpu", "balanced", "sequential", "offload", "disk", "sharded", "served", "cached", "custom"}
 # 60 billion parameters in bfloat16, 60 layers, 1,024 tokens of 2 operations a parameter, logits of 50,000 words
@@ -26,7 +26,7 @@ def weighed(words, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **re
     on = parse_cluster_spec(words, nodes) if isinstance(words, str) else words
     found = compare_placements(TeacherSetup(on, ranks, global_batch, micro_batch, **rest), teacher)
     assert {placement.name for placement in found.placements} == TEN
-    assert all(placement.why for placement in found.placements)
+    assert all(placement.reason for placement in found.placements)
     return found, {placement.name: placement for placement in found.placements}
 
 
@@ -34,8 +34,8 @@ def test_a_teacher_that_fits_is_copied_to_every_gpu():
     found, each = weighed("h100:4", SMALL, 4)
     assert found.chosen is each["gpu"] is found.placements[0]
     assert each["gpu"].per_gpu == 2 * GIB + 2 * 1000
-    assert each["gpu"].why == "the fastest that fits"
-    assert each["custom"].why == "a device map of your own: never chosen by itself"
+    assert each["gpu"].reason == "fastest placement that fits"
+    assert each["custom"].reason == "your own device map: never chosen automatically"
     assert not each["custom"].fits
 
 
@@ -47,8 +47,8 @@ def test_sixty_billion_parameters_are_sharded_not_computed_on_the_cpu():
     # 64 samples of 1.2e14 operations on 32 cores of 5e10 a second: more than an hour a step
     assert each["cpu"].seconds == pytest.approx(64 * SIXTY.flops_per_sample / (32 * 5e10), rel=0.01)
     assert each["cpu"].seconds > 3600
-    assert each["cpu"].why.endswith("times as slow as sharded")
-    assert each["gpu"].why.startswith("needs 111.9 GiB on a device and 74.4 GiB are left there")
+    assert each["cpu"].reason.endswith("times as slow as sharded")
+    assert each["gpu"].reason.startswith("does not fit: 111.9 GiB needed, 74.4 GiB free per device")
     assert each["sharded"].per_gpu == pytest.approx(30e9 + 4e9 + 2 * SIXTY.output_per_sample)
 
 
@@ -62,13 +62,13 @@ def test_one_rank_with_several_gpus_spreads_its_layers():
     assert found.chosen.name == "balanced"
     assert each["balanced"].per_gpu == pytest.approx(30e9 + 2e9 + 2 * SIXTY.output_per_sample)
     assert each["sequential"].per_gpu > each["balanced"].per_gpu
-    assert each["sharded"].why == "one rank has nobody to share with"
-    assert each["served"].why == "one rank has nobody to serve"
+    assert each["sharded"].reason == "needs at least 2 ranks"
+    assert each["served"].reason == "needs at least 2 ranks"
 
 
 def test_spreading_means_nothing_where_each_rank_has_one_gpu():
     each = weighed("h100:4", SMALL, 4)[1]
-    assert each["balanced"].why == each["sequential"].why == "each rank has one device: the same as gpu"
+    assert each["balanced"].reason == each["sequential"].reason == "each rank has one device: the same as gpu"
 
 
 def test_offload_wins_where_one_gpu_is_all_there_is():
@@ -83,7 +83,7 @@ def test_offload_wins_where_one_gpu_is_all_there_is():
 def test_the_disk_is_for_teachers_larger_than_host_memory():
     found, each = weighed(replace(parse_cluster_spec("h100:1"), host_memory=64 * GIB), SIXTY, 1)
     assert found.chosen.name == "disk"
-    assert each["offload"].why == "needs 111.8 GiB of a node's memory and 57.6 GiB are left there"
+    assert each["offload"].reason == "does not fit: 111.8 GiB of host memory needed, 57.6 GiB free per node"
     assert each["disk"].seconds == pytest.approx(32 * 120e9 / 2e9)
 
 
@@ -93,7 +93,7 @@ def test_a_served_teacher_is_computed_by_one_for_all():
 
 
 def test_what_training_takes_is_not_there_for_the_teacher():
-    assert weighed("h100:4", SMALL, 4, taken_per_gpu=73 * GIB)[0].chosen.name != "gpu"
+    assert weighed("h100:4", SMALL, 4, used_per_gpu=73 * GIB)[0].chosen.name != "gpu"
 
 
 def test_a_cache_is_never_chosen_and_tells_what_later_epochs_would_take():
@@ -101,16 +101,16 @@ def test_a_cache_is_never_chosen_and_tells_what_later_epochs_would_take():
     assert each["cached"].seconds == found.chosen.seconds
     assert not each["cached"].fits
     # 64 samples on a node of 1000 bytes each, from a disk of 2 GB/s
-    said = "if a sample's inputs stay the same, which is yours to say"
-    assert each["cached"].why == f"{said}: later epochs take 0.032 ms"
-    assert weighed("h100:2", replace(SMALL, output_per_sample=0), 2)[1]["cached"].why == said
+    said = "choose it yourself if a sample has the same inputs in every epoch"
+    assert each["cached"].reason == f"{said}: later epochs take 0.032 ms per step"
+    assert weighed("h100:2", replace(SMALL, output_per_sample=0), 2)[1]["cached"].reason == said
 
 
 def test_without_a_gpu_one_copy_serves_all_ranks_of_the_node():
     found, each = weighed(replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB), SMALL, 4)
     assert found.chosen.name == "cpu"
-    assert each["gpu"].why.startswith("needs 8.0 GiB of a node's memory")
-    assert each["offload"].why == "there is no GPU to stream to"
+    assert each["gpu"].reason.startswith("does not fit: 8.0 GiB of host memory needed")
+    assert each["offload"].reason == "needs a GPU to load layers to"
 
 
 def test_without_a_gpu_a_served_teacher_lies_in_memory_once():
@@ -119,13 +119,13 @@ def test_without_a_gpu_a_served_teacher_lies_in_memory_once():
     assert each["served"].fits
     assert (each["served"].per_gpu, each["served"].per_node) == (0, 2 * GIB + 2 * 1000)
     too_small = weighed(replace(on, host_memory=GIB), SMALL, 4)[1]
-    assert too_small["served"].why.startswith("needs 2.0 GiB of a node's memory and 921.6 MiB are left there")
+    assert too_small["served"].reason.startswith("does not fit: 2.0 GiB of host memory needed, 921.6 MiB free per node")
 
 
 def test_nothing_fits():
-    found, each = weighed(machines(1, gib=1, host_memory=GIB), replace(SIXTY, largest_layer=100 * GIB), 1)
+    found, each = weighed(cluster(1, gib=1, host_memory=GIB), replace(SIXTY, largest_layer=100 * GIB), 1)
     assert found.chosen is None
-    assert each["cached"].why == "no place fits for the first epoch, which fills the cache"
+    assert each["cached"].reason == "no placement fits for the first epoch, which fills the cache"
 
 
 def test_rows_and_plain_data():
@@ -135,5 +135,5 @@ def test_rows_and_plain_data():
 
 
 def test_a_teacher_for_nobody_is_refused():
-    with pytest.raises(PlanError, match="a teacher is placed for at least 1 rank"):
-        compare_placements(TeacherSetup(machines(1), 1, 0, 1), SMALL)
+    with pytest.raises(PlanError, match="A teacher needs at least 1 rank"):
+        compare_placements(TeacherSetup(cluster(1), 1, 0, 1), SMALL)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.layouts import gradient_passes
-from samestep.planner.model_profile import Line, ModelProfile, Op, Part
-from samestep.planner.plan import plan
+from samestep.planner.layouts import gradient_flows_through_frozen
+from samestep.planner.model_profile import ModelPart, ModelProfile, Op, PeakMemory
+from samestep.planner.plan import make_plan
 
 GIB, TOKENS, GLOBAL_BATCH = 2**30, 512, 64
 TRAINABLE = 50_000_000 * 4
@@ -70,22 +70,22 @@ def seed_model(gradients_pass):
         gradients=TRAINABLE,
         optimizer="AdamW",
         optimizer_state=2 * TRAINABLE,
-        working=Line(0, TOKENS * (kept + logits)),
-        working_recomputed=Line(0, TOKENS * (inputs + one_layer + logits)),
+        activations=PeakMemory.linear(0, TOKENS * (kept + logits)),
+        checkpointed_activations=PeakMemory.linear(0, TOKENS * (inputs + one_layer + logits)),
         forward_flops=trains + sum(forward.values()),
         step_flops=step,
-        step_flops_recomputed=step + trains + again,
+        checkpointed_step_flops=step + trains + again,
         ops=(Op("aten.mm", 4000, step, 0.0, "bfloat16"),),
-        traced_batch=1,
+        traced_samples=1,
         blocks=tuple(
-            Part(
+            ModelPart(
                 f"{shape.name}.layers.{at}", 0, 2 * shape.parameters // shape.layers, forward[shape.name] / shape.layers
             )
             for shape in shapes
             for at in range(shape.layers)
         ),
-        frozen_parts=tuple(Part(shape.name, 0, 2 * shape.parameters, forward[shape.name]) for shape in shapes),
-        how="by hand",
+        frozen_parts=tuple(ModelPart(shape.name, 0, 2 * shape.parameters, forward[shape.name]) for shape in shapes),
+        method="by hand",
     )
 
 
@@ -105,21 +105,21 @@ TABLE = [
 
 
 def test_the_facts_tell_which_of_the_two_trainings_it_is():
-    assert gradient_passes(THROUGH)
-    assert not gradient_passes(TARGETS)
+    assert gradient_flows_through_frozen(THROUGH)
+    assert not gradient_flows_through_frozen(TARGETS)
 
 
 @pytest.mark.parametrize(("gpus", "seed", "through", "targets"), TABLE, ids=[row[0] for row in TABLE])
 def test_the_table_of_the_seeds_comes_out_of_the_arithmetic(gpus, seed, through, targets):
     for facts, expected in ((THROUGH, through), (TARGETS, targets)):
-        chosen = plan(parse_cluster_spec(gpus), facts, GLOBAL_BATCH).chosen
+        chosen = make_plan(parse_cluster_spec(gpus), facts, GLOBAL_BATCH).chosen
         assert chosen is not None
         assert chosen.layout.name.split(" + ")[0] == expected, seed
-        assert chosen.layout.frozen is None
+        assert chosen.layout.teacher_placement is None
 
 
 def test_both_models_fit_whole_into_40_gb_with_room_for_a_sample():
-    chosen = plan(parse_cluster_spec("a100-40gb:2"), THROUGH, GLOBAL_BATCH).chosen
+    chosen = make_plan(parse_cluster_spec("a100-40gb:2"), THROUGH, GLOBAL_BATCH).chosen
     assert chosen.memory.weights == TRAINABLE + 2 * (8_030_261_248 + 7_615_616_512)
     assert chosen.memory.weights / GIB == pytest.approx(29.3, abs=0.1)
     assert chosen.memory.total / GIB < 37.1
@@ -127,13 +127,13 @@ def test_both_models_fit_whole_into_40_gb_with_room_for_a_sample():
 
 
 def test_three_gpus_share_a_global_batch_that_three_does_not_divide():
-    chosen = plan(parse_cluster_spec("h100:3"), THROUGH, GLOBAL_BATCH).chosen
+    chosen = make_plan(parse_cluster_spec("h100:3"), THROUGH, GLOBAL_BATCH).chosen
     assert chosen.layout.ranks == 3
     assert chosen.micro_batch * chosen.accumulation >= 22  # 22, 21 and 21 samples, none of them lost
 
 
 def test_a_split_is_slower_than_a_copy_on_each_gpu():
-    found = plan(parse_cluster_spec("a100-40gb:2"), TARGETS, GLOBAL_BATCH)
+    found = make_plan(parse_cluster_spec("a100-40gb:2"), TARGETS, GLOBAL_BATCH)
     seconds = {each.layout.name: each.time.total for each in found.candidates if each.fits}
     assert seconds["single + frozen balanced"] > 1.9 * seconds["ddp"]
     assert seconds["ddp + frozen sharded"] > seconds["ddp"]
@@ -141,7 +141,7 @@ def test_a_split_is_slower_than_a_copy_on_each_gpu():
 
 @pytest.mark.parametrize("gpus", ["rtx4090:2", "a10g:4"])
 def test_a_split_is_right_where_a_copy_does_not_fit(gpus):
-    found = plan(parse_cluster_spec(gpus), TARGETS, GLOBAL_BATCH)
+    found = make_plan(parse_cluster_spec(gpus), TARGETS, GLOBAL_BATCH)
     fitting = {each.layout.name: each for each in found.candidates if each.fits}
     assert "ddp" not in fitting
     # layers stream from the host while the one before computes; shards do as well, and leave less room for samples
@@ -151,7 +151,7 @@ def test_a_split_is_right_where_a_copy_does_not_fit(gpus):
 
 
 def test_through_frozen_models_that_do_not_fit_nothing_goes_today_and_it_says_what_would():
-    found = plan(parse_cluster_spec("a10g:4"), THROUGH, GLOBAL_BATCH)
+    found = make_plan(parse_cluster_spec("a10g:4"), THROUGH, GLOBAL_BATCH)
     assert found.chosen is None
-    assert found.advice[0] == "no number of a10g up to 64 would do"
-    assert found.advice[1].startswith("1 x a100-40gb (39.4 GiB) would do, with single")
+    assert found.advice[0] == "no number of a10g up to 64 would fit"
+    assert found.advice[1].startswith("1 x a100-40gb (39.4 GiB) would fit, with single")

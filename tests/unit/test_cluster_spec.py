@@ -14,8 +14,8 @@ from samestep.planner.calibration import (
     read_calibration,
     save_calibration,
 )
-from samestep.planner.cluster_discovery import link_rate, local_cluster
-from samestep.planner.cluster_spec import DEVICE_SPECS, EXAMPLE, parse_cluster_spec
+from samestep.planner.cluster_discovery import local_cluster, peer_bandwidth
+from samestep.planner.cluster_spec import EXAMPLE, KNOWN_DEVICES, parse_cluster_spec
 
 GIB = 2**30
 
@@ -30,22 +30,22 @@ GIB = 2**30
 )
 def test_words_name_devices_and_how_many(words, nodes, device, per_node):
     found = parse_cluster_spec(words, nodes)
-    assert (found.device, found.per_node, found.nodes) == (DEVICE_SPECS[device].device, per_node, nodes)
+    assert (found.device, found.devices_per_node, found.nodes) == (KNOWN_DEVICES[device].device, per_node, nodes)
     assert found.devices == per_node * nodes
-    assert found.host_memory == DEVICE_SPECS[device].host_memory * per_node
+    assert found.host_memory == KNOWN_DEVICES[device].host_memory * per_node
 
 
 def test_machines_are_told_in_words():
-    assert parse_cluster_spec("h100:4").words == "4 x h100"
-    assert parse_cluster_spec("h100:4", 2).words == "2 x 4 x h100"
+    assert parse_cluster_spec("h100:4").label == "4 x h100"
+    assert parse_cluster_spec("h100:4", 2).label == "2 x 4 x h100"
 
 
 def test_a_device_of_ones_own_is_given_as_json(tmp_path):
     found = parse_cluster_spec(EXAMPLE)
-    assert (found.device.name, found.device.kind, found.per_node) == ("mygpu", "cuda", 4)
+    assert (found.device.name, found.device.kind, found.devices_per_node) == ("mygpu", "cuda", 4)
     assert found.device.memory == int(47.5 * GIB)
-    assert found.device.rates == {"bfloat16": 180e12, "float32": 90e12}
-    assert (found.device.bandwidth, found.within_node) == (960e9, 32e9)
+    assert found.device.peak_flops == {"bfloat16": 180e12, "float32": 90e12}
+    assert (found.device.bandwidth, found.intra_node_bandwidth) == (960e9, 32e9)
     (tmp_path / "mine.json").write_text(EXAMPLE)
     assert replace(parse_cluster_spec(str(tmp_path / "mine.json"), 2), source="") == replace(
         parse_cluster_spec(EXAMPLE, 2),
@@ -63,42 +63,42 @@ def own(**changes):
     [
         (
             "x1:4",
-            "--gpus x1:4: there is no device x1 in the table: use one of b200, h200, h100-pcie, h100-nvl, h100, a1",
+            "--gpus x1:4: unknown device 'x1'. Use one of b200, h200, h100-pcie, h100-nvl, h100, a1",
         ),
         (
             "g5:2",
-            "--gpus g5:2: g5 is a whole machine, 4 x a10g: type g5 alone, with --nodes for several, or a10g:COUNT for "
-            "other numbers",
+            "--gpus g5:2: g5 is a node type with 4 x a10g and takes no count. Pass g5 with --nodes for several nodes, "
+            "or a10g:COUNT.",
         ),
-        ("mps:2", "--gpus mps:2: a run uses Apple's GPU with one rank, so there is one of it: type mps alone"),
+        ("mps:2", "--gpus mps:2: a run uses an Apple GPU with one rank only. Pass `mps` without a count."),
         (
             "local:2",
-            "--gpus local:2: local is what this machine has: type it alone, or name a device and a count",
+            "--gpus local:2: `local` means the GPUs of this machine and takes no count.",
         ),
-        ("h100:", "--gpus h100:: nothing is no number of devices: type, for example, h100:4"),
-        ("h100:x", "--gpus h100:x: x is no number of devices: type, for example, h100:4"),
-        ("h100:0", "--gpus h100:0: 0 is no number of devices: type, for example, h100:4"),
-        ("none.json", "--gpus none.json cannot be read (No such file or directory): give a file with, for example, {"),
-        ("{x", "the JSON of --gpus is no JSON ("),
+        ("h100:", "--gpus h100:: the number of devices must be a positive integer, got ''. Pass for example h100:4."),
+        ("h100:x", "--gpus h100:x: the number of devices must be a positive integer, got 'x'."),
+        ("h100:0", "--gpus h100:0: the number of devices must be a positive integer, got '0'."),
+        ("none.json", "--gpus none.json cannot be read (No such file or directory). Pass a file that contains, for ex"),
+        ("{x", "the JSON of --gpus is not valid JSON ("),
         (
             '{"name": "x"}',
-            "the JSON of --gpus lacks memory_gib, bandwidth_gbs, tflops: the fields are name, memory_gib, ",
+            "the JSON of --gpus lacks memory_gib, bandwidth_gbs, tflops. The fields are name, memory_gib, ",
         ),
-        (own(ram=1), "the JSON of --gpus has ram, which no device has: the fields are "),
-        (own(count=0), "the JSON of --gpus has count=0: it must be a whole number from 1 up"),
-        (own(count=1.5), "the JSON of --gpus has count=1.5: it must be a whole number from 1 up"),
-        (own(memory_gib="48"), "the JSON of --gpus has memory_gib='48': it must be a number above 0"),
-        (own(link_gbs=True), "the JSON of --gpus has link_gbs=True: it must be a number above 0"),
-        (own(memory_gib=float("inf")), "the JSON of --gpus has memory_gib=inf: it must be a number above 0"),
-        (own(kind="mps"), "the JSON of --gpus: a run uses Apple's GPU with one rank, so there is one of it"),
-        (own(kind="tpu"), "the JSON of --gpus has kind='tpu': it must be one of cuda, mps, cpu"),
+        (own(ram=1), "the JSON of --gpus has unknown fields: ram. The fields are "),
+        (own(count=0), "the JSON of --gpus: count must be a positive integer, got 0."),
+        (own(count=1.5), "the JSON of --gpus: count must be a positive integer, got 1.5."),
+        (own(memory_gib="48"), "the JSON of --gpus: memory_gib must be a positive number, got '48'."),
+        (own(interconnect_gbs=True), "the JSON of --gpus: interconnect_gbs must be a positive number, got True."),
+        (own(memory_gib=float("inf")), "the JSON of --gpus: memory_gib must be a positive number, got inf."),
+        (own(kind="mps"), "the JSON of --gpus: a run uses an Apple GPU with one rank only"),
+        (own(kind="tpu"), "the JSON of --gpus: kind must be one of cuda, mps, cpu, got 'tpu'."),
         (
             own(tflops={"int8": 5}),
-            "the JSON of --gpus has tflops={'int8': 5}: give float32 at least, and what it has of ",
+            "the JSON of --gpus: tflops must map dtypes to dense TFLOP/s, got {'int8': 5}. ",
         ),
         (
             own(tflops=90),
-            "the JSON of --gpus has tflops=90: give float32 at least, and what it has of tf32, bfloat16, ",
+            "the JSON of --gpus: tflops must map dtypes to dense TFLOP/s, got 90. Give float32, and tf32, bfloat16, ",
         ),
     ],
 )
@@ -111,20 +111,20 @@ def test_words_that_name_nothing_are_explained(words, complaint):
 def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
     with pytest.raises(PlanError) as error:
         parse_cluster_spec("x1")
-    assert all(name in str(error.value) for name in (*DEVICE_SPECS, "local", "g5", "p3"))
+    assert all(name in str(error.value) for name in (*KNOWN_DEVICES, "local", "g5", "p3"))
     assert EXAMPLE in str(error.value)
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(PlanError, match=r"list\.json is no JSON object: write, for example, \{"):
+    with pytest.raises(PlanError, match=r"list\.json is not a JSON object. Write, for example, \{"):
         parse_cluster_spec(str(tmp_path / "list.json"))
 
 
 def test_several_macs_are_no_machines_of_one_run():
-    with pytest.raises(PlanError, match=r"^--gpus mps: a run uses Apple's GPU with one rank"):
+    with pytest.raises(PlanError, match=r"^--gpus mps: a run uses an Apple GPU with one rank only"):
         parse_cluster_spec("mps", 2)
 
 
 def test_no_nodes_are_no_machines():
-    with pytest.raises(PlanError, match=r"^0 nodes are no machines: give --nodes 1 or more$"):
+    with pytest.raises(PlanError, match=r"^--nodes must be at least 1, got 0\.$"):
         parse_cluster_spec("h100:4", 0)
 
 
@@ -140,13 +140,13 @@ def gpu(index=0, name="NVIDIA H100 80GB HBM3", total=79, free=78, capability=(9,
 
 def test_live_memory_is_asked_for_and_rates_come_from_the_sheet():
     found = local_cluster(hardware([gpu(0, free=40), gpu(1)], [GpuLink(0, 1, "NV18")]))
-    assert (found.per_node, found.nodes, found.cores, found.shm) == (2, 1, 16, 8 * GIB)
+    assert (found.devices_per_node, found.nodes, found.cores, found.shm) == (2, 1, 16, 8 * GIB)
     assert (found.device.memory, found.device.memory_free) == (79 * GIB, 40 * GIB)  # others hold half of one of them
-    assert found.device.rates == DEVICE_SPECS["h100"].device.rates
-    assert found.within_node == 450e9
+    assert found.device.peak_flops == KNOWN_DEVICES["h100"].device.peak_flops
+    assert found.intra_node_bandwidth == 450e9
     assert found.host_memory == 48 * GIB
     assert found.source == "this machine: 2 x NVIDIA H100 80GB HBM3"
-    assert found.device.source == DEVICE_SPECS["h100"].device.source  # of the rates: the machine is named once
+    assert found.device.source == KNOWN_DEVICES["h100"].device.source  # of the rates: the machine is named once
 
 
 def test_a_gpu_of_the_same_name_with_other_memory_keeps_its_own():
@@ -157,27 +157,27 @@ def test_a_mig_slice_has_its_own_memory_and_its_part_of_the_rates():
     found = local_cluster(hardware([gpu(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", total=19, free=19)])).device
     assert found.memory == 19 * GIB
     assert found.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-    assert found.rates["bfloat16"] == pytest.approx(312e12 * 3 / 7)
+    assert found.peak_flops["bfloat16"] == pytest.approx(312e12 * 3 / 7)
 
 
 def test_an_unknown_gpu_says_what_it_is_reckoned_as():
     found = local_cluster(hardware([gpu(name="NVIDIA X1", capability=(8, 6))])).device
     assert found.name == "NVIDIA X1"
-    assert "reckoned as a10g until `samestep plan --calibrate` has measured it" in found.source
+    assert "unknown GPU, estimated as a10g; measure it with `samestep plan --calibrate`" in found.source
 
 
 def test_the_slowest_link_counts():
     links = [GpuLink(0, 1, "NV4"), GpuLink(0, 2, "SYS"), GpuLink(1, 2, "PIX")]
-    assert link_rate(links, [], pcie=32e9) == 16e9
-    assert link_rate(links[:1], [], pcie=32e9) == 100e9
-    assert link_rate([GpuLink(0, 1, "NV18")], [gpu(capability=(10, 0))], pcie=64e9) == 900e9
-    assert link_rate([], [], pcie=32e9) == 32e9
+    assert peer_bandwidth(links, [], pcie=32e9) == 16e9
+    assert peer_bandwidth(links[:1], [], pcie=32e9) == 100e9
+    assert peer_bandwidth([GpuLink(0, 1, "NV18")], [gpu(capability=(10, 0))], pcie=64e9) == 900e9
+    assert peer_bandwidth([], [], pcie=32e9) == 32e9
 
 
 def test_without_a_gpu_the_cores_are_one_device():
     found = local_cluster(hardware())
-    assert (found.device.kind, found.per_node) == ("cpu", 1)
-    assert found.device.rates["float32"] == pytest.approx(16 * 0.1e12)
+    assert (found.device.kind, found.devices_per_node) == ("cpu", 1)
+    assert found.device.peak_flops["float32"] == pytest.approx(16 * 0.1e12)
     assert found.device.memory_free == 48 * GIB
     apple = local_cluster(hardware(), mps=True)
     assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)  # three quarters of 64; of little, less
@@ -186,13 +186,13 @@ def test_without_a_gpu_the_cores_are_one_device():
 
 MEASURED = Calibration(
     device="NVIDIA H100 80GB HBM3",
-    count=2,
-    products={"bfloat16": ((1e9, 1e13), (1e12, 6e14))},
-    copy=2.9e12,
-    host_link=5.2e10,
-    all_reduce=3.1e11,
-    launch=4e-6,
-    when="2025-01-31",
+    device_count=2,
+    matmul_flops={"bfloat16": ((1e9, 1e13), (1e12, 6e14))},
+    copy_bandwidth=2.9e12,
+    host_bandwidth=5.2e10,
+    all_reduce_bandwidth=3.1e11,
+    launch_seconds=4e-6,
+    date="2025-01-31",
 )
 
 
@@ -210,13 +210,13 @@ def test_a_calibration_is_kept_and_read_for_its_device_only(tmp_path):
 def test_what_was_measured_takes_the_place_of_the_sheet():
     two = parse_cluster_spec("h100:2")
     found = apply_calibration(two, MEASURED)
-    assert found.device.measured == MEASURED.products
-    assert (found.device.streamed, found.device.launch) == (2.9e12, 4e-6)
-    assert (found.host_link, found.within_node, found.links_measured) == (5.2e10, 3.1e11, True)
+    assert found.device.measured_flops == MEASURED.matmul_flops
+    assert (found.device.copy_bandwidth, found.device.launch_seconds) == (2.9e12, 4e-6)
+    assert (found.host_bandwidth, found.intra_node_bandwidth, found.all_reduce_measured) == (5.2e10, 3.1e11, True)
     assert found.device.source.endswith("; measured on 2025-01-31")
     assert apply_calibration(two, None) is two
 
 
 def test_an_all_reduce_of_other_devices_says_nothing_of_these():
     found = apply_calibration(parse_cluster_spec("h100:4"), MEASURED)
-    assert (found.within_node, found.links_measured) == (450e9, False)
+    assert (found.intra_node_bandwidth, found.all_reduce_measured) == (450e9, False)

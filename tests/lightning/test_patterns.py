@@ -1,4 +1,4 @@
-"""Habits of modules, datamodules and callbacks that must stay exact: late logs, unfreezing, reloading, limits."""
+"""Common patterns of modules, datamodules and callbacks are exact: late logs, unfreezing, reloading, limits."""
 
 import json
 import multiprocessing
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
-from tests.lightning.trained import closing, furthest, loader, make_trainer, regression, weights
+from tests.lightning.trained import closing, loader, make_trainer, max_difference, regression, weights
 
 pytestmark = pytest.mark.slow
 
@@ -17,34 +17,34 @@ def validate_logged_late(several):
 
 
 def _validate_logged_late(several):
-    """Values that a callback after SameStep and the module's own last hook log, of 5 samples and perhaps of 29 more."""
+    """Return values that a later callback and a hook of the module log, for 5 samples and perhaps for 29 more."""
     from lightning.pytorch import Callback
 
     from samestep.lightning import SameStep
 
-    class Callers(Callback):
+    class LoggingCallback(Callback):
         def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
             pl_module.log("val/callback", batch[1].mean(), sync_dist=True)
 
     same, module = SameStep(global_batch=8), regression()
     module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
 
-    def own(outputs, batch, batch_idx, dataloader_idx=0):
+    def hook(outputs, batch, batch_idx, dataloader_idx=0):
         module.log("val/hook", batch[1].mean(), sync_dist=True)
 
-    module.on_validation_batch_end = own
+    module.on_validation_batch_end = hook
     sets = [loader(5, rows=2, shuffle=False), loader(29, shuffle=False)] if several else loader(5, 2, shuffle=False)
-    trainer = make_trainer(callbacks=[same, Callers()])
-    told = trainer.validate(module, datamodule=same.loaders(val=sets), verbose=False)
-    assert module.on_validation_batch_end is own
+    trainer = make_trainer(callbacks=[same, LoggingCallback()])
+    values = trainer.validate(module, datamodule=same.dataloaders(val=sets), verbose=False)
+    assert module.on_validation_batch_end is hook
     assert "on_test_batch_end" not in vars(module)
-    return told
+    return values
 
 
-def test_what_is_logged_after_the_step_is_exact_too(ranks):
+def test_values_logged_after_validation_step_are_exact(ranks):
     for size in (1, 2):
-        for (told,) in ranks(size, validate_logged_late, False):
-            assert told == {"val/callback": 2.0, "val/hook": 2.0}
+        for (values,) in ranks(size, validate_logged_late, False):
+            assert values == {"val/callback": 2.0, "val/hook": 2.0}
     for first, second in ranks(2, validate_logged_late, True):
         assert first == {"val/callback/dataloader_idx_0": 2.0, "val/hook/dataloader_idx_0": 2.0}
         assert second == {"val/callback/dataloader_idx_1": 14.0, "val/hook/dataloader_idx_1": 14.0}
@@ -55,7 +55,7 @@ def fit_unfreezing(unused):
 
 
 def _fit_unfreezing(unused):
-    """A first layer that trains from the second epoch on, by Lightning's own callback; `unused` never trains."""
+    """Unfreeze a layer in the second epoch with Lightning's callback; with `unused` no step uses it."""
     from lightning.pytorch.callbacks import BaseFinetuning
 
     from samestep.lightning import SameStep
@@ -74,19 +74,21 @@ def _fit_unfreezing(unused):
         [parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.01
     )
     trainer = make_trainer(callbacks=[same, Unfreezing()], max_epochs=3)
-    trainer.fit(module, datamodule=same.loaders(train=loader(29)))
+    trainer.fit(module, datamodule=same.dataloaders(train=loader(29)))
     return weights(module)
 
 
-def test_parameters_that_are_unfrozen_while_training_learn_the_same_on_every_rank(ranks):
+def test_parameters_that_are_unfrozen_during_training_get_the_same_weights_on_every_rank(ranks):
     (one,) = ranks(1, fit_unfreezing, False)
     two = ranks(2, fit_unfreezing, False)
-    assert furthest(two[0], two[1]) == 0
-    assert furthest(one, two[0]) < 1e-6
-    assert furthest(one, weights(regression()) | {name: one[name] for name in one if name.startswith("late")}) > 1e-3
+    assert max_difference(two[0], two[1]) == 0
+    assert max_difference(one, two[0]) < 1e-6
+    assert (
+        max_difference(one, weights(regression()) | {name: one[name] for name in one if name.startswith("late")}) > 1e-3
+    )
 
 
-def test_an_unfrozen_parameter_that_is_not_used_is_named(ranks):
+def test_an_unfrozen_parameter_that_is_not_used_is_an_error(ranks):
     for size in (1, 2):
         for rank, error in enumerate(ranks.errors(size, fit_unfreezing, True)):
             assert f"step 4 did not use 2 parameter(s) on rank {rank}: late.weight, late.bias" in error
@@ -97,7 +99,7 @@ def fit_with_two_backward_passes():
 
 
 def _fit_with_two_backward_passes():
-    """Manual optimization that sends one loss back twice."""
+    """Train with manual optimization and two backward passes of one loss."""
     from samestep.lightning import SameStep
 
     same, module = SameStep(global_batch=8), regression()
@@ -112,13 +114,13 @@ def _fit_with_two_backward_passes():
         optimizer.step()
 
     module.training_step = training_step
-    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.loaders(train=loader(29)))
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.dataloaders(train=loader(29)))
     return weights(module)
 
 
-def test_a_loss_that_goes_back_twice_is_weighed_alike_both_times(ranks):
+def test_two_backward_passes_of_one_loss_are_scaled_the_same(ranks):
     (one,) = ranks(1, fit_with_two_backward_passes)
-    assert furthest(one, ranks(2, fit_with_two_backward_passes)[0]) < 1e-6  # steps of 29 are uneven on two ranks
+    assert max_difference(one, ranks(2, fit_with_two_backward_passes)[0]) < 1e-6  # steps of 29 are uneven on two ranks
 
 
 def fit_reloading():
@@ -126,17 +128,17 @@ def fit_reloading():
 
 
 def _fit_reloading():
-    """How many data workers there are at the end of each epoch, where loaders are made anew for every one."""
+    """Return the number of data workers at the end of each epoch, with new loaders in every epoch."""
     from samestep.lightning import SameStep
 
     same, module, workers = SameStep(global_batch=8), regression(), []
     module.on_train_epoch_end = lambda: workers.append(len(multiprocessing.active_children()))
-    data = same.loaders(train=loader(16, workers=1), val=loader(16, shuffle=False, workers=1))
+    data = same.dataloaders(train=loader(16, workers=1), val=loader(16, shuffle=False, workers=1))
     make_trainer(callbacks=[same], max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module, datamodule=data)
     return workers
 
 
-def test_loaders_made_anew_end_the_workers_of_those_before(ranks):
+def test_new_loaders_end_the_workers_of_the_previous_ones(ranks):
     assert ranks(1, fit_reloading) == [[2, 2, 2]]
 
 
@@ -145,11 +147,11 @@ def fit_after_a_failure():
 
 
 def _fit_after_a_failure():
-    """What a failed training leaves behind: workers, hooks of parameters, changed hooks of the module; then another."""
+    """Return what a failed training leaves (workers, parameter hooks, module hooks), and the steps of another one."""
     from samestep.lightning import SameStep
 
     same, module = SameStep(global_batch=8), regression()
-    data = same.loaders(train=loader(29, workers=1), val=loader(29, shuffle=False))
+    data = same.dataloaders(train=loader(29, workers=1), val=loader(29, shuffle=False))
     module.on_before_optimizer_step = lambda optimizer: 1 / 0
     with pytest.raises(ZeroDivisionError):
         make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=data)
@@ -162,7 +164,7 @@ def _fit_after_a_failure():
     return left, trainer.global_step
 
 
-def test_a_training_that_fails_leaves_nothing_behind(ranks):
+def test_a_failed_training_leaves_no_workers_and_hooks(ranks):
     assert ranks(1, fit_after_a_failure) == [([], 8)]
 
 
@@ -171,7 +173,7 @@ def fit_with_attributes():
 
 
 def _fit_with_attributes():
-    """What a module sees of its datamodule, and what its checkpoint keeps of it."""
+    """Return an attribute of the datamodule that the module reads, and a hyperparameter from its checkpoint."""
     from lightning.pytorch import LightningDataModule
 
     from samestep.lightning import SameStep
@@ -188,9 +190,9 @@ def _fit_with_attributes():
     same, module, seen = SameStep(global_batch=8), regression(), []
     module.on_fit_start = lambda: seen.append(module.trainer.datamodule.classes)
     trainer = make_trainer(callbacks=[same])
-    trainer.fit(module, datamodule=same.data(Data(rows=3)))
+    trainer.fit(module, datamodule=same.datamodule(Data(rows=3)))
     trainer.save_checkpoint("data.ckpt")
-    assert not hasattr(same.loaders(train=loader(16)), "classes")
+    assert not hasattr(same.dataloaders(train=loader(16)), "classes")
     return seen, Data.load_from_checkpoint("data.ckpt").hparams.rows
 
 
@@ -203,8 +205,8 @@ def fit_two_optimizers(folder):
 
 
 def _fit_two_optimizers(folder):
-    """Two optimizers that both step in a batch, in epochs that end after two steps of four."""
-    from samestep.lightning import Logs, SameStep
+    """Train with two optimizers that both step in a batch, in epochs limited to two of four steps."""
+    from samestep.lightning import FileLogger, SameStep
 
     same, module = SameStep(global_batch=8), regression()
     module.automatic_optimization = False
@@ -224,12 +226,12 @@ def _fit_two_optimizers(folder):
         torch.optim.SGD(module.net[0].parameters(), lr=0.01),
         torch.optim.SGD(module.net[2].parameters(), lr=0.02),
     ]
-    trainer = make_trainer(callbacks=[same, Logs(folder)], max_epochs=2, limit_train_batches=2)
-    trainer.fit(module, datamodule=same.loaders(train=loader(29), val=loader(29, shuffle=False)))
+    trainer = make_trainer(callbacks=[same, FileLogger(folder)], max_epochs=2, limit_train_batches=2)
+    trainer.fit(module, datamodule=same.dataloaders(train=loader(29), val=loader(29, shuffle=False)))
     return same.steps_per_epoch
 
 
-def test_files_count_steps_of_the_global_batch_whatever_lightning_counts(ranks, tmp_path):
+def test_files_count_steps_of_the_global_batch_with_several_optimizers(ranks, tmp_path):
     assert ranks(2, fit_two_optimizers, str(tmp_path)) == [2, 2]
     records = read_metrics(tmp_path / "metrics.jsonl", by_step=True)
     assert [record["step"] for record in records] == [0, 1, 2, 3]
@@ -251,9 +253,9 @@ def _validate_weighted():
 
     same = SameStep(global_batch=8)
     val = DataLoader(numbers(4), sampler=WeightedRandomSampler([0.0, 0.0, 1.0, 1.0], 4))
-    make_trainer(callbacks=[same]).validate(regression(), datamodule=same.loaders(val=val), verbose=False)
+    make_trainer(callbacks=[same]).validate(regression(), datamodule=same.dataloaders(val=val), verbose=False)
 
 
-def test_weights_of_an_evaluation_are_not_used_and_it_is_said(ranks):
+def test_sampling_weights_of_an_evaluation_are_ignored_with_a_warning(ranks):
     (error,) = ranks.errors(1, validate_weighted)
-    assert "the WeightedRandomSampler of val_dataloader() is not used: an evaluation reads every sample once" in error
+    assert "the WeightedRandomSampler of val_dataloader() is ignored: an evaluation reads every sample once" in error

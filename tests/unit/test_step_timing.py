@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_profile import Op
-from samestep.planner.operations import Call, Cost, Shape, Work
-from samestep.planner.step_timing import host_seconds, replay, time_model, time_work
+from samestep.planner.operations import OpCall, OpCost, OpCounter, TensorShape
+from samestep.planner.step_timing import host_seconds, replay, time_calls, time_model
 from samestep.planner.time_model import op_seconds
 from samestep.planner.trace import trace_calls, trace_model
 
@@ -87,12 +87,12 @@ def test_every_operation_of_a_step_can_be_run_alone(build, loss, target):
 
 
 def test_operations_for_which_there_is_no_memory_are_reckoned():
-    here, work = parse_cluster_spec("cpu:1"), Work(each_call=True)
-    huge = Shape((2**46,), (1,), torch.float32)
+    here, work = parse_cluster_spec("cpu:1"), OpCounter(record_calls=True)
+    huge = TensorShape((2**46,), (1,), torch.float32)
     assert work.calls is not None
-    work.calls[Call(torch.ops.aten.add.Tensor, (huge, huge), ())] = Cost(2, 0.0, 3 * 2.0**49)
+    work.calls[OpCall(torch.ops.aten.add.Tensor, (huge, huge), ())] = OpCost(2, 0.0, 3 * 2.0**49)
     assert replay(work.calls, CPU) == {}
-    assert time_work(work, here, CPU, tf32=False) == op_seconds(
+    assert time_calls(work, here, CPU, tf32=False) == op_seconds(
         here, Op("aten.add", 2, 0.0, 3 * 2.0**49, "float32"), tf32=False
     )
 
@@ -103,7 +103,7 @@ def test_together_they_take_about_as_long_as_the_step():
     model, batch = build()
     told, came = [], []
     for _ in range(30):  # the least of several, and of more while others that compute at the same time are in the way
-        timed = time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 256, FP32).timed
+        timed = time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 256, FP32).measured_time
         assert timed is not None
         assert [samples for samples, _ in timed.points] == [128, 256]
         told.append(timed.at(256))
@@ -118,7 +118,7 @@ def test_together_they_take_about_as_long_as_the_step():
 
 def test_the_device_is_named_so_that_times_count_for_it_alone():
     here = parse_cluster_spec("cpu:2")
-    timed = time_model(trace_model(images, precision="fp32", target="cpu"), images, here, CPU, 4, FP32).timed
+    timed = time_model(trace_model(images, precision="fp32", target="cpu"), images, here, CPU, 4, FP32).measured_time
     assert timed is not None
     assert timed.device == here.device.name
 
@@ -139,7 +139,7 @@ def test_a_model_that_looks_at_values_is_not_timed():
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_a_norm_over_the_batch_is_timed_with_more_rows_than_one(micro_batch):
     facts = trace_model(images, precision="fp32", target="cpu")
-    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).timed
+    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).measured_time
     assert timed is not None
     assert [samples for samples, _ in timed.points] == [2, 4]
 
@@ -162,5 +162,5 @@ def test_a_model_that_cannot_be_run_with_zeros_has_no_time_of_the_host():
 def test_facts_with_times_are_still_facts():
     facts = trace_model(images, precision="fp32", target="cpu")
     timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, 4, FP32)
-    assert timed.how == f"{facts.how}; its operations timed on this device"
-    assert replace(timed, timed=None, how=facts.how) == facts
+    assert timed.method == f"{facts.method}; operations timed on this device"
+    assert replace(timed, measured_time=None, method=facts.method) == facts
