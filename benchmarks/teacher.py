@@ -278,7 +278,7 @@ def stream() -> int:
                     assert torch.equal(placed(x), resident(x))
                     took = {}
                     for ahead in (True, False):
-                        placed._ahead = ahead
+                        placed.prefetch = ahead
                         took[ahead] = seconds(lambda x=x, placed=placed: placed(x))
                     ratio = took[True] / best
                     told.append(

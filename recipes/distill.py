@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from samestep import Run
 from samestep.assets import minilm, model_folder, read_texts, smollm2, tokenize
 from samestep.nn import distill_loss, match_features, next_token_losses, similarity_correlation
-from samestep.teacher import Student, Timed, pooled
+from samestep.teacher import Student, Timed, mean_pool
 
 Mode = Literal["features", "logits"]
 # By mode: the default teacher, layers of the student, sentences for training and for evaluation.
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 def select_targets(mode: Mode, output: Any, mask: Tensor) -> Any:
     """The part of the teacher's output that the student learns: logits, or one vector per sentence."""
-    return output["logits"] if mode == "logits" else pooled(output["last_hidden_state"], mask)
+    return output["logits"] if mode == "logits" else mean_pool(output["last_hidden_state"], mask)
 
 
 def compute_losses(mode: Mode, student: Tensor, teacher: Any, temperature: float = 2.0) -> Tensor:
@@ -105,9 +105,7 @@ def main(
     width: Annotated[
         int | None, typer.Option(min=32, help="of a student with random weights; default: the teacher's")
     ] = None,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="recompute the student's layers in the backward pass")
-    ] = False,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="recompute the student's activations")] = False,
     temperature: float = 2.0,
     learning_rate: float = 1e-3,
 ) -> None:

@@ -24,6 +24,13 @@ MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10
 ENVIRONMENT_PACKAGE = "samestep.environment"
 MEANINGLESS_NAMES = {"util", "utils", "utility", "utilities", "helper", "helpers", "common", "misc"}
 
+# Protocols with fewer than two implementations in src: name -> who implements it.
+OPEN_PROTOCOLS = {
+    "Movable": "batch classes of users",
+    "Seekable": "streams of users",
+    "Sharded": "streams of users",
+}
+
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
@@ -77,6 +84,16 @@ def test_no_function_has_too_many_branches(modules):
         if (paths := measure.complexity(node)) > MAX_COMPLEXITY
     )
     assert_none(complex_ones, f"a function has at most {MAX_COMPLEXITY} paths; use a table, or a function per case")
+
+
+def test_every_protocol_has_two_implementations(modules):
+    few = {
+        location: classes
+        for location, classes in measure.implementations(modules).items()
+        if len(classes) < 2 and location.split()[-1] not in OPEN_PROTOCOLS
+    }
+    found = (f"{location}: implemented by {', '.join(classes) or 'no class'}" for location, classes in few.items())
+    assert_none(found, "use the class itself; if users or other packages implement it, say so in OPEN_PROTOCOLS")
 
 
 def test_every_function_is_typed(modules):

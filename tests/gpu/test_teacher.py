@@ -1,4 +1,4 @@
-"""Teachers on a GPU: every placement gives the bits of the plain module, and streaming runs beside computing."""
+"""Teachers on a GPU: every placement is bit-equal with the plain module, and copies overlap with computation."""
 
 import gc
 import statistics
@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.offload import Source, open_reader, pin, place_offloaded, place_on_disk, stream, unpin
+from samestep.teacher.offload import file_reader, offload_blocks, pin, place_offloaded, place_on_disk, unpin
 from samestep.teacher.options import Ground, TeacherOptions
-from samestep.teacher.single_device import share_memory
+from samestep.teacher.single_device import copy_to_shared_memory
 from samestep.teacher.weight_files import open_weights
-from tests.teachers import Speaker, save, speaker, words
+from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
 DEVICE = torch.device("cuda", 0)
 PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
@@ -30,79 +30,79 @@ def run(tmp_path):
         yield run
 
 
-def ground_of(run):
+def context_of(run):
     return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("form", ["one.safetensors", "one.pt"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_gives_the_bits_of_the_plain_module(run, placement, form, dtype):
-    weights = save(speaker(blocks=5), form)
-    plain = FrozenModel(lambda: Speaker(blocks=5), open_weights(weights)).load(
+def test_every_placement_is_bit_equal_with_the_plain_module(run, placement, form, dtype):
+    weights = save(tiny_lm(blocks=5), form)
+    plain = FrozenModel(lambda: TinyLM(blocks=5), open_weights(weights)).load(
         torch.device("cpu") if placement == "cpu" else DEVICE, dtype
     )
     options = {"device_map": {"": "cuda:0", "blocks.1": "cuda:0"}} if placement == "custom" else {}
-    teacher = run.teacher(lambda: Speaker(blocks=5), weights=weights, placement=placement, dtype=dtype, **options)
+    teacher = run.teacher(lambda: TinyLM(blocks=5), weights=weights, placement=placement, dtype=dtype, **options)
     for seed in range(5):
-        inputs = words(seed=seed)
-        found = teacher(words=inputs.to(DEVICE))
+        inputs = random_tokens(seed=seed)
+        found = teacher(tokens=inputs.to(DEVICE))
         assert found.device == DEVICE
         with torch.no_grad():
-            expected = plain(inputs.to(plain.places.device))
+            expected = plain(inputs.to(plain.positions.device))
         assert torch.equal(found.cpu(), expected.cpu())
 
 
 @dataclass
-class Said:
-    """Outputs of a class of one's own."""
+class OwnOutputs:
+    """Outputs of a user's class."""
 
     logits: object
-    note: str
+    label: str
 
 
-class Sayer(Speaker):
-    """Gives its logits inside an object."""
+class LMWithOwnOutputs(TinyLM):
+    """Returns its logits in an object."""
 
-    def forward(self, words):
-        return Said(super().forward(words), "a")
+    def forward(self, tokens):
+        return OwnOutputs(super().forward(tokens), "a")
 
 
 @pytest.mark.parametrize("few", [None, 3])
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "sharded", "served", "cached"])
-def test_outputs_come_home_to_the_gpu_in_their_own_class(run, placement, few):
-    weights = save(speaker(), "one.safetensors")
-    plain = FrozenModel(Speaker, open_weights(weights)).load(torch.device("cpu") if placement == "cpu" else DEVICE)
+def test_outputs_are_on_the_gpu_and_keep_their_class(run, placement, few):
+    weights = save(tiny_lm(), "one.safetensors")
+    plain = FrozenModel(TinyLM, open_weights(weights)).load(torch.device("cpu") if placement == "cpu" else DEVICE)
     options = {"device_map": {"": "cuda:0"}} if placement == "custom" else {}
-    teacher = run.teacher(Sayer, weights=weights, placement=placement, top_k=few, **options)
-    for epoch in run.shard(TensorDataset(words(8)), micro_batch=4, num_workers=0).epochs(2):
+    teacher = run.teacher(LMWithOwnOutputs, weights=weights, placement=placement, top_k=few, **options)
+    for epoch in run.shard(TensorDataset(random_tokens(8)), micro_batch=4, num_workers=0).epochs(2):
         for step in epoch:
             for (inputs,) in step:
-                for found in (teacher(inputs), teacher.ahead(inputs).result()):
-                    # a step has autocast on for the student; a teacher computes in the dtype of its weights
+                for found in (teacher(inputs), teacher.submit(inputs).result()):
+                    # a step enables autocast for the student; a teacher computes in the dtype of its weights
                     with torch.no_grad(), torch.autocast("cuda", enabled=False):
-                        expected = plain(inputs.to(plain.places.device)).to(DEVICE)
-                    assert type(found) is Said
-                    assert found.note == "a"
+                        expected = plain(inputs.to(plain.positions.device)).to(DEVICE)
+                    assert type(found) is OwnOutputs
+                    assert found.label == "a"
                     given = found.logits if few is None else found.logits.values
                     assert given.device == DEVICE
                     assert torch.equal(given, expected if few is None else expected.topk(few).values)
 
 
-def test_layers_on_the_cpu_and_on_the_gpu_work_together(tmp_path, monkeypatch):
+def test_a_device_map_can_mix_cpu_and_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plain = speaker()
+    plain = tiny_lm()
     mapped = {"": "cuda:0", "blocks.1": "cpu"}
-    with Run(global_batch=4, precision="fp32") as run:  # without TF32, or the CPU would be the more exact of both
-        teacher = run.teacher(Speaker, weights=save(plain, "one.safetensors"), placement="custom", device_map=mapped)
-        assert torch.allclose(teacher(words().to(DEVICE)).cpu(), plain(words()), atol=1e-4)
+    with Run(global_batch=4, precision="fp32") as run:  # without TF32, which is less exact than the CPU
+        teacher = run.teacher(TinyLM, weights=save(plain, "one.safetensors"), placement="custom", device_map=mapped)
+        assert torch.allclose(teacher(random_tokens().to(DEVICE)).cpu(), plain(random_tokens()), atol=1e-4)
 
 
-def test_a_teacher_larger_than_the_gpu_is_refused(run, monkeypatch):
+def test_a_teacher_larger_than_the_gpu_is_rejected(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
     for placement in ("gpu", "balanced", "sequential", "offload", "disk"):
         with pytest.raises(TeacherError, match=r"1000 B are free|900 B are free"):
-            run.teacher(Speaker, weights=save(speaker(), "one.safetensors"), placement=placement)
+            run.teacher(TinyLM, weights=save(tiny_lm(), "one.safetensors"), placement=placement)
 
 
 class Deep(nn.Module):
@@ -120,7 +120,7 @@ class Deep(nn.Module):
 
 @pytest.fixture
 def deep(tmp_path):
-    """Weights of Deep that differ everywhere, so that a block in the wrong slot is seen."""
+    """Weights of Deep that differ everywhere, so that a block in the wrong slot is detected."""
     with torch.device("meta"):
         names = list(Deep().state_dict())
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -132,7 +132,7 @@ def deep(tmp_path):
     return tmp_path / "deep.safetensors"
 
 
-def middle(call, rounds=5):
+def median_seconds(call, rounds=5):
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -144,33 +144,34 @@ def middle(call, rounds=5):
 
 
 def test_shared_memory_can_be_pinned(run):
-    frozen = FrozenModel(Speaker, open_weights(save(speaker(), "one.safetensors")))
-    copy = share_memory(ground_of(run), frozen, None, writable=True)
+    frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
+    copy = copy_to_shared_memory(context_of(run), frozen, None, writable=True)
     assert pin(copy.memory)
-    assert copy.get("places").is_pinned()
-    assert not pin(copy.memory)  # pinned already: refused, and the refusal harms nothing that follows
-    assert torch.equal(copy.get("places").to(DEVICE).cpu(), speaker().places)
+    assert copy.get("positions").is_pinned()
+    assert not pin(copy.memory)  # it is pinned already: the driver refuses, without effect on later work
+    assert torch.equal(copy.get("positions").to(DEVICE).cpu(), tiny_lm().positions)
     unpin(copy.memory)
 
 
-def test_offload_overlaps_and_stays_bit_equal(run, deep):
+def test_offload_overlaps_copies_and_is_bit_equal(run, deep):
     resident = FrozenModel(Deep, open_weights(deep)).load(DEVICE)
-    placed = place_offloaded(ground_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
+    placed = place_offloaded(context_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     x = torch.randn(16384, 8192, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = resident(x)
-        for _ in range(4):  # many passes without waiting in between: a slot that is overwritten too early would show
+        for _ in range(4):  # without synchronization: a slot overwritten too early changes the outputs
             found = placed(x)
         assert torch.equal(found, expected)
-        ahead = middle(lambda: placed(x))
-        placed._ahead = False
+        with_prefetch = median_seconds(lambda: placed(x))
+        placed.prefetch = False
         assert torch.equal(placed(x), expected)
-        alone = middle(lambda: placed(x))
-        computing = middle(lambda: resident(x))
+        without_prefetch = median_seconds(lambda: placed(x))
+        computing = median_seconds(lambda: resident(x))
     placed.close()
-    print(f"offload {1e3 * ahead:.1f} ms, without overlap {1e3 * alone:.1f} ms, computing {1e3 * computing:.1f} ms")
-    # the copies of a pass take less than its products: a pass that streams must not be longer than one that does not
-    assert ahead < 1.25 * computing
+    times = (1e3 * with_prefetch, 1e3 * without_prefetch, 1e3 * computing)
+    print("offload {:.1f} ms, without overlap {:.1f} ms, computing {:.1f} ms".format(*times))
+    # the copies of a pass take less time than its matrix products, so offload must not be much slower
+    assert with_prefetch < 1.25 * computing
 
 
 @pytest.mark.parametrize("file", ["deep.safetensors", "deep.pt"])
@@ -181,11 +182,10 @@ def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
     with torch.no_grad():
         expected = resident(x)
         frozen = FrozenModel(Deep, weights)
-        staged = Source(None, open_reader(frozen), "staged")
-        ground = ground_of(run)
+        context, read = context_of(run), file_reader(frozen)
         for placed in (
-            place_on_disk(ground, frozen, TeacherOptions()),
-            stream(ground, frozen, TeacherOptions(), staged, "offload", None),
+            place_on_disk(context, frozen, TeacherOptions()),
+            offload_blocks(context, frozen, TeacherOptions(), "offload", host=None, read=read, location="staged"),
         ):
             for _ in range(4):
                 found = placed(x)
@@ -193,10 +193,10 @@ def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
             placed.close()
 
 
-def test_streaming_holds_two_blocks_on_the_gpu(run, deep):
+def test_offload_holds_two_blocks_on_the_gpu(run, deep):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(DEVICE)
-    placed = place_offloaded(ground_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
+    placed = place_offloaded(context_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     block = 2 * 8192 * 8192
     assert torch.cuda.memory_allocated(DEVICE) - before < 2.1 * block
     with torch.no_grad():

@@ -252,7 +252,7 @@ def _misuse(case):
         ("nothing", "the masks of step 0 select nothing on any rank"),
         ("windows", "a masked mean needs one batch per step, and this step has 2"),
         ("without", "samestep.lightning.mean was called in a Trainer without SameStep"),
-        ("outside", "there is no current training batch"),
+        ("outside", "batch_info is not set outside a training batch"),
         ("early", "steps_per_epoch is not known before the training data is read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A small teacher with all that makes trouble, written to a file, and a student that learns from it."""
+"""A small teacher with difficult features, its weights in a file, and a student that learns from it."""
 
 import torch
 from safetensors.torch import save_file
@@ -14,23 +14,23 @@ CLASSES, WIDTH = 13, 8
 
 
 class Layer(nn.Module):
-    """A layer with dropout, which must sleep, a saved buffer and one that is computed."""
+    """A layer with dropout, which must be off, a saved buffer and an unsaved one."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.feed = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
         self.drop = nn.Dropout(0.5)
-        self.gain = nn.Parameter(torch.tensor(0.7))  # a scalar cannot be cut
+        self.gain = nn.Parameter(torch.tensor(0.7))  # a scalar cannot be sharded
         self.register_buffer("shift", torch.zeros(WIDTH))
         self.register_buffer("turn", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
 
     def forward(self, x):
-        return x + self.gain * self.drop(self.feed(self.norm(x) * self.turn.to(x.dtype) + self.shift))
+        return x + self.gain * self.drop(self.mlp(self.norm(x) * self.turn.to(x.dtype) + self.shift))
 
 
 class Teacher(nn.Module):
-    """Words to logits, its head tied to its embedding."""
+    """Tokens to logits, with the head tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Teacher(nn.Module):
 
 
 class Student(nn.Module):
-    """Much smaller."""
+    """A much smaller model."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Student(nn.Module):
 
 
 def write_teacher(path, seed=3):
-    """Weights of a teacher in a file, always the same."""
+    """Write the weights of a teacher, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         teacher = Teacher()
@@ -72,17 +72,17 @@ def write_teacher(path, seed=3):
 
 
 def tokens(n=23):
-    """Texts of six words."""
+    """Sequences of six tokens."""
     return torch.randint(0, CLASSES, (n, 6), generator=torch.Generator().manual_seed(5))
 
 
 def plain(path):
-    """The module itself, as the file has it."""
+    """The plain module with the weights of the file."""
     return FrozenModel(Teacher, open_weights(path)).load(torch.device("cpu"))
 
 
-def train_with(path, options, build=Teacher, epochs=2, micro_batch=2, ahead=False):
-    """The weights of a student that was trained by a teacher placed with these options."""
+def train_with(path, options, build=Teacher, epochs=2, micro_batch=2, submit=False):
+    """The weights of a student after training with a teacher placed with these options."""
     with Run(global_batch=7, seed=0, start_timeout=30, step_timeout=30) as run:
         teacher = run.teacher(build, weights=path, **options)
         model = run.wrap(Student())
@@ -91,7 +91,7 @@ def train_with(path, options, build=Teacher, epochs=2, micro_batch=2, ahead=Fals
         for epoch in data.epochs(epochs):
             for step in epoch:
                 for (batch,) in step:
-                    pending = teacher.ahead(batch) if ahead else None
+                    pending = teacher.submit(batch) if submit else None
                     scores = model(batch)
                     target = teacher(batch) if pending is None else pending.result()
                     step.mean(distill_loss(scores, target, temperature=2.0)).backward()

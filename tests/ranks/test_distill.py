@@ -1,4 +1,4 @@
-"""Losses of distillation through step.mean: the same student and projection on one rank and on two."""
+"""Distillation losses through step.mean: one and two ranks train the same student and projection."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.nn import Projection, distill_loss, match_features, top_k
 
-LUCK = torch.Generator().manual_seed(1)
+RNG = torch.Generator().manual_seed(1)
 N = 19
-INPUTS, LENGTHS = torch.randn(N, 5, 6, generator=LUCK), torch.randint(1, 6, (N, 1), generator=LUCK)
-LOGITS, FEATURES = torch.randn(N, 5, 11, generator=LUCK), torch.randn(N, 5, 9, generator=LUCK)
+INPUTS, LENGTHS = torch.randn(N, 5, 6, generator=RNG), torch.randint(1, 6, (N, 1), generator=RNG)
+LOGITS, FEATURES = torch.randn(N, 5, 11, generator=RNG), torch.randn(N, 5, 9, generator=RNG)
 
 
 class Student(nn.Module):
-    """Gives logits and what they were made from."""
+    """Returns logits and the features before the head."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Student(nn.Module):
 
 
 def distill(k, by, micro_batch):
-    """Weights of student and projection after two epochs, each wrapped by itself."""
+    """The weights of student and projection after two epochs, wrapped separately."""
     with Run(global_batch=7, seed=0) as run:
         model, projection = run.wrap(Student()), run.wrap(Projection(4, 9))
         optimizer = torch.optim.AdamW([*model.parameters(), *projection.parameters()], lr=0.01)
@@ -48,8 +48,8 @@ def distill(k, by, micro_batch):
 
 
 @pytest.mark.parametrize(("k", "by", "micro_batch"), [(None, "mse", None), (3, "cosine", None), (3, "mse", 2)])
-def test_two_ranks_learn_what_one_learns(ranks, k, by, micro_batch):
+def test_two_ranks_train_the_same_as_one(ranks, k, by, micro_batch):
     (wanted,) = ranks(1, distill, k, by, None)
-    for learnt in ranks(2, distill, k, by, micro_batch):
-        for ours, theirs in zip(learnt, wanted, strict=True):
+    for trained in ranks(2, distill, k, by, micro_batch):
+        for ours, theirs in zip(trained, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)

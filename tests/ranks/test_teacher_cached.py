@@ -1,4 +1,4 @@
-"""A teacher whose outputs are kept: computed once a sample, read on any world size, never given for other inputs."""
+"""Cached outputs: computed once per sample, read with any world size, never returned for other inputs."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def cache(tmp_path):
 
 
 class Counted(Teacher):
-    """Counts the rows that it computes, and takes its process with it when there are too many."""
+    """Counts the rows that it computes, and kills its process after `most` rows."""
 
     rows, most = 0, math.inf
 
@@ -43,47 +43,47 @@ class Counted(Teacher):
         return super().forward(tokens)
 
 
-def learn(path, cache, epochs=2, inner=None, micro_batch=2):
-    """A student's weights, and how many rows were computed on this rank."""
+def train_cached(path, cache, epochs=2, inner=None, micro_batch=2):
+    """The weights of a student, and how many rows this rank computed."""
     Counted.rows = 0
     options = {"placement": "cached", "cache": cache, "inner": inner}
     weights = train_with(path, options, build=Counted, epochs=epochs, micro_batch=micro_batch)
     return weights, Counted.rows
 
 
-def from_copy(path, epochs=2):
+def train_with_copy(path, epochs=2):
     return train_with(path, {"placement": "gpu"}, epochs=epochs)
 
 
-def alike(learnt, wanted):
+def assert_same_weights(trained, wanted):
     for name, value in wanted.items():
-        torch.testing.assert_close(learnt[name], value, atol=1e-6, rtol=0)
+        torch.testing.assert_close(trained[name], value, atol=1e-6, rtol=0)
 
 
-def kept(cache):
-    """How many rows the files of a cache hold: each record has 56 bytes."""
+def cached_rows(cache):
+    """The number of rows in a cache: each record has 56 bytes."""
     return sum(path.stat().st_size for path in cache.glob("*.index")) / 56
 
 
 @pytest.mark.parametrize("inner", [None, "sharded", "served"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_student_learns_the_same_and_each_sample_is_computed_once(ranks, weights, cache, size, inner):
-    ((wanted,), by_rank) = ranks(1, from_copy, weights), ranks(size, learn, weights, cache, 2, inner)
-    for learnt, _ in by_rank:
-        alike(learnt, wanted)
-    assert kept(cache) == N, "each sample once, and padding never"
-    one_epoch = ranks(size, learn, weights, cache.with_name("another"), 1, inner)
+def test_a_student_trains_the_same_and_each_sample_is_computed_once(ranks, weights, cache, size, inner):
+    ((wanted,), by_rank) = ranks(1, train_with_copy, weights), ranks(size, train_cached, weights, cache, 2, inner)
+    for trained, _ in by_rank:
+        assert_same_weights(trained, wanted)
+    assert cached_rows(cache) == N, "each sample once, and padding never"
+    one_epoch = ranks(size, train_cached, weights, cache.with_name("another"), 1, inner)
     assert [rows for _, rows in by_rank] == [rows for _, rows in one_epoch], "nothing is computed in the second"
 
 
-def test_another_world_size_reads_what_the_first_computed_and_loads_no_teacher(ranks, weights, cache):
-    (wanted,) = ranks(1, from_copy, weights)
-    ranks(3, learn, weights, cache, 1)
+def test_another_world_size_reads_the_cache_and_loads_no_teacher(ranks, weights, cache):
+    (wanted,) = ranks(1, train_with_copy, weights)
+    ranks(3, train_cached, weights, cache, 1)
     for size in (1, 2):
-        for learnt, rows in ranks(size, learn, weights, cache, 2):
-            alike(learnt, wanted)
+        for trained, rows in ranks(size, train_cached, weights, cache, 2):
+            assert_same_weights(trained, wanted)
             assert rows == 0
-    assert kept(cache) == N
+    assert cached_rows(cache) == N
 
 
 def killed_midway(path, cache):
@@ -91,54 +91,54 @@ def killed_midway(path, cache):
     train_with(path, {"placement": "cached", "cache": cache}, build=Counted, epochs=1)
 
 
-def test_what_a_killed_run_has_kept_is_used_by_the_next(ranks, weights, cache):
+def test_the_rows_of_a_killed_run_are_used_by_the_next(ranks, weights, cache):
     ranks.errors(1, killed_midway, weights, cache)
-    before = kept(cache)
+    before = cached_rows(cache)
     assert 0 < before < N
     (torn,) = cache.glob("*.index")
     with torn.open("ab") as file:
-        file.write(b"\x07" * 30)  # a record of which half was written
+        file.write(b"\x07" * 30)  # a partially written record
     with torn.with_suffix(".rows").open("ab") as file:
         file.write(b"half a row")
-    (wanted,) = ranks(1, from_copy, weights)
-    ((learnt, rows),) = ranks(1, learn, weights, cache)
-    alike(learnt, wanted)
+    (wanted,) = ranks(1, train_with_copy, weights)
+    ((trained, rows),) = ranks(1, train_cached, weights, cache)
+    assert_same_weights(trained, wanted)
     assert N - before <= rows <= N - before + 5
-    assert ranks(1, learn, weights, cache)[0][1] == 0
+    assert ranks(1, train_cached, weights, cache)[0][1] == 0
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_row_that_was_damaged_on_disk_is_computed_anew_once(ranks, weights, cache, size):
-    ranks(1, learn, weights, cache, 1)
+def test_a_corrupt_row_is_computed_again_once(ranks, weights, cache, size):
+    ranks(1, train_cached, weights, cache, 1)
     (rows,) = cache.glob("*.rows")
     data = bytearray(rows.read_bytes())
     data[-5] ^= 1
     rows.write_bytes(data)
-    by_rank = ranks(size, learn, weights, cache, 3)
+    by_rank = ranks(size, train_cached, weights, cache, 3)
     assert 0 < sum(computed for _, computed in by_rank) <= 2 * size, "one micro-batch, in the first epoch"
-    assert kept(cache) == N + 1, "it was mended, for good"
-    (wanted,) = ranks(1, from_copy, weights, 3)
-    for learnt, _ in by_rank:
-        alike(learnt, wanted)
+    assert cached_rows(cache) == N + 1, "it was replaced, permanently"
+    (wanted,) = ranks(1, train_with_copy, weights, 3)
+    for trained, _ in by_rank:
+        assert_same_weights(trained, wanted)
     for again in (1, 2):
-        assert [computed for _, computed in ranks(again, learn, weights, cache)] == [0] * again
-    assert kept(cache) == N + 1
+        assert [computed for _, computed in ranks(again, train_cached, weights, cache)] == [0] * again
+    assert cached_rows(cache) == N + 1
 
 
-def test_what_a_kill_left_of_the_claim_is_no_hindrance_and_goes(ranks, weights, cache):
+def test_drafts_of_a_killed_run_are_removed_when_they_are_old(ranks, weights, cache):
     cache.mkdir()
     old, young = cache / ".teacher.json.123", cache / ".teacher.json.456"
     for draft in (old, young):
         draft.write_text('{"format"')
     os.utime(old, (0, 0))
-    ranks(1, learn, weights, cache, 1)
+    ranks(1, train_cached, weights, cache, 1)
     assert not old.exists()
     assert young.exists(), "another run may be writing it"
-    assert kept(cache) == N
+    assert cached_rows(cache) == N
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Words of which one is drawn anew in every epoch."""
+    """Tokens of which one is random in every epoch."""
 
     def __len__(self):
         return N
@@ -159,20 +159,20 @@ def augment(path, cache):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_inputs_that_are_augmented_at_random_are_refused(ranks, weights, cache, size):
+def test_inputs_with_random_augmentation_are_rejected(ranks, weights, cache, size):
     texts = ranks.errors(size, augment, weights, cache)
-    told = [text for text in texts if "TeacherError: sample " in text]
-    assert told
-    for text in told:
-        assert " of texts has other inputs in epoch 1 than in epoch 0, from which " in text
-        assert "a cache is for inputs that stay the same. Where they are augmented at random, or padded to" in text
-        assert "remove the folder, or give another one with cache=" in text
+    messages = [text for text in texts if "TeacherError: sample " in text]
+    assert messages
+    for text in messages:
+        assert " of texts has other inputs in epoch 1 than in epoch 0, whose outputs are in the cache " in text
+        assert "a cache needs inputs that stay the same. If they are augmented at random, or padded to" in text
+        assert "delete the folder, or pass another one as cache=" in text
     for text in texts:
-        assert "has other inputs in epoch 1" in text, "the others are told why they wait in vain"
+        assert "has other inputs in epoch 1" in text, "the other ranks report the reason"
 
 
-def learn_others(path, cache):
-    """Another run, with other data."""
+def train_on_other_data(path, cache):
+    """Another run with other data."""
     with Run(global_batch=7) as run:
         teacher = run.teacher(Counted, weights=path, placement="cached", cache=cache)
         for epoch in run.shard(TensorDataset(tokens().flip(0))).epochs(1):
@@ -181,12 +181,12 @@ def learn_others(path, cache):
                     teacher(batch)
 
 
-def test_inputs_of_an_earlier_run_that_were_others_are_told_with_what_to_do(ranks, weights, cache):
-    ranks(1, learn, weights, cache, 1)
-    (text,) = ranks.errors(1, learn_others, weights, cache)
-    assert f" has other inputs in epoch 0 than in epoch 0 of the earlier run from which {cache} keeps the" in text
-    assert "Where the data, its order, its tokenizer or the names of the shards have changed since, give" in text
-    assert "another folder with cache=, or remove this one; where inputs are augmented at random, or padded" in text
+def test_other_inputs_than_in_an_earlier_run_are_rejected_with_the_remedy(ranks, weights, cache):
+    ranks(1, train_cached, weights, cache, 1)
+    (text,) = ranks.errors(1, train_on_other_data, weights, cache)
+    assert f" has other inputs in epoch 0 than in epoch 0 of the earlier run that wrote the cache {cache}:" in text
+    assert "If the data, its order, its tokenizer or the names of the shards have changed, pass" in text
+    assert "another folder as cache=, or delete this one; if inputs are augmented at random, or padded" in text
 
 
 def reopen(path, cache, build=Teacher, **options):
@@ -202,32 +202,35 @@ def reopen_compressed(path, cache):
     reopen(path, cache, top_k=3)
 
 
-def test_a_cache_of_another_teacher_is_refused_on_all_ranks(ranks, weights, cache, tmp_path):
+def test_a_cache_of_another_teacher_is_rejected_on_all_ranks(ranks, weights, cache, tmp_path):
     other = tmp_path / "other.safetensors"
     write_teacher(other, seed=4)
-    ranks(1, learn, weights, cache, 1)
+    ranks(1, train_cached, weights, cache, 1)
     for text in ranks.errors(2, reopen, other, cache):
-        assert f"TeacherError: the cache {cache} keeps outputs of another teacher: its teacher is " in text
-        assert "give another folder with cache=, or remove this one" in text
-    assert "its dtype is None and this one's is torch.bfloat16" in ranks.errors(1, reopen_in_half, weights, cache)[0]
-    assert "its top_k is None and this one's is 3" in ranks.errors(1, reopen_compressed, weights, cache)[0]
-    assert "its module is Counted and this one's is Teacher" in ranks.errors(1, reopen, weights, cache)[0]
+        assert f"TeacherError: the cache {cache} belongs to another teacher: its teacher is " in text
+        assert "pass another folder as cache=, or delete this one" in text
+    assert (
+        "its dtype is None, that of this teacher is torch.bfloat16"
+        in ranks.errors(1, reopen_in_half, weights, cache)[0]
+    )
+    assert "its top_k is None, that of this teacher is 3" in ranks.errors(1, reopen_compressed, weights, cache)[0]
+    assert "its module is Counted, that of this teacher is Teacher" in ranks.errors(1, reopen, weights, cache)[0]
 
 
-def test_a_folder_that_is_no_cache_is_refused(ranks, weights, cache):
+def test_a_folder_that_is_not_a_cache_is_rejected(ranks, weights, cache):
     cache.mkdir()
     (cache / "notes.txt").write_text("mine")
     (text,) = ranks.errors(1, reopen, weights, cache)
-    assert f"TeacherError: {cache} holds files and no teacher.json, so it is no cache of a teacher" in text
+    assert f"TeacherError: {cache} holds files but no teacher.json, so it is not a teacher's cache" in text
     (cache / "teacher.json").write_text("{")
     (text,) = ranks.errors(1, reopen, weights, cache)
-    assert f"TeacherError: {cache}/teacher.json is not one of samestep (" in text
+    assert f"TeacherError: {cache}/teacher.json was not written by samestep (" in text
     (text,) = ranks.errors(1, reopen, weights, cache / "notes.txt")
-    assert "cannot be opened: " in text
-    assert "give a folder that can be written with cache=" in text
+    assert "cannot open the cache " in text
+    assert "pass a folder that can be written as cache=" in text
 
 
-def compressed(path, cache):
+def run_top_k(path, cache):
     with Run(global_batch=7) as run:
         teacher = run.teacher(Teacher, weights=path, placement="cached", cache=cache, top_k=3, temperature=2.0)
         answers, losses = [], []
@@ -239,8 +242,8 @@ def compressed(path, cache):
         return answers, losses
 
 
-def test_top_k_logits_are_kept_in_the_place_of_all(ranks, weights, cache):
-    ((answers, losses),) = ranks(1, compressed, weights, cache)
+def test_top_k_logits_are_cached_instead_of_all(ranks, weights, cache):
+    ((answers, losses),) = ranks(1, run_top_k, weights, cache)
     half = len(answers) // 2
     for first, second in zip(answers[:half], answers[half:], strict=True):
         assert isinstance(second, TopK)
@@ -251,7 +254,7 @@ def test_top_k_logits_are_kept_in_the_place_of_all(ranks, weights, cache):
 
 
 def evaluate(path, cache, inner):
-    """The mean loss over uneven parts, twice, and the rows that were computed."""
+    """The mean loss of two evaluations over uneven parts, and the number of computed rows."""
     with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
         Counted.rows = 0
         teacher = run.teacher(Counted, weights=path, placement="cached", cache=cache, inner=inner)
@@ -264,15 +267,15 @@ def evaluate(path, cache, inner):
 
 
 @pytest.mark.parametrize("inner", [None, "sharded"])
-def test_an_evaluation_of_uneven_parts_is_kept_too(ranks, weights, cache, inner, tmp_path):
+def test_an_evaluation_of_uneven_parts_is_cached(ranks, weights, cache, inner, tmp_path):
     (((wanted, _), _),) = ranks(1, evaluate, weights, tmp_path / "one", None)
     for (first, second), _ in ranks(3, evaluate, weights, cache, inner):
         assert first == second == pytest.approx(wanted, abs=1e-6)
-    assert kept(cache) == N
+    assert cached_rows(cache) == N
 
 
 class Pooled(Teacher):
-    """Gives something that is not one row a sample."""
+    """Returns a tensor without one row per sample."""
 
     def forward(self, tokens):
         return super().forward(tokens).mean()
@@ -301,16 +304,19 @@ def outside(path, cache):
         run.teacher(Teacher, weights=path, placement="cached", cache=cache)(tokens(2))
 
 
-def test_what_cannot_be_kept_by_sample_is_refused(ranks, weights, cache):
-    told = {use: ranks.errors(1, use, weights, cache / use.__name__)[0] for use in (pooled, other_rows, outside)}
-    assert "the teacher gives a tensor of shape () for 7 samples, and a cache keeps one row for each" in told[pooled]
-    assert "the teacher got tensors of shapes [(14, 6)] for the 7 samples of this batch" in told[other_rows]
-    assert "placement='cached' keeps outputs by sample and was called where there is none: call" in told[outside]
+def test_outputs_that_cannot_be_cached_by_sample_are_rejected(ranks, weights, cache):
+    messages = {use: ranks.errors(1, use, weights, cache / use.__name__)[0] for use in (pooled, other_rows, outside)}
+    assert (
+        "the teacher returns a tensor of shape () for 7 samples, but a cache stores one row for each"
+        in messages[pooled]
+    )
+    assert "the teacher got tensors of shapes [(14, 6)] for the 7 samples of this batch" in messages[other_rows]
+    assert "placement='cached' stores outputs by sample, but there is no current sample: call" in messages[outside]
 
 
 @contextmanager
 def full(cache):
-    """Let the files of a cache not grow any more while this is open, nor any other file beyond their length."""
+    """Limit the size of all files to that of the cache."""
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -329,23 +335,23 @@ def full_disk(path, cache):
         for epoch in run.shard(TensorDataset(tokens())).epochs(1):
             for number, step in enumerate(epoch):
                 for (batch,) in step:
-                    # around the call alone, in which nothing else is written: the run's own log may be longer
+                    # only around the call, because the log of the run may be longer
                     with full(cache) if number == 2 else nullcontext():
                         teacher(batch)
 
 
-def test_a_cache_that_cannot_grow_says_so_and_keeps_what_it_has(ranks, weights, cache):
+def test_a_full_disk_is_reported_and_the_rows_so_far_stay_valid(ranks, weights, cache):
     (text,) = ranks.errors(1, full_disk, weights, cache)
-    assert f"TeacherError: the cache {cache} cannot be written: the file would exceed the size limit: raise the" in text
-    assert ", or give another folder with cache=; the rows already there stay good" in text
-    assert kept(cache) == 14
-    rows = ranks(1, learn, weights, cache, 1)[0][1]
+    assert f"TeacherError: cannot write to the cache {cache}: the file would exceed the size limit: raise the" in text
+    assert ", or pass another folder as cache=; the rows written so far stay valid" in text
+    assert cached_rows(cache) == 14
+    rows = ranks(1, train_cached, weights, cache, 1)[0][1]
     assert N - 14 <= rows <= N
     assert json.loads((cache / "teacher.json").read_text())["format"] == 3
 
 
 class Named(nn.Module):
-    """Outputs by name, of a mapping class."""
+    """Returns outputs by name in a mapping class."""
 
     def __init__(self):
         super().__init__()
@@ -355,7 +361,7 @@ class Named(nn.Module):
         from collections import OrderedDict
 
         logits = self.body(tokens) * scale
-        return OrderedDict(logits=logits, hidden=(logits.sum(-1), logits.to(torch.bfloat16)), note="a")
+        return OrderedDict(logits=logits, hidden=(logits.sum(-1), logits.to(torch.bfloat16)), label="a")
 
 
 def write_named(path):
@@ -373,11 +379,11 @@ def named(path, cache):
             for step in epoch:
                 for (batch,) in step:
                     out = teacher(tokens=batch, scale=2.0)
-                    answers.append((type(out).__name__, out["logits"], *out["hidden"], out["note"]))
+                    answers.append((type(out).__name__, out["logits"], *out["hidden"], out["label"]))
         return answers
 
 
-def test_outputs_of_any_form_are_read_as_they_were_given(ranks, cache, tmp_path):
+def test_cached_outputs_keep_their_structure(ranks, cache, tmp_path):
     path = tmp_path / "named.safetensors"
     write_named(path)
     (answers,) = ranks(1, named, path, cache)

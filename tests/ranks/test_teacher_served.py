@@ -1,4 +1,4 @@
-"""A teacher that is served: each rank its own outputs, whoever asks how often, and a word where the server dies."""
+"""A served teacher: outputs for each rank, any number of calls, and errors if the server dies."""
 
 import contextlib
 import gc
@@ -34,47 +34,47 @@ def open_served(path, build=Teacher, timeout=30, **options):
 
 
 def outputs(path, dtype, servers):
-    """Whether outputs have the plain module's bits, for ranks that ask differently often."""
+    """Whether outputs are bit-equal with the plain module, if ranks make different numbers of calls."""
     with open_served(path, dtype=dtype, servers=servers) as (run, teacher):
         module = FrozenModel(Teacher, open_weights(path)).load(run.device, dtype)
         mine = tokens()[run.rank :: run.size]
-        alike = []
-        for at in range(2 + run.rank):  # no rank waits for another's question
+        same = []
+        for at in range(2 + run.rank):  # no rank waits for the calls of another
             answer = teacher(tokens=mine[: at + 1])
             with torch.no_grad():
-                alike.append(torch.equal(answer, module(mine[: at + 1])) and not answer.requires_grad)
-        return alike, teacher.describe(), [t.name for t in threading.enumerate() if "serve" in t.name]
+                same.append(torch.equal(answer, module(mine[: at + 1])) and not answer.requires_grad)
+        return same, teacher.describe(), [t.name for t in threading.enumerate() if "serve" in t.name]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, 2)])
-def test_each_rank_gets_the_plain_modules_outputs_for_its_own_inputs(ranks, weights, size, servers, dtype):
+def test_each_rank_gets_the_outputs_of_the_plain_module_for_its_inputs(ranks, weights, size, servers, dtype):
     answers = ranks(size, outputs, weights, dtype, servers)
-    for rank, (alike, told, serving) in enumerate(answers):
-        assert alike == [True] * (2 + rank)
+    for rank, (same, messages, serving) in enumerate(answers):
+        assert same == [True] * (2 + rank)
         assert bool(serving) == (rank in serving_ranks(size, servers or 1))
-        assert "this rank asks rank " in told
+        assert "this rank sends its requests to rank " in messages
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_student_learns_the_same_as_from_a_plain_copy(ranks, weights, size, ahead):
+@pytest.mark.parametrize("submit", [False, True])
+def test_a_student_trains_the_same_as_with_a_copy(ranks, weights, size, submit):
     (wanted,) = ranks(1, train_with, weights, {"placement": "gpu"})
-    for learnt in ranks(size, train_served, weights, ahead):
+    for trained in ranks(size, train_served, weights, submit):
         for name, value in wanted.items():
-            torch.testing.assert_close(learnt[name], value, atol=1e-6, rtol=0)
+            torch.testing.assert_close(trained[name], value, atol=1e-6, rtol=0)
 
 
-def train_served(path, ahead):
-    return train_with(path, {"placement": "served"}, ahead=ahead)
+def train_served(path, submit):
+    return train_with(path, {"placement": "served"}, submit=submit)
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_serves_all_ranks_and_ends_with_them(ranks, weights):
+def test_a_server_process_serves_all_ranks_and_ends_with_them(ranks, weights):
     answers = ranks(2, served_by_process, weights, timeout=90)
-    for alike, told, serving, _ in answers:
-        assert alike
-        assert "on each of 1 process(es), this rank asks process " in told
+    for same, messages, serving, _ in answers:
+        assert same
+        assert "on each of 1 process(es), this rank sends its requests to process " in messages
         assert not serving, "no rank holds the teacher"
     pid = answers[1][3]
     assert isinstance(pid, int)
@@ -83,9 +83,9 @@ def test_a_process_of_its_own_serves_all_ranks_and_ends_with_them(ranks, weights
 
 def served_by_process(path):
     with open_served(path, inner="process", timeout=80) as (_, teacher):
-        alike = torch.equal(teacher(tokens()), plain(path)(tokens()))
+        same = torch.equal(teacher(tokens()), plain(path)(tokens()))
         serving = [t.name for t in threading.enumerate() if "serve" in t.name]
-        return alike, teacher.describe(), serving, getattr(teacher._placed._server, "pid", None)
+        return same, teacher.describe(), serving, getattr(teacher._placed._server, "pid", None)
 
 
 def served_folder(folder):
@@ -96,9 +96,9 @@ def served_folder(folder):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_serves_a_hugging_face_folder_in_its_own_classes(ranks, tmp_path, monkeypatch):
+def test_a_server_process_serves_a_hugging_face_folder_with_its_output_classes(ranks, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="pip install 'samestep[teacher]'")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers makes torch set it, for good
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers makes torch set it
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=CLASSES, n_positions=8)
     with torch.random.fork_rng():
         made = transformers.GPT2LMHeadModel(config).eval()
@@ -115,20 +115,20 @@ def test_a_process_of_its_own_serves_a_hugging_face_folder_in_its_own_classes(ra
 def compress(path):
     with open_served(path, top_k=3, temperature=2.0) as (_, teacher):
         few, wanted = teacher(tokens(4)), top_k(plain(path)(tokens(4)), 3, 2.0)
-        alike = [torch.equal(ours, theirs) for ours, theirs in zip(few[:3], wanted[:3], strict=True)]
-        return few, alike, distill_loss(torch.zeros(4, 6, CLASSES), few, temperature=2.0).shape
+        same = [torch.equal(ours, theirs) for ours, theirs in zip(few[:3], wanted[:3], strict=True)]
+        return few, same, distill_loss(torch.zeros(4, 6, CLASSES), few, temperature=2.0).shape
 
 
-def test_top_k_logits_travel_in_the_place_of_all(ranks, weights):
-    for few, alike, shape in ranks(2, compress, weights):
+def test_top_k_logits_are_sent_instead_of_all(ranks, weights):
+    for few, same, shape in ranks(2, compress, weights):
         assert isinstance(few, TopK)
         assert few.temperature == 2.0
-        assert alike == [True] * 3
+        assert same == [True] * 3
         assert shape == (4, 6)
 
 
 class Named(torch.nn.Module):
-    """A teacher with outputs by name, and a way to fail."""
+    """A teacher with outputs by name that can fail."""
 
     def __init__(self):
         super().__init__()
@@ -151,39 +151,39 @@ def write_named(path):
 def named(path):
     with open_served(path, Named) as (_, teacher):
         out = teacher(tokens=tokens(2))
-        told = []
+        messages = []
         for wrong in ({"fail": True}, {"strange": True}, {"tokens": object()}):
             try:
                 teacher(**{"tokens": tokens(2), **wrong})
             except Exception as error:  # noqa: BLE001
-                told.append(f"{type(error).__name__}: {error}")
+                messages.append(f"{type(error).__name__}: {error}")
         again = teacher(tokens=tokens(2))
-        return out, told, torch.equal(out["logits"], again["logits"])
+        return out, messages, torch.equal(out["logits"], again["logits"])
 
 
-def test_outputs_of_any_form_come_back_and_a_failure_is_the_askers(ranks, tmp_path):
+def test_outputs_keep_their_structure_and_errors_reach_the_client(ranks, tmp_path):
     path = tmp_path / "named.safetensors"
     write_named(path)
     for out, (fails, strange, unsendable), again in ranks(2, named, path):
         assert list(out) == ["logits", "hidden"]
         assert out["hidden"][1] == [1, "a", None]
         assert fails.startswith("TeacherError: the teacher failed on its server: ValueError: no such word\nTraceback")
-        assert "the teacher's output['cache'] is a object, which can be neither sent nor kept" in strange
-        assert "TeacherError: the teacher's input[1]['tokens'] is a object, which can be neither" in unsendable
-        assert again, "the server goes on"
+        assert "the teacher's output['cache'] is a object, which samestep can neither send nor cache" in strange
+        assert "TeacherError: the teacher's input[1]['tokens'] is a object, which samestep can neither" in unsendable
+        assert again, "the server continues"
 
 
-def several_in_flight(path):
+def several_requests(path):
     with open_served(path) as (_, teacher):
         parts = [tokens()[at : at + 4] for at in range(5)]
-        asked = [teacher.ahead(part) for part in parts]
-        found = [pending.result() for pending in reversed(asked)][::-1]
+        submitted = [teacher.submit(part) for part in parts]
+        found = [pending.result() for pending in reversed(submitted)][::-1]
         module = plain(path)
         return all(torch.equal(answer, module(part)) for answer, part in zip(found, parts, strict=True))
 
 
-def test_several_questions_may_be_under_way_and_be_read_in_any_order(ranks, weights):
-    assert ranks(2, several_in_flight, weights) == [True, True]
+def test_several_requests_can_be_pending_and_read_in_any_order(ranks, weights):
+    assert ranks(2, several_requests, weights) == [True, True]
 
 
 def server_dies(path, how):
@@ -201,11 +201,11 @@ def server_dies(path, how):
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
-def test_a_serving_rank_that_dies_is_told_to_all_who_ask(ranks, weights, how):
+def test_a_dead_server_rank_is_reported_to_all_clients(ranks, weights, how):
     first, second, third = ranks.errors(3, server_dies, weights, how)
     for rank, text in enumerate((first, second)):
-        assert f"TeacherError: rank {rank} asked the teacher of rank 2, which is gone (" in text
-        assert "it died or was killed, often for want of memory; look for its last lines" in text
+        assert f"TeacherError: rank {rank} lost the teacher on rank 2 (" in text
+        assert "it failed or was killed, often because memory ran out; see its last lines" in text
         if how == "failed":
             assert "rank 2 failed: MemoryError: no room on rank 2" in text
     assert ("SIGKILL" if how == "killed" else "no room on rank 2") in third
@@ -223,81 +223,81 @@ def process_dies(path):
 
 
 @pytest.mark.slow
-def test_a_serving_process_that_dies_is_told_with_its_exit_code(ranks, weights):
+def test_a_dead_server_process_is_reported_with_its_exit_code(ranks, weights):
     first, second = ranks.errors(2, process_dies, weights, timeout=90)
-    assert "TeacherError: rank 0 asked the teacher of process " in first
-    assert ", which rank 1 started, which is gone (" in first
-    assert "TeacherError: rank 1 asked the teacher of process " in second
+    assert "TeacherError: rank 0 lost the teacher on process " in first
+    assert " (started by rank 1) (" in first
+    assert "TeacherError: rank 1 lost the teacher on process " in second
     assert "ended with exit code -9" in second
 
 
 def one_server_fails(path):
     from samestep.teacher import served
 
-    load = served.load
+    load = served.load_for_server
     with Run(global_batch=4, start_timeout=30, step_timeout=30) as run:
         if run.rank == 1:
-            served.load = no_room
+            served.load_for_server = out_of_memory
         try:
             run.teacher(Teacher, weights=path, placement="served", servers=2)
         except Exception as error:  # noqa: BLE001
             return str(error), [t.name for t in threading.enumerate() if t.name.startswith("samestep-teacher")]
         finally:
-            served.load = load
+            served.load_for_server = load
 
 
-def no_room(*_):
+def out_of_memory(*_):
     raise MemoryError("no room on rank 1")
 
 
-def test_a_server_ends_where_another_could_not_be_started(ranks, weights):
+def test_a_server_stops_if_another_cannot_start(ranks, weights):
     for text, threads in ranks(2, one_server_fails, weights):
         assert "no room on rank 1" in text
         assert threads == []
 
 
-WAKE = threading.Event()
+RELEASE = threading.Event()
 
 
 class Slow(Teacher):
-    """A forward pass that takes longer than anybody waits."""
+    """A forward pass that takes longer than the timeout."""
 
     def forward(self, tokens):
-        WAKE.wait(30)
+        RELEASE.wait(30)
         return super().forward(tokens)
 
 
 def too_slow(path):
-    WAKE.clear()
+    RELEASE.clear()
     with open_served(path, Slow, timeout=4) as (run, teacher):
         try:
             teacher(tokens(2))
         finally:
-            time.sleep(4 * run.rank)  # the rank that serves must not leave before the other has lost its patience too
-            WAKE.set()
+            time.sleep(4 * run.rank)  # the server rank must not end before the other has timed out too
+            RELEASE.set()
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer_in_time_is_named(ranks, weights):
+def test_a_server_that_exceeds_the_timeout_is_named(ranks, weights):
     for rank, text in enumerate(ranks.errors(2, too_slow, weights)):
-        assert f"TeacherError: rank {rank} waits for the teacher of rank 1 since 4 s: if a forward pass takes" in text
+        assert f"TeacherError: rank {rank} has waited 4 s for the teacher on rank 1: if a forward pass takes" in text
 
 
-def ask_ahead(path):
-    """Whether asking came back before anything was computed, and whether the answer was right in the end."""
-    WAKE.clear()
+def submit_and_continue(path):
+    """Whether submit returned before the outputs were computed, and whether they were right."""
+    RELEASE.clear()
     with open_served(path, Slow) as (_, teacher):
         try:
-            pending = teacher.ahead(tokens(2))
-            before = pending._answer.done()
+            pending = teacher.submit(tokens(2))
+            before = pending.done()
         finally:
-            WAKE.set()
+            RELEASE.set()
         return before, torch.equal(pending.result(), plain(path)(tokens(2)))
 
 
-def test_asking_ahead_does_not_wait_for_the_answer(ranks, weights):
+def test_submit_does_not_wait_for_the_outputs(ranks, weights):
     for size in (1, 2):
-        assert ranks(size, ask_ahead, weights) == [(False, True)] * size
+        assert ranks(size, submit_and_continue, weights) == [(False, True)] * size
 
 
 def parameters_alive():
@@ -306,49 +306,49 @@ def parameters_alive():
     return sum(each.nbytes for each in alive)
 
 
-def held(path):
-    """Bytes of parameters that a served teacher brings to this rank, and its bytes as a whole."""
+def parameters_held(path):
+    """Bytes of parameters that a served teacher adds on this rank, and those of the full teacher."""
     before = parameters_alive()
     with open_served(path) as (_, teacher):
         teacher(tokens(2))
         return parameters_alive() - before, sum(each.nbytes for each in plain(path).parameters())
 
 
-def test_ranks_that_do_not_serve_hold_nothing_of_the_teacher(ranks, weights):
-    (first, _), (second, whole) = ranks(2, held, weights)
+def test_ranks_without_a_server_hold_no_weights(ranks, weights):
+    (first, _), (second, whole) = ranks(2, parameters_held, weights)
     assert (first, second) == (0, whole)
 
 
-def of_the_script():
+def build_in_script():
     return Teacher()
 
 
-of_the_script.__module__ = "__main__"
-of_the_script.__qualname__ = "of_the_script"
+build_in_script.__module__ = "__main__"
+build_in_script.__qualname__ = "build_in_script"
 
 
 def process_cannot_import(path):
     import __main__
 
-    __main__.of_the_script = of_the_script
+    __main__.build_in_script = build_in_script
     try:
-        with open_served(path, of_the_script, inner="process", timeout=80):
+        with open_served(path, build_in_script, inner="process", timeout=80):
             pass
     finally:
-        del __main__.of_the_script
+        del __main__.build_in_script
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_import_build_says_what_to_do(ranks, weights):
+def test_a_server_process_that_cannot_import_build_names_the_remedy(ranks, weights):
     first, second = ranks.errors(2, process_cannot_import, weights, timeout=90)
-    wanted = "define it in a module beside the script and import it, or let a rank serve with inner='rank'"
-    assert "a process of its own cannot import build=of_the_script (" in second
+    wanted = "define it in a module next to the script and import it, or serve from a rank with inner='rank'"
+    assert "the server process cannot import build=build_in_script (" in second
     assert wanted in second
     assert "failed on rank(s) [1] and not on rank 0" in first
     assert wanted in first
 
 
-def test_serving_ranks_are_spread_evenly():
+def test_server_ranks_are_distributed_evenly():
     assert serving_ranks(4, 1) == [3]
     assert serving_ranks(8, 2) == [3, 7]
     assert serving_ranks(5, 2) == [1, 4]
@@ -360,14 +360,14 @@ def open_with(path, options):
         pass
 
 
-def test_servers_that_cannot_be_are_refused(ranks, weights):
+def test_an_invalid_number_of_servers_is_rejected(ranks, weights):
     for text in ranks.errors(2, open_with, weights, {"servers": 3}):
-        assert "TeacherError: servers=3 cannot stand on 2 rank(s): give 1 to 2" in text
+        assert "TeacherError: servers=3 is more than the 2 rank(s) of this run: pass 1 to 2" in text
     for text in ranks.errors(2, open_with, weights, {"servers": 0}):
-        assert "TeacherError: servers=0 is no count: give a whole number from 1 on" in text
+        assert "TeacherError: servers=0 is not a positive integer: pass 1 or more" in text
 
 
-def stranger(path):
+def call_on_two_nodes(path):
     import socket
 
     with open_served(path) as (run, teacher):
@@ -375,7 +375,7 @@ def stranger(path):
 
 
 def test_ranks_of_two_nodes_reach_the_server(ranks, weights):
-    assert [answer[:2] for answer in ranks(2, stranger, weights, nodes=2)] == [
+    assert [answer[:2] for answer in ranks(2, call_on_two_nodes, weights, nodes=2)] == [
         (0, (1, 6, CLASSES)),
         (1, (1, 6, CLASSES)),
     ]

@@ -1,4 +1,4 @@
-"""A teacher sharded over the ranks: the plain module's outputs, 1/N of its bytes, and no hang where ranks differ."""
+"""A sharded teacher: the outputs of the plain module, 1/N of its bytes, and no hang if ranks differ."""
 
 import pytest
 import torch
@@ -19,28 +19,28 @@ def weights(tmp_path):
 
 
 def outputs(path, dtype):
-    """Whether outputs have the plain module's bits, bytes before and after the calls, and the line for the log."""
+    """Whether outputs are bit-equal with the plain module, bytes before and after the calls, and the description."""
     with Run(global_batch=4) as run:
         teacher = run.teacher(Teacher, weights=path, placement="sharded", dtype=dtype)
         module, placed = FrozenModel(Teacher, open_weights(path)).load(run.device, dtype), teacher._placed
         before, mine = placed.local_bytes, tokens()[run.rank :: run.size]
         with torch.no_grad():
-            alike = [torch.equal(teacher(part), module(part)) for part in (mine, mine[:1], mine[:5])]
+            same = [torch.equal(teacher(part), module(part)) for part in (mine, mine[:1], mine[:5])]
         grad = teacher(mine).requires_grad
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
         scalars = sum(p.element_size() for p in module.parameters() if p.dim() == 0)
-        return alike, grad, before, placed.local_bytes, whole, scalars, teacher.describe()
+        return same, grad, before, placed.local_bytes, whole, scalars, teacher.describe()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_outputs_are_the_plain_modules_and_each_rank_holds_its_part(ranks, weights, size, dtype):
+def test_outputs_are_those_of_the_plain_module_and_each_rank_holds_its_part(ranks, weights, size, dtype):
     answers = ranks(size, outputs, weights, dtype)
-    for alike, grad, before, after, _, _, told in answers:
-        assert alike == [True, True, True]
+    for same, grad, before, after, _, _, description in answers:
+        assert same == [True, True, True]
         assert not grad
         assert before == after
-        assert f"on this rank of {size}, layers gathered when needed" in told
+        assert f"on this rank of {size}, layers gathered when needed" in description
     whole, scalars = answers[0][4:6]
     assert sum(answer[3] for answer in answers) == whole + (size - 1) * scalars
     largest = max(answer[3] for answer in answers)
@@ -48,11 +48,11 @@ def test_outputs_are_the_plain_modules_and_each_rank_holds_its_part(ranks, weigh
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_student_learns_the_same_as_from_a_plain_copy(ranks, weights, size):
+def test_a_student_trains_the_same_as_with_a_copy(ranks, weights, size):
     (wanted,) = ranks(1, train_with, weights, {"placement": "gpu"})
-    for learnt in ranks(size, train_with, weights, {"placement": "sharded"}):
+    for trained in ranks(size, train_with, weights, {"placement": "sharded"}):
         for name, value in wanted.items():
-            torch.testing.assert_close(learnt[name], value, atol=1e-6, rtol=0)
+            torch.testing.assert_close(trained[name], value, atol=1e-6, rtol=0)
 
 
 def call_more_often(path, extra):
@@ -76,7 +76,7 @@ def test_a_rank_that_calls_more_often_is_named_and_does_not_hang(ranks, weights,
 
 
 class Gathered(Student):
-    """A student that FSDP gathers; it warns of outputs that are views."""
+    """A student for FSDP, which warns about outputs that are views."""
 
     def forward(self, tokens):
         return super().forward(tokens).clone()
@@ -95,7 +95,7 @@ def call_on_one_rank_only(path, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_call_on_one_rank_only_is_told_on_all_and_ends_no_process(ranks, weights, strategy):
+def test_a_call_on_one_rank_only_is_reported_on_all(ranks, weights, strategy):
     first, second = ranks.errors(2, call_on_one_rank_only, weights, strategy)
     assert "RankMissing: rank 0 waits in teacher(...) at test_teacher_sharded.py" in first
     assert "rank 1 was last in run.shard at" in first or "rank 1 failed: " in first
@@ -111,7 +111,7 @@ def evaluate(path, placement):
             return run.mean(distill_loss(net(x), teacher(x)).mean(1) for (x,) in test)
 
 
-def test_an_evaluation_of_uneven_parts_calls_it_equally_often(ranks, weights):
+def test_an_evaluation_of_uneven_parts_makes_the_same_number_of_calls(ranks, weights):
     (wanted,) = ranks(1, evaluate, weights, "gpu")
     for found in ranks(3, evaluate, weights, "sharded"):
         assert found == pytest.approx(wanted, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A student made of its teacher's folder: layers from all over its depth, or narrower from nothing."""
+"""A student built from the folder of its teacher: with layers of the teacher, or narrower with random weights."""
 
 import json
 import re
@@ -28,18 +28,18 @@ from transformers import (
 
 from samestep.assets import minilm
 from samestep.errors import TeacherError
-from samestep.teacher import Student, pooled
+from samestep.teacher import Student, mean_pool
 
 QUERY = "encoder.layer.{}.attention.self.query.weight"
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
 @pytest.fixture(autouse=True)
-def _what_transformers_lets_torch_set(tmp_path, monkeypatch):
+def _inductor_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def test_a_narrow_student_is_widened_and_begins_from_nothing():
+def test_a_narrow_student_has_random_weights_and_a_projection():
     torch.manual_seed(0)
     student = Student(minilm(), learns="features", layers=1, width=64)
     tokens = torch.randint(1000, (3, 5))
@@ -47,7 +47,7 @@ def test_a_narrow_student_is_widened_and_begins_from_nothing():
     assert student(tokens, torch.ones_like(tokens)).shape == (3, student.teacher_width) == (3, 384)
 
 
-def test_a_wide_student_begins_with_layers_of_its_teacher_also_out_of_shards(tmp_path):
+def test_a_wide_student_starts_with_layers_of_its_teacher_also_from_shards(tmp_path):
     for path in minilm().glob("*.json"):
         shutil.copy(path, tmp_path)
     state = load_file(minilm() / "model.safetensors")
@@ -66,38 +66,38 @@ def test_a_wide_student_begins_with_layers_of_its_teacher_also_out_of_shards(tmp
     assert [kind.__name__ for kind in students[0].blocks()] == ["BertLayer"]
 
 
-def test_a_vector_is_the_mean_over_what_is_there():
+def test_mean_pool_averages_the_tokens_in_the_mask():
     hidden = torch.tensor([[[2.0], [4.0], [9.0]]]).half()
-    found = pooled(hidden, torch.tensor([[1, 1, 0]]))
+    found = mean_pool(hidden, torch.tensor([[1, 1, 0]]))
     assert (found.tolist(), found.dtype) == ([[3.0]], torch.float32)
 
 
-MISUSES = {
-    "a student does not know learns='words': use one of features, logits": {"learns": "words", "layers": 1},
-    "a student of 7 layer(s) of a teacher that has 6: give layers from 1 to 6": {"learns": "features", "layers": 7},
-    "a student of width 100: give a multiple of 32, or None for the teacher's own": (
+INVALID_ARGUMENTS = {
+    "Student got learns='words': use one of features, logits": {"learns": "words", "layers": 1},
+    "Student got layers=7 for a teacher with 6 layers: pass 1 to 6": {"learns": "features", "layers": 7},
+    "Student got width=100: pass a multiple of 32, or None for the teacher's width": (
         {"learns": "features", "layers": 1, "width": 100}
     ),
 }
 
 
-@pytest.mark.parametrize("text", MISUSES)
-def test_sizes_that_make_no_student_are_refused(text):
+@pytest.mark.parametrize("text", INVALID_ARGUMENTS)
+def test_invalid_arguments_are_rejected(text):
     with pytest.raises(TeacherError, match=re.escape(text)):
-        Student(minilm(), **MISUSES[text])
+        Student(minilm(), **INVALID_ARGUMENTS[text])
 
 
-def test_a_file_without_what_a_student_begins_with_is_told(tmp_path):
+def test_a_file_without_the_weights_of_the_student_is_rejected(tmp_path):
     for path in minilm().glob("*.json"):
         shutil.copy(path, tmp_path)
     save_file({"other.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    text = "holds no embeddings.word_embeddings.weight, with which a student of BertModel would begin: give width="
+    text = "does not hold embeddings.word_embeddings.weight, which a BertModel student starts with: pass width="
     with pytest.raises(TeacherError, match=re.escape(text)):
         Student(tmp_path, learns="features", layers=1)
 
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-# A model, how its configuration makes four small layers, and what its layers are called there.
+# For each model a configuration with four small layers, and the name of its list of layers.
 MODELS = {
     GPT2LMHeadModel: (GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=20, n_positions=8), "transformer.h"),
     GPT2Model: (GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=20, n_positions=8), "h"),
@@ -122,7 +122,7 @@ def saved(kind, config, folder):
 
 
 @pytest.mark.parametrize(("kind", "learns"), CASES)
-def test_layers_come_from_all_over_the_depth_whatever_the_architecture_calls_them(tmp_path, kind, learns):
+def test_layers_come_from_all_over_the_depth_in_every_architecture(tmp_path, kind, learns):
     config, layers = MODELS[kind]
     teacher = saved(kind, config, tmp_path)
     student = Student(tmp_path, learns=learns, layers=2)
@@ -139,7 +139,7 @@ def test_layers_come_from_all_over_the_depth_whatever_the_architecture_calls_the
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_no_student_draws_what_it_drops(tmp_path, kind):
+def test_a_student_has_no_dropout(tmp_path, kind):
     saved(kind, MODELS[kind][0], tmp_path)
     student = Student(tmp_path, learns="features", layers=2).train()
     before = torch.get_rng_state()
@@ -149,15 +149,15 @@ def test_no_student_draws_what_it_drops(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_narrow_student_of_any_of_them_is_narrow_within(tmp_path, kind):
+def test_a_narrow_student_has_narrow_layers_in_every_architecture(tmp_path, kind):
     saved(kind, MODELS[kind][0], tmp_path)
     student = Student(tmp_path, learns="features", layers=2, width=32)
     assert student(TOKENS, torch.ones_like(TOKENS)).shape == (2, 16)
     assert max(max(p.shape) for p in student.body.get_submodule(f"{student._stack()}.0").parameters()) == 128
 
 
-STRANGE = {
-    "it has an encoder and a decoder, and a student has one stack of layers": (
+UNSUPPORTED = {
+    "it has an encoder and a decoder, but a student has one stack of layers": (
         T5Model,
         T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=20),
         "features",
@@ -171,7 +171,7 @@ STRANGE = {
         "features",
     ),
     "AutoModelForCausalLM of transformers": (DistilBertModel, MODELS[DistilBertModel][0], "logits"),
-    "its layers should be one list of 2, and its lists are encoder.albert_layer_groups of 1": (
+    "its layers must be one list of 2, but its lists are encoder.albert_layer_groups of 1": (
         AlbertModel,
         AlbertConfig(
             hidden_size=16, embedding_size=8, num_attention_heads=2, intermediate_size=32, num_hidden_layers=4
@@ -181,11 +181,11 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("why", STRANGE)
-def test_an_architecture_that_has_no_one_stack_of_layers_is_refused(tmp_path, why):
-    kind, config, learns = STRANGE[why]
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_an_unsupported_architecture_is_rejected(tmp_path, reason):
+    kind, config, learns = UNSUPPORTED[reason]
     saved(kind, config, tmp_path)
-    text = f"no student can be made of {tmp_path}, a {config.model_type!r}: {why}"
+    text = f"cannot make a student of {tmp_path}, a {config.model_type!r} model: {reason}"
     with pytest.raises(TeacherError, match=re.escape(text)) as caught:
         Student(tmp_path, learns=learns, layers=2)
-    assert "or build the student yourself, which any module can be" in str(caught.value)
+    assert "or build the student yourself: it can be any module" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Outputs that were sent or kept: of the model's own class again, and never made by code that somebody else names."""
+"""Outputs that are sent or cached keep their classes, and rebuilding them never runs code of a named class."""
 
 import json
 import sys
@@ -14,15 +14,15 @@ from samestep.errors import TeacherError
 from samestep.nn import TopK
 from samestep.teacher.outputs import (
     Outputs,
-    compressed,
+    build_dataclass,
+    build_mapping,
+    build_named_tuple,
     find_class,
-    make_mapping,
-    make_named_tuple,
-    make_record,
-    put_together,
-    take_apart,
+    flatten,
+    keep_top_k,
+    to_device,
+    unflatten,
 )
-from samestep.teacher.transfer import carry
 
 ONE = torch.arange(3.0)
 
@@ -40,7 +40,7 @@ class Slotted:
 
 
 class Plain:
-    """A base without slots, so that instances have a dictionary beside the slots of a class below."""
+    """A base without slots, so that instances of a subclass have a dictionary and slots."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Named(NamedTuple):
 
 
 class Mapped(dict):
-    """A mapping of the user's, with attributes for its items."""
+    """A mapping that mirrors its items as attributes."""
 
     def __init__(self, **items):
         super().__init__(items)
@@ -64,7 +64,7 @@ class Mapped(dict):
 
 @dataclass
 class Summed:
-    """A record that computes a field of its own from another."""
+    """A dataclass that computes a field from another."""
 
     logits: object
     total: object = field(init=False)
@@ -73,25 +73,25 @@ class Summed:
         self.total = self.logits.sum()
 
 
-class Held:
-    """No container that anything is known of."""
+class PlainObject:
+    """A plain object."""
 
     def __init__(self, logits, loss):
         self.logits, self.loss = logits, loss
 
 
-def sent(tree):
-    """What arrives where `tree` was sent to: its form goes through JSON."""
-    form, tensors = take_apart(tree, "the teacher's output")
-    return put_together(json.loads(json.dumps(form)), iter(tensors))
+def sent_and_received(tree):
+    """Flatten a tree, pass its spec through JSON, and rebuild it."""
+    spec, tensors = flatten(tree, "the teacher's output")
+    return unflatten(json.loads(json.dumps(spec)), iter(tensors))
 
 
-def same(found, tree):
-    """Whether two trees are alike, tensors by their identity."""
+def same_tree(found, tree):
+    """Whether two trees are equal, with tensors compared by identity."""
     if isinstance(tree, dict):
-        return list(found) == list(tree) and all(same(found[key], tree[key]) for key in tree)
+        return list(found) == list(tree) and all(same_tree(found[key], tree[key]) for key in tree)
     if isinstance(tree, tuple | list):
-        return len(found) == len(tree) and all(map(same, found, tree))
+        return len(found) == len(tree) and all(map(same_tree, found, tree))
     return found is tree or (not isinstance(tree, torch.Tensor) and found == tree)
 
 
@@ -108,32 +108,32 @@ def same(found, tree):
     ],
     ids=lambda tree: type(tree).__name__,
 )
-def test_containers_come_back_of_their_own_class(tree):
-    assert type(found := sent(tree)) is type(tree)
-    assert same(found, tree)
+def test_containers_keep_their_class(tree):
+    assert type(found := sent_and_received(tree)) is type(tree)
+    assert same_tree(found, tree)
 
 
-def test_attributes_come_back_with_a_mapping():
-    found = sent(Mapped(logits=ONE, loss=None))
+def test_a_mapping_keeps_its_attributes():
+    found = sent_and_received(Mapped(logits=ONE, loss=None))
     assert found.logits is ONE
     assert found.loss is None
 
 
-def test_dataclasses_come_back_though_frozen_or_without_a_dict():
-    assert sent(Record(ONE)) == Record(ONE)
-    found = sent(Slotted(ONE))
+def test_dataclasses_can_be_frozen_or_have_slots():
+    assert sent_and_received(Record(ONE)) == Record(ONE)
+    found = sent_and_received(Slotted(ONE))
     assert type(found) is Slotted
     assert (found.logits is ONE, found.count) == (True, 3)
 
 
-def test_torchs_own_named_results_come_back():
-    found = sent(torch.max(torch.eye(2), dim=0))
+def test_named_results_of_torch_keep_their_class():
+    found = sent_and_received(torch.max(torch.eye(2), dim=0))
     assert type(found) is torch.return_types.max
     assert torch.equal(found.indices, torch.arange(2))
 
 
-def test_a_default_dict_comes_back_without_what_makes_its_defaults():
-    found = sent(defaultdict(list, logits=ONE))
+def test_a_default_dict_loses_its_default_factory():
+    found = sent_and_received(defaultdict(list, logits=ONE))
     assert type(found) is defaultdict
     assert (dict(found), found.default_factory) == ({"logits": ONE}, None)
 
@@ -150,24 +150,24 @@ def local_classes():
     return Here(ONE), There(logits=ONE), pair(ONE, 1)
 
 
-def test_a_class_that_cannot_be_found_again_is_stood_for_by_something_alike():
-    record, mapping, pair = map(sent, local_classes())
+def test_a_class_that_cannot_be_found_is_replaced_by_a_similar_one():
+    record, mapping, pair = map(sent_and_received, local_classes())
     assert record.logits is ONE
     assert mapping["logits"] is mapping.logits is mapping[0] is ONE
     logits, hidden = pair
     assert logits is pair.logits is pair[0] is ONE
     assert hidden == pair.hidden == 1
-    assert sent(mapping).logits is ONE
+    assert sent_and_received(mapping).logits is ONE
 
 
-def test_outputs_tell_what_they_have():
+def test_an_unknown_output_names_the_known_ones():
     with pytest.raises(AttributeError, match=r"the teacher's outputs have no 'scores', only \['logits'\]"):
         Outputs(logits=1).scores  # noqa: B018
     with pytest.raises(KeyError):
         Outputs(logits=1)["scores"]
 
 
-def test_nothing_is_imported_for_a_name():
+def test_finding_a_class_imports_nothing():
     assert "this" not in sys.modules
     assert find_class("this:Zen") is None
     assert "this" not in sys.modules
@@ -181,8 +181,8 @@ class Lazy(types.ModuleType):
 
 
 @dataclass
-class Trap:
-    """Whatever of it is run is noticed."""
+class RunsCodeInNew:
+    """Raises if its own code creates it."""
 
     logits: object
 
@@ -191,7 +191,7 @@ class Trap:
 
     def __new__(cls, *args):
         if not args:
-            raise AssertionError("the class made it")
+            raise AssertionError("__new__ of the class was run")
         return super().__new__(cls)
 
 
@@ -203,7 +203,7 @@ class Checked:
         raise AssertionError("the constructor was run")
 
     def __setattr__(self, name, value):
-        raise AssertionError("its own way to set was run")
+        raise AssertionError("its own setter was run")
 
 
 class CheckedDict(OrderedDict):
@@ -211,44 +211,44 @@ class CheckedDict(OrderedDict):
         raise AssertionError("the constructor was run")
 
     def __setitem__(self, key, value):
-        raise AssertionError("its own way to set was run")
+        raise AssertionError("its own setter was run")
 
 
 @dataclass
-class Dying:
+class RunsCodeInDel:
     logits: object
 
     def __del__(self):
-        raise AssertionError("it was run at its end")
+        raise AssertionError("__del__ was run")
 
 
-class Watching:
-    """A descriptor of the user's, whose code is never run."""
+class Descriptor:
+    """A descriptor whose code must never run."""
 
     def __get__(self, instance, owner=None):
         if instance is None:
             raise AttributeError  # so that a dataclass sees no default
-        raise AssertionError("it was asked")
+        raise AssertionError("__get__ was run")
 
     def __set__(self, instance, value):
-        raise AssertionError("it was set")
+        raise AssertionError("__set__ was run")
 
 
 @dataclass
-class Watched:
-    logits: object = Watching()
+class WithDescriptor:
+    logits: object = Descriptor()
 
     def __getattribute__(self, name):
-        raise AssertionError(f"its own way to look {name} up was run")
+        raise AssertionError(f"__getattribute__({name}) was run")
 
 
-class Slots:
+class PrivateSlot:
     __slots__ = ("_logits",)
 
 
 @dataclass
-class Standing(Slots):
-    """A field that stands for a slot of another name."""
+class PropertyForSlot(PrivateSlot):
+    """A field whose property uses a slot of another name."""
 
     __slots__ = ()
     logits: object
@@ -268,43 +268,43 @@ HERE = __name__
 def test_code_of_a_named_class_is_never_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "lazily", Lazy("lazily"))
     assert find_class("lazily:Outputs") is None
-    for name in ("Trap", "Dying"):
-        assert type(make_record(f"{HERE}:{name}", {"logits": ONE})) is types.SimpleNamespace
-    found = make_record(f"{HERE}:Checked", {"logits": ONE})
+    for name in ("RunsCodeInNew", "RunsCodeInDel"):
+        assert type(build_dataclass(f"{HERE}:{name}", {"logits": ONE})) is types.SimpleNamespace
+    found = build_dataclass(f"{HERE}:Checked", {"logits": ONE})
     assert (type(found), found.logits) == (Checked, ONE)
-    mapping = make_mapping(f"{HERE}:CheckedDict", {"logits": ONE}, [], {})
+    mapping = build_mapping(f"{HERE}:CheckedDict", {"logits": ONE}, [], {})
     assert (type(mapping), dict(mapping)) == (CheckedDict, {"logits": ONE})
 
 
-def test_slots_beside_a_dictionary_are_filled_and_nothing_else_is_run():
-    found = sent(SlottedBelow(ONE, 2))
+def test_slots_and_instance_dictionaries_are_filled_without_running_code():
+    found = sent_and_received(SlottedBelow(ONE, 2))
     assert (type(found), found.logits, found.loss) == (SlottedBelow, ONE, 2)
-    watched = make_record(f"{HERE}:Watched", {"logits": ONE})
+    watched = build_dataclass(f"{HERE}:WithDescriptor", {"logits": ONE})
     assert object.__getattribute__(watched, "__dict__") == {"logits": ONE}
-    assert make_record(f"{HERE}:Standing", {"logits": ONE}) == types.SimpleNamespace(logits=ONE)
+    assert build_dataclass(f"{HERE}:PropertyForSlot", {"logits": ONE}) == types.SimpleNamespace(logits=ONE)
 
 
 @pytest.mark.parametrize(
     "name", ["subprocess:Popen", "builtins:eval", "os:system", "torch:Tensor", "collections:deque", "nowhere:No", ":"]
 )
-def test_a_name_of_something_else_makes_nothing_of_it(name):
-    assert type(make_record(name, {"args": 1})) is types.SimpleNamespace
-    assert type(make_mapping(name, {"args": 1}, [], {})) is Outputs
-    assert make_named_tuple(name, {"args": 1}).args == 1
+def test_a_name_that_is_not_an_output_class_is_never_used(name):
+    assert type(build_dataclass(name, {"args": 1})) is types.SimpleNamespace
+    assert type(build_mapping(name, {"args": 1}, [], {})) is Outputs
+    assert build_named_tuple(name, {"args": 1}).args == 1
 
 
-def test_fields_that_are_not_the_classs_are_not_forced_on_it():
-    assert type(make_record(f"{HERE}:Record", {"logits": ONE, "more": 1})) is types.SimpleNamespace
-    found = make_named_tuple(f"{HERE}:Named", {"logits": ONE})
+def test_a_class_with_other_fields_is_not_used():
+    assert type(build_dataclass(f"{HERE}:Record", {"logits": ONE, "more": 1})) is types.SimpleNamespace
+    found = build_named_tuple(f"{HERE}:Named", {"logits": ONE})
     assert type(found) is not Named
     assert found.logits is ONE
 
 
-def test_what_can_be_neither_sent_nor_kept_is_named():
-    with pytest.raises(TeacherError, match=r"the teacher's output\['deep'\]\[1\] is a object, which can be neither"):
-        take_apart({"deep": (1, object())}, "the teacher's output")
-    with pytest.raises(TeacherError, match=r"output\['logits'\] is a set, which can be neither sent nor kept: tensors"):
-        take_apart(Record({1}), "the teacher's output")
+def test_an_object_that_cannot_be_sent_or_cached_is_named():
+    with pytest.raises(TeacherError, match=r"the teacher's output\['deep'\]\[1\] is a object, which samestep can"):
+        flatten({"deep": (1, object())}, "the teacher's output")
+    with pytest.raises(TeacherError, match=r"output\['logits'\] is a set, which samestep can neither send nor cache"):
+        flatten(Record({1}), "the teacher's output")
 
 
 def scores():
@@ -315,20 +315,20 @@ def defaults(**items):
     return defaultdict(list, items)
 
 
-@pytest.mark.parametrize("make", [dict, OrderedDict, Outputs, Record, Mapped, defaults, Held])
-def test_logits_by_name_are_compressed_and_the_rest_stays(make):
+@pytest.mark.parametrize("make", [dict, OrderedDict, Outputs, Record, Mapped, defaults, PlainObject])
+def test_top_k_replaces_only_the_logits(make):
     given = make(logits=scores(), loss=ONE)
-    found = compressed(given, 2, 1.0)
+    found = keep_top_k(given, 2, 1.0)
     assert type(found) is type(given)
-    logits, loss = (found.logits, found.loss) if make in (Record, Held) else (found["logits"], found["loss"])
+    logits, loss = (found.logits, found.loss) if make in (Record, PlainObject) else (found["logits"], found["loss"])
     assert isinstance(logits, TopK)
     assert loss is ONE
-    assert compressed(found, 2, 1.0) is found, "what a server did is not done again"
+    assert keep_top_k(found, 2, 1.0) is found, "the work of a server is not repeated"
 
 
-def test_what_a_record_has_computed_is_not_computed_from_few_logits():
+def test_top_k_does_not_recompute_fields_of_a_dataclass():
     given = Summed(scores())
-    found = compressed(given, 2, 1.0)
+    found = keep_top_k(given, 2, 1.0)
     assert isinstance(found.logits, TopK)
     assert found.total is given.total
 
@@ -348,9 +348,9 @@ def test_what_a_record_has_computed_is_not_computed_from_few_logits():
     ],
     ids=lambda tree: type(tree).__name__,
 )
-def test_what_moves_keeps_its_class_and_what_is_there_already_is_the_same(tree):
-    assert carry(tree, ONE.device) is tree
-    found = carry(tree, torch.device("meta"))  # stands for another device
+def test_moving_a_tree_keeps_its_classes_and_does_nothing_if_it_is_there(tree):
+    assert to_device(tree, ONE.device) is tree
+    found = to_device(tree, torch.device("meta"))  # instead of another device
     assert type(found) is type(tree)
     logits = found[0] if isinstance(tree, list) else found["logits"] if hasattr(tree, "keys") else found.logits
     assert logits.is_meta
@@ -358,8 +358,8 @@ def test_what_moves_keeps_its_class_and_what_is_there_already_is_the_same(tree):
     assert not getattr(tree, "logits", ONE).is_meta
 
 
-def test_logits_of_a_named_tuple_are_compressed():
-    found = compressed(Named(scores(), ONE), 2, 1.0)
+def test_top_k_works_on_a_named_tuple():
+    found = keep_top_k(Named(scores(), ONE), 2, 1.0)
     assert type(found) is Named
     assert isinstance(found.logits, TopK)
 
@@ -367,5 +367,5 @@ def test_logits_of_a_named_tuple_are_compressed():
 @pytest.mark.parametrize("given", [(scores(),), Mapped(loss=ONE), Record(None)])
 def test_top_k_needs_logits(given):
     kind = type(given).__name__
-    with pytest.raises(TeacherError, match=f"top_k=2 needs logits, and the teacher gives a {kind}: let its module"):
-        compressed(given, 2, 1.0)
+    with pytest.raises(TeacherError, match=f"top_k=2 needs logits, but the teacher returns a {kind}: let its module"):
+        keep_top_k(given, 2, 1.0)

@@ -1,7 +1,8 @@
 """Checkpoints of a run, saved on request, every N steps or every N minutes, while training continues.
 
-The way of a tensor: `Checkpoint.save` collects the state (parts.py), copies it to host memory (tensor_storage.py) and
-starts a thread that writes and publishes it (save.py). `run.checkpoint` restores it (restore.py).
+The way of a tensor: `Checkpoint.save` collects the state of all parts (parts.py, state_encoding.py) and copies this
+rank's chunks to host memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the folder
+with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size (restore.py).
 """
 
 import json
@@ -129,7 +130,7 @@ class Checkpoint:
         """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
         if self._write_failed:
             self.wait()
-        # a step without optimizer step does not change the count
+        # a skipped step does not change the count, and must not save the same state twice
         steps_elapsed = bool(self._every_steps) and steps % self._every_steps == 0 and steps != self._saved_step
         if self._requested or steps_elapsed or self._minutes_elapsed:
             self._save(self._requested_step, automatic=not self._requested)
@@ -180,6 +181,11 @@ class Checkpoint:
     # Saving
 
     def _save(self, step: int | None, automatic: bool = False, preempted: bool = False) -> None:
+        """Collect the state, copy it to host memory, and start the thread that writes and publishes it; a collective.
+
+        `automatic`: due by `every` or saved before an early exit. `preempted`: numbered without knowing how the script
+        numbers its checkpoints.
+        """
         context, comm = self._context, self._context.comm
         self.wait()
         started = time.monotonic()
@@ -241,16 +247,15 @@ class Checkpoint:
     def _manifest(self, number: int, automatic: bool, preempted: bool) -> Manifest:
         context = self._context
         summary = context.summary("saved")
-        versions = {"samestep": str(summary.get("version")), "torch": str(summary.get("torch"))}
+        versions, metrics = summary["versions"], summary["metrics"]
+        assert isinstance(versions, dict)
+        assert isinstance(metrics, dict)
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
-        metric = None
-        if context.world.is_main:
-            metrics = summary["metrics"]
-            assert isinstance(metrics, dict)
-            metric = self._best_metric.value(metrics, context.log_count, automatic)
-        run = encode(json.loads(json.dumps(summary, default=str)), "run", {})
+        run = encode(
+            json.loads(json.dumps(summary, default=str)), "run", {}
+        )  # the manifest is strict JSON, without NaN
         assert isinstance(run, dict)
         return Manifest(
             step=number,
@@ -259,7 +264,7 @@ class Checkpoint:
             history=[*self._history, current],
             parts=self.parts.kinds,
             run=run,
-            metric=metric,
+            metric=self._best_metric.value(metrics, context.log_count, automatic) if context.world.is_main else None,
         )
 
 

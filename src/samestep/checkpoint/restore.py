@@ -1,4 +1,8 @@
-"""Restore: all ranks agree on the newest valid checkpoint and load it, on any world size."""
+"""Restore: lock the folder, find the newest valid checkpoint together, and load it on any world size.
+
+Every rank reads the slices that it needs from the files of all ranks. The RNG states are restored only on the world size
+on which they were saved.
+"""
 
 import json
 import time

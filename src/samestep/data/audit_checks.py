@@ -110,8 +110,8 @@ class RecordChecker:
             f"has {low[at]} to {high[at] - 1}" if low[at] < high[at] else f"an epoch of {end} samples does not have"
         )
         text = (
-            f"epoch {epoch}: {wrong.size} record(s) in the wrong step: rank {int(counting['rank'][at])} counted positions "
-            f"{first[at]} to {first[at] + count[at] - 1} in step {int(step[at])}, which {allowed}"
+            f"epoch {epoch}: {wrong.size} record(s) in the wrong step: rank {int(counting['rank'][at])} counted "
+            f"positions {first[at]} to {first[at] + count[at] - 1} in step {int(step[at])}, which {allowed}"
         )
         ranks = tuple(np.unique(counting["rank"][wrong]).tolist())
         steps = tuple(np.unique(step[wrong])[:_SHOWN].tolist())

@@ -1,4 +1,4 @@
-"""Image datasets of the recipes: labeled images from folders or idx files, and images with fixations from pysaliency."""
+"""Image datasets: labeled images from folders or idx files, and images with fixations from files of pysaliency."""
 
 import gzip
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _IMAGE_LAYOUT: Final = (
 )
 _PYSALIENCY_LAYOUT: Final = (
     "a folder with the files of pysaliency: stimuli.hdf5 (datasets 0, 1, 2, ... of (height, width, 3) bytes; or "
-    "`filenames`, relative to it) and fixations.hdf5 (train_xs, train_ys: one scanpath per row; train_ns: the image; or "
-    "a group `scanpaths` with xs, ys, n and length)"
+    "`filenames`, relative to it) and fixations.hdf5 (train_xs, train_ys: one scanpath per row; train_ns: the image; "
+    "or a group `scanpaths` with xs, ys, n and length)"
 )
 
 _Floats = npt.NDArray[np.float64]
@@ -65,22 +65,24 @@ def read_images(folder: str | Path) -> tuple[LabeledImages, LabeledImages]:
     folder = Path(folder)
     if (folder / "train-images-idx3-ubyte.gz").is_file():
         return _read_idx(folder, "train"), _read_idx(folder, "t10k")
-    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _IMAGE_SUFFIXES]
-    split = int((folder / "train").is_dir())  # then the class is the second part of a path, not the first
-    files = [path for path in found if len(path.relative_to(folder).parts) > split + 1]
-    classes = [path.relative_to(folder).parts[split] for path in files]
-    validation = torch.tensor(
-        [
-            path.is_relative_to(folder / "val") if split else number % _VALIDATE_EVERY == _VALIDATE_EVERY - 1
-            for number, path in enumerate(files)
-        ]
-    )
+    files, classes, validation = _list_files(folder)
     class_numbers = {name: number for number, name in enumerate(sorted(set(classes)))}
-    if len(class_numbers) < 2 or len(set(validation.tolist())) < 2:
+    if len(class_numbers) < 2 or len(validation.unique()) < 2:
         problem = "has no images of several classes" if folder.is_dir() else "is not a folder"
         raise DataError(f"{folder} {problem}: expected {_IMAGE_LAYOUT}")
     labels = torch.tensor([class_numbers[name] for name in classes])
     return _select(files, labels, ~validation), _select(files, labels, validation)
+
+
+def _list_files(folder: Path) -> tuple[list[Path], list[str], Tensor]:
+    """Return the image files in a folder of classes, the class of each, and whether it is for validation."""
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in _IMAGE_SUFFIXES]
+    split = int((folder / "train").is_dir())  # then the class is the second part of a path, not the first
+    files = [path for path in found if len(path.relative_to(folder).parts) > split + 1]
+    classes = [path.relative_to(folder).parts[split] for path in files]
+    if split:
+        return files, classes, torch.tensor([path.is_relative_to(folder / "val") for path in files], dtype=torch.bool)
+    return files, classes, torch.arange(len(files)) % _VALIDATE_EVERY == _VALIDATE_EVERY - 1
 
 
 def _select(files: list[Path], labels: Tensor, chosen: Tensor) -> LabeledImages:
@@ -93,7 +95,7 @@ def _read_idx(folder: Path, part: str) -> LabeledImages:
 
 
 def _read_idx_file(path: Path) -> Tensor:
-    """Read an idx file: four bytes whose last is the number of dimensions, the size of each in four bytes, then data."""
+    """Read an idx file: four bytes, the last of which is the number of dimensions, the size of each in four bytes, data."""
     if not path.is_file():
         raise DataError(f"{path} is missing: expected {_IMAGE_LAYOUT}")
     try:

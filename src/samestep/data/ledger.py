@@ -54,7 +54,7 @@ _SHARD_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 class RecordKind(IntEnum):
-    """What a record means. Every record has the rank that wrote it and the generation, which counts starts of the run."""
+    """What a record means. Every record has the rank that wrote it and its generation, which counts starts of a run."""
 
     START = 1
     """A process starts at (epoch, step) in a world of `count` ranks, at `first` microseconds since 1970."""
@@ -172,8 +172,8 @@ class ShardLedger:
         earlier_error, self._write_error = self._write_error, self._write()
         if self._write_error is not None and earlier_error is None:
             warn(
-                f"the ledger {self._path} cannot be written: {describe_os_error(self._write_error)}; training continues, "
-                "the records stay in memory, and no checkpoint is saved before they are on disk"
+                f"the ledger {self._path} cannot be written: {describe_os_error(self._write_error)}; training "
+                "continues, the records stay in memory, and no checkpoint is saved before they are on disk"
             )
 
     def sync(self) -> None:
@@ -224,13 +224,13 @@ class ShardLedger:
     def _check_numbers(self) -> None:
         if not 0 <= self._rank < self._world_size <= _MAX_RANKS:
             raise LedgerError(
-                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the world size and "
-                f"below {_MAX_RANKS}"
+                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the world "
+                f"size and below {_MAX_RANKS}"
             )
         if not 0 <= self.generation < _MAX_RANKS:
             raise LedgerError(
-                f"generation {self.generation} cannot be recorded: a ledger supports {_MAX_RANKS} starts of a run; use a "
-                "new folder"
+                f"generation {self.generation} cannot be recorded: a ledger supports {_MAX_RANKS} starts of a run; "
+                "use a new folder"
             )
 
     def _append(self, kind: RecordKind, epoch: int, step: int, first: int, count: int, weight: float) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from numbers import Integral
 from types import FrameType
-from typing import Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Loader:
         self._iteration = 0
         self._device = device
         self._loader: DataLoader[object] = DataLoader(
-            _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # DataLoader calls __getitems__ only
+            _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # only __getitems__ is used
             batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # its items go to _KeyedDataset only
             collate_fn=_Collate(collate_fn or default_collate, rank),
             num_workers=num_workers,
@@ -100,7 +100,7 @@ class Loader:
             if self._iteration != number:
                 raise DataError(
                     "a second iteration over this shard began before the first one ended, and its data workers serve "
-                    "one at a time: use another shard for the inner loop, run.shard(dataset)"
+                    "only one: use another shard for the inner loop, run.shard(dataset)"
                 )
 
 
@@ -243,10 +243,9 @@ class WorkerSetup:
         for number in _JOB_SIGNALS:  # not SIG_IGN, which programs started by a worker would inherit
             signal.signal(number, _ignore_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
-        watch = threading.Thread(
+        threading.Thread(
             target=self._exit_with_parent, args=[os.getppid()], name="samestep worker watch", daemon=True
-        )
-        watch.start()
+        ).start()
 
     def _exit_with_parent(self, parent: int) -> None:
         while not self._ending.item() and os.getppid() == parent:
@@ -279,24 +278,15 @@ def _start_copy(batches: Iterator[object], device: torch.device, stream: torch.c
     batch = next(batches, None)
     if batch is None:
         return None
-    if not isinstance(batch, torch.Tensor | Mapping | tuple | list):
-        return move_to_device(batch, device)  # a class of the user: its tensors cannot be recorded on the stream
+    if _is_custom_batch(batch):
+        return move_to_device(batch, device)  # its tensors cannot be recorded on the stream
     with torch.cuda.stream(stream):
         return move_to_device(batch, device)
 
 
-@runtime_checkable
-class Movable(Protocol):
-    """A batch class of the user with a `to` method."""
-
-    def to(self, device: torch.device) -> "Movable":
-        """Return the same batch on `device`."""
-        ...
-
-
-def move_to_device(tree: object, device: torch.device) -> object:
+def move_to_device(tree: Any, device: torch.device) -> object:
     """Return `tree` on `device`; on CUDA the copies from pinned memory are asynchronous."""
-    if not isinstance(tree, torch.Tensor | Mapping | tuple | list) and isinstance(tree, Movable):
+    if _is_custom_batch(tree):
         return tree.to(device)
     return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -304,9 +294,14 @@ def move_to_device(tree: object, device: torch.device) -> object:
 def list_tensors(tree: object) -> list[torch.Tensor]:
     """Return every tensor in `tree`; none for a batch class of the user."""
     found: list[torch.Tensor] = []
-    if isinstance(tree, torch.Tensor | Mapping | tuple | list) or not isinstance(tree, Movable):
+    if not _is_custom_batch(tree):
         map_tensors(tree, found.append)
     return found
+
+
+def _is_custom_batch(tree: object) -> bool:
+    """Return whether a batch is of a class of the user that moves itself to a device."""
+    return not isinstance(tree, torch.Tensor | Mapping | tuple | list) and hasattr(tree, "to")
 
 
 def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: str = "batch") -> object:
@@ -315,7 +310,7 @@ def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: 
         return function(tree)
     if isinstance(tree, Mapping):
         values = {key: map_tensors(value, function, f"{path}[{key!r}]") for key, value in tree.items()}
-        return values if type(tree) is dict else type(tree)(values)  # pyright: ignore[reportCallIssue]  # a mapping class of the user
+        return values if type(tree) is dict else type(tree)(values)  # pyright: ignore[reportCallIssue]  # a user's class
     if isinstance(tree, tuple | list):
         items = [map_tensors(item, function, f"{path}[{i}]") for i, item in enumerate(tree)]
         if isinstance(tree, list):

@@ -155,7 +155,7 @@ def _epoch_key(seed: int, epoch: int) -> int:
 
 
 def generator_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the seed of a sample's torch generator.
+    """Return a seed for the torch generator of a sample.
 
     torch's CPU generator uses only the lower 32 bits of its seed. A hash truncated to 32 bits would give about 116
     pairs of equal generators among a million samples. Here the lower bits are a bijection of the index, so no two of
@@ -237,6 +237,7 @@ class SampleIds:
     """How many rows are samples; the rows after them are padding."""
 
 
+@dataclass(slots=True)
 class _MicroBatch:
     """The micro-batch that this process computes.
 
@@ -244,11 +245,8 @@ class _MicroBatch:
     module must find the same keys there as in its forward pass.
     """
 
-    __slots__ = ("keys", "samples")
-
-    def __init__(self) -> None:
-        self.keys: Tensor | Callable[[], Tensor] | None = None
-        self.samples: Callable[[], SampleIds | None] | None = None
+    keys: Tensor | Callable[[], Tensor] | None = None
+    samples: Callable[[], SampleIds | None] | None = None
 
 
 _MICRO_BATCH: Final = _MicroBatch()

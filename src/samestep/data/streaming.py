@@ -7,12 +7,13 @@ Yield cheap records (a path, undecoded bytes) and leave the rest to `decode`, wh
 
 A dataset with `num_shards` and `shard(i)` is partitioned by shards: each shard feeds a fixed part of every step, so a
 rank reads only the shards that feed its own part, and global batches are still the same on any number of ranks. The
-cost: if shards differ in length, the last steps are smaller, and the ranks must sum up to know how many samples a step
-has. Its `count` is None, and a rank may end before others do.
+cost: if shards differ in length, the last steps are smaller, and the ranks must sum up to know the samples of a step.
+Its `count` is None, and a rank may end before others do.
 
 samestep cannot detect a dataset whose order differs between processes (a shuffle seeded by the clock, a split by RANK
-inside the dataset): such a stream loses and repeats samples. If it has `set_epoch(epoch)`, samestep calls it before
-reading.
+inside the dataset): such a stream loses and repeats samples. Three optional methods of a dataset are used:
+`set_epoch(epoch)` is called before reading; `seek(position)`, or `state_dict()` and `load_state_dict(state)` as in
+torchdata and Hugging Face datasets, let a run resume without reading the stream from its beginning.
 """
 
 import inspect
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, count
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -31,28 +32,6 @@ from samestep.data.partition import Partition, PositionRange, split_evenly
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError, StateError
 from samestep.messages import info
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """A stream that can begin at any element."""
-
-    def seek(self, position: int) -> object:
-        """Make the next `__iter__` begin at element number `position`."""
-        ...
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A stream that can save its position, like those of torchdata and Hugging Face."""
-
-    def state_dict(self) -> object:
-        """Return the position after the last element it yielded."""
-        ...
-
-    def load_state_dict(self, state: object) -> object:
-        """Make the next `__iter__` continue there."""
-        ...
 
 
 class Sharded(Protocol):
@@ -75,6 +54,10 @@ def is_sharded(dataset: object) -> TypeGuard[Sharded]:
     except TypeError:
         return False
     return True
+
+
+def _is_stateful(dataset: object) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def check_stream(dataset: object) -> None:
@@ -182,10 +165,8 @@ class StreamPartition(IterableDataset[StreamStep]):
     @property
     def _replayed_steps(self) -> int:
         """The number of steps that are read and discarded before the first."""
-        seeks = not is_sharded(self.dataset) and (
-            isinstance(self.dataset, Seekable) or (isinstance(self.dataset, Stateful) and self.start_state is not None)
-        )
-        return 0 if seeks else self.start_step
+        seeks = hasattr(self.dataset, "seek") or (_is_stateful(self.dataset) and self.start_state is not None)
+        return 0 if seeks and not is_sharded(self.dataset) else self.start_step
 
     def _read_by_position(self, worker: int, workers: int) -> Iterator[StreamStep]:
         records = self._open_stream()
@@ -200,8 +181,8 @@ class StreamPartition(IterableDataset[StreamStep]):
             if ends and number + counts < self.start_step:
                 raise StateError(
                     f"the stream ends at position {positions.start + found} and should resume at "
-                    f"{self.start_step * self.global_batch}: it is not the stream that was saved; use the same data, or "
-                    "start from scratch in another folder"
+                    f"{self.start_step * self.global_batch}: it is not the stream that was saved; use the same data, "
+                    "or start from scratch in another folder"
                 )
             if own and counts:
                 start, stop = split_evenly(found, self.world_size, self.rank)
@@ -243,10 +224,11 @@ class StreamPartition(IterableDataset[StreamStep]):
         """Return the stream from its beginning, or from the start step if it can seek."""
         position = self.start_step * self.global_batch
         try:
-            if isinstance(self.dataset, Seekable):
-                self.dataset.seek(position)
-            elif isinstance(self.dataset, Stateful) and self.start_state is not None:
-                self.dataset.load_state_dict(self.start_state)
+            dataset: Any = self.dataset
+            if hasattr(dataset, "seek"):
+                dataset.seek(position)
+            elif _is_stateful(dataset) and self.start_state is not None:
+                dataset.load_state_dict(self.start_state)
             with hide_worker():
                 return iter(self.dataset)
         except Exception as error:
@@ -281,9 +263,9 @@ class StreamPartition(IterableDataset[StreamStep]):
     ) -> StreamStep:
         samples = [self._decode(record, position) for record, position in zip(records, positions, strict=True)]
         padding_sample = self._decode(*padding) if padding and not samples else None
-        state = None
-        if isinstance(self.dataset, Stateful) and not isinstance(self.dataset, Seekable) and found is not None:
-            state = self.dataset.state_dict()
+        dataset: Any = self.dataset
+        by_position = found is not None
+        state = dataset.state_dict() if by_position and _is_stateful(dataset) and not hasattr(dataset, "seek") else None
         return StreamStep(number, samples, positions, found, state, padding_sample)
 
     def _decode(self, record: object, position: int) -> object:

@@ -55,8 +55,9 @@ class Launcher:
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
             self._halve_micro_batch()
             failures = self._run_attempts()
-        if not failures:
-            return 0
+        return self._report_end(failures) if failures else 0
+
+    def _report_end(self, failures: list[Failure]) -> int:
         codes = [failure.code for failure in failures]
         if is_requested_exit(codes):
             code = PREEMPTED if PREEMPTED in codes else STOPPED

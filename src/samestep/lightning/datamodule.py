@@ -1,7 +1,6 @@
 """Wraps a user's LightningDataModule so that its DataLoaders are read exactly; everything else of it is unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -10,11 +9,15 @@ from samestep.data.partition import Partition
 from samestep.data.permutation import SampleOrder
 from samestep.errors import DataError, StepError
 from samestep.lightning.loaders import EpochSettings, EvalLoader, LoaderSpec, TrainLoader, read_spec
+from samestep.lightning.trainer_ranks import list_callbacks
 from samestep.messages import WarnOnce
 
 LoaderHooks = Mapping[str, Callable[[], object]]
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_FORWARDED = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "teardown", "on_exception",
+    "state_dict", "load_state_dict",
+)  # fmt: skip
 
 
 def check_source(source: object) -> None:
@@ -58,8 +61,8 @@ class ExactDataModule(LightningDataModule):
             setattr(self, name, exact[name])
         if wrapped is not None:
             self.prepare_data_per_node = wrapped.prepare_data_per_node
-            self._log_hyperparams = wrapped._log_hyperparams  # pyright: ignore[reportPrivateUsage]  # set by save_hyperparameters
-            for name in _TRANSFER_HOOKS:
+            self._log_hyperparams = wrapped._log_hyperparams  # pyright: ignore[reportPrivateUsage]  # of Lightning
+            for name in _FORWARDED:
                 setattr(self, name, getattr(wrapped, name))
 
     def __getattr__(self, name: str) -> object:
@@ -70,35 +73,16 @@ class ExactDataModule(LightningDataModule):
         return getattr(wrapped, name)
 
     def prepare_data(self) -> None:
-        """Forward to the user's datamodule."""
+        """Call that of the user's datamodule."""
         if self._wrapped is not None:
             self._wrapped.trainer = self.trainer
             self._wrapped.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Forward to the user's datamodule."""
+        """Call that of the user's datamodule."""
         if self._wrapped is not None:
             self._wrapped.trainer = self.trainer
             self._wrapped.setup(stage)
-
-    def teardown(self, stage: str) -> None:
-        """Forward to the user's datamodule."""
-        if self._wrapped is not None:
-            self._wrapped.teardown(stage)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Forward to the user's datamodule."""
-        if self._wrapped is not None:
-            self._wrapped.on_exception(exception)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the user's datamodule; the position is in the state of the loader."""
-        return self._wrapped.state_dict() if self._wrapped is not None else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Forward to the user's datamodule."""
-        if self._wrapped is not None:
-            self._wrapped.load_state_dict(state_dict)
 
     def _train(self) -> TrainLoader:
         return self._loaders.make_train(self._check_trainer(), self._hooks["train_dataloader"]())
@@ -122,8 +106,7 @@ class ExactDataModule(LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             raise DataError("this datamodule of SameStep has no Trainer yet: pass it to trainer.fit, validate or test")
-        callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # set by its constructor
-        if not any(callback is self._same_step for callback in callbacks):
+        if not any(callback is self._same_step for callback in list_callbacks(trainer)):
             raise DataError(
                 "the data comes from a SameStep that is not a callback of the Trainer: pass "
                 "Trainer(callbacks=[same, ...]) with the same SameStep"

@@ -25,7 +25,7 @@ from samestep.lightning.gradients import (
     set_zero_gradients,
 )
 from samestep.lightning.loaders import BatchInfo, EpochSettings
-from samestep.lightning.trainer_ranks import check_world_size, gather, wait_for_gloo
+from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 
 _MAX_LOSSES = 10_000
 
@@ -91,7 +91,7 @@ class SameStep(Callback):
         """The step and weight of the current training batch."""
         train = self._loaders.train
         if train is None or train.current is None:
-            raise StepError("there is no current training batch: use it in training_step, or in a hook of a batch")
+            raise StepError("batch_info is not set outside a training batch: use it in training_step or a batch hook")
         return train.current
 
     @property
@@ -217,8 +217,7 @@ class SameStep(Callback):
 
 def find_same_step(trainer: Trainer) -> SameStep | None:
     """Return the SameStep among the callbacks of a Trainer."""
-    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # set by its constructor
-    return next((callback for callback in callbacks if isinstance(callback, SameStep)), None)
+    return next((callback for callback in list_callbacks(trainer) if isinstance(callback, SameStep)), None)
 
 
 def _identity(loader: object) -> object:

@@ -88,6 +88,11 @@ class StopAllRanks(Callback):
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
 
 
+def list_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks of a Trainer, which its constructor sets."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def gather(trainer: Trainer, value: T) -> list[T]:
     """Return the values of all ranks, in rank order; all ranks must call it."""
     if trainer.world_size == 1:

@@ -1,10 +1,11 @@
 """`mean`: the mean over all selected elements on all ranks, for losses whose rows have different weights."""
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from samestep.errors import StepError
+from samestep.lightning.loaders import BatchInfo
 from samestep.lightning.same_step import find_same_step
 from samestep.lightning.trainer_ranks import gather
 
@@ -34,9 +35,21 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
     # A masked loss may be inf or nan, and nan times zero is nan: replace it by zero.
     total = torch.where(mask != 0, losses * mask, torch.zeros_like(losses)).sum()
     own_count = float(mask.sum(dtype=torch.float64))
-    trainer = module.trainer
-    if not trainer.training:
+    if not module.trainer.training:
         return total / own_count if own_count else total
+    info = _single_batch(module.trainer)
+    count = sum(gather(module.trainer, own_count if info.real else 0.0))
+    if count == 0:
+        raise StepError(
+            f"the masks of step {info.step} select nothing on any rank, so a mean does not exist: check how the mask "
+            "is made, or remove such samples from the dataset"
+        )
+    # SameStep weights the returned value by this batch's share of the samples; replace it by its share of the count.
+    return total / (count * info.share()) if info.real else total * 0
+
+
+def _single_batch(trainer: Trainer) -> BatchInfo:
+    """Return the only batch of the current step."""
     same_step = find_same_step(trainer)
     if same_step is None:
         raise StepError(
@@ -48,12 +61,4 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
             "is known only after the last one; leave SameStep(micro_batch=...) and accumulate_grad_batches out, or use "
             "more ranks"
         )
-    info = same_step.batch_info
-    count = sum(gather(trainer, own_count if info.real else 0.0))
-    if count == 0:
-        raise StepError(
-            f"the masks of step {info.step} select nothing on any rank, so there is no mean: check how the mask is "
-            "made, or remove such samples from the dataset"
-        )
-    # SameStep weights the returned value by this batch's share of the samples; replace it by its share of the count.
-    return total / (count * info.share()) if info.real else total * 0
+    return same_step.batch_info

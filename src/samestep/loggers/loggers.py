@@ -166,17 +166,6 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
-def check_metrics(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the values as plain numbers; raise LogError for the first invalid name or value.
-
-    NaN and infinity are valid: a loss that overflows must appear in the log.
-
-    >>> check_metrics({"train/loss": torch.tensor(0.5), "train/seen": 64})
-    {'train/loss': 0.5, 'train/seen': 64}
-    """
-    return {check_metric_name(name): check_metric_value(name, value) for name, value in values.items()}
-
-
 def check_metric_name(name: object) -> str:
     """Return the name if every logger can store it unchanged."""
     if not isinstance(name, str):
@@ -200,7 +189,13 @@ def check_log_step(step: object) -> int:
 
 
 def check_metric_value(name: str, value: object) -> float:
-    """Return one real number from a Python number, a NumPy scalar, or an array or tensor with one element."""
+    """Return one real number from a Python number, a NumPy scalar, or an array or tensor with one element.
+
+    NaN and infinity are valid: a loss that overflows must appear in the log.
+
+    >>> check_metric_value("train/loss", torch.tensor(0.5))
+    0.5
+    """
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         if prod(value.shape) != 1:
             kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"

@@ -1,17 +1,16 @@
-"""Frozen models that teach: one copy, in the right place."""
+"""Frozen models for distillation: loading, placements, caching and serving their outputs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from samestep.teacher.student import Student, Timed, pooled
+    from samestep.teacher.student import Student, Timed, mean_pool
 
-__all__ = ["Student", "Timed", "pooled"]
-_HOMES = {"Student": "student", "Timed": "student", "pooled": "student"}
+__all__ = ["Student", "Timed", "mean_pool"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what a student is made of when it is asked for."""
-    if name not in _HOMES:
+    """Import the student, and torch with it, on first use."""
+    if name not in __all__:
         raise AttributeError(f"module 'samestep.teacher' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"samestep.teacher.{_HOMES[name]}"), name)
+    return getattr(import_module("samestep.teacher.student"), name)

@@ -1,8 +1,7 @@
-"""The files of a cache: rows of outputs that are only ever added, by one writer a file, and read by all ranks.
+"""The files of an output cache: append-only rows of outputs, one writer per file, read by all ranks.
 
-A row is in the cache when its record stands in the index, which is written after the row itself. A process that is
-killed therefore leaves at most bytes that no record names, and the next one begins files of its own; so does one that
-could not write, with the next row.
+A row is in the cache once its record is in the index, which is written after the row itself. A killed process therefore
+leaves at most bytes that no record names. The next process starts new files; so does a writer after a failed write.
 """
 
 import json
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from zlib import crc32
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 
 from samestep.disk import describe_os_error
 from samestep.errors import TeacherError
-from samestep.teacher.outputs import Form, as_bytes, from_bytes, signature
+from samestep.teacher.outputs import TreeSpec, signature, tensor_bytes, tensor_from_bytes
 
-_RECORD = np.dtype(
+_RECORD: Final = np.dtype(
     [
         ("shard", "<u4"),  # crc32 of its name
         ("epoch", "<u4"),
@@ -29,52 +29,48 @@ _RECORD = np.dtype(
         ("digest", "<i8", (2,)),  # of the inputs
         ("start", "<u8"),
         ("length", "<u8"),
-        ("sum", "<u4"),  # crc32 of the row
-        ("seal", "<u4"),  # of all of the above
+        ("row_crc", "<u4"),
+        ("checksum", "<u4"),  # of all fields above
     ]
 )
-_HEAD = 4  # bytes that say how long the head of a row is
+_HEADER_BYTES: Final = 4  # of the length of a row's header
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row that is kept."""
+    """One row of the cache."""
 
     path: Path
-    """The file that holds it."""
     epoch: int
     """The epoch in which it was computed."""
     digest: tuple[int, int]
-    """Of the inputs that it was computed from."""
+    """The digest of the inputs it was computed from."""
     start: int
-    """Its first byte."""
     length: int
-    """How many bytes it has."""
-    sum: int
-    """Their checksum."""
+    crc: int
 
 
 class RowWriter:
-    """Adds rows to files that are this process's alone; they appear with the first row."""
+    """Appends rows to files that only this process writes; they are created with the first row."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._rows: int | None = None
         self._index: int | None = None
-        self._begin_anew()
+        self._start_new_files()
 
     def add(self, shard: str, epoch: int, index: int, digest: tuple[int, int], row: bytes) -> Entry:
         """Write one row, then its record."""
         entry = Entry(self._stem.with_suffix(".rows"), epoch, digest, self._end, len(row), crc32(row))
-        fields = (crc32(shard.encode()), epoch, index, digest, entry.start, entry.length, entry.sum, 0)
+        fields = (crc32(shard.encode()), epoch, index, digest, entry.start, entry.length, entry.crc, 0)
         record = np.array([fields], dtype=_RECORD)
-        record["seal"] = _seals(record)
+        record["checksum"] = _checksums(record)
         try:
             self._write(row, record.tobytes())
         except OSError as error:
             raise TeacherError(
-                f"the cache {self._folder} cannot be written: {describe_os_error(error)}, or give another folder with "
-                "cache=; the rows already there stay good"
+                f"cannot write to the cache {self._folder}: {describe_os_error(error)}, or pass another folder as "
+                "cache=; the rows written so far stay valid"
             ) from error
         self._end += len(row)
         return entry
@@ -82,78 +78,73 @@ class RowWriter:
     def close(self) -> None:
         """Close the files."""
         files, self._rows, self._index = (self._rows, self._index), None, None
-        with ExitStack() as closing:  # the second also where closing the first fails
+        with ExitStack() as stack:  # closes the second also if closing the first fails
             for file in files:
                 if file is not None:
-                    closing.callback(os.close, file)
+                    stack.callback(os.close, file)
 
-    def _begin_anew(self) -> None:
-        """Let the next row be the first of files that are not there yet."""
-        with suppress(OSError):  # what failed before is to be told, not that it fails at closing too
+    def _start_new_files(self) -> None:
+        with suppress(OSError):  # the earlier failure is reported, not that of closing
             self.close()
         self._stem = self._folder / f"rank-{self._rank:05}-{secrets.token_hex(4)}"
         self._end = 0
 
     def _write(self, row: bytes, record: bytes) -> None:
         try:
-            rows, records = self._open()
-            _write(rows, row)
-            _write(records, record)
+            if self._rows is None or self._index is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._rows = os.open(self._stem.with_suffix(".rows"), flags, 0o644)
+                self._index = os.open(self._stem.with_suffix(".index"), flags, 0o644)
+            _write_all(self._rows, row)
+            _write_all(self._index, record)
         except BaseException:
-            self._begin_anew()  # half of it may be there: no place behind it is where the next record would say
+            self._start_new_files()  # a part may have been written: the next row would not start where expected
             raise
-
-    def _open(self) -> tuple[int, int]:
-        if self._rows is None or self._index is None:
-            kind = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._rows = os.open(self._stem.with_suffix(".rows"), kind, 0o644)
-            self._index = os.open(self._stem.with_suffix(".index"), kind, 0o644)
-        return self._rows, self._index
 
 
 class RowReader:
-    """Finds rows by shard and index in the files of all writers, also of those that still write."""
+    """Finds rows by shard and index in the files of all writers, also of those that are still writing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[Path, int] = {}
+        self._records_read: dict[Path, int] = {}
         self._records: dict[int, np.ndarray] = {}
         self._files: dict[Path, int] = {}
         self._paths: list[Path] = []
-        self._spoilt: set[tuple[Path, int]] = set()
+        self._corrupt: set[tuple[Path, int]] = set()
         self.own: dict[tuple[str, int], Entry] = {}
-        """What this process has added itself, and need not look for."""
+        """Rows that this process has written itself."""
 
     def find(self, shard: str, index: int) -> Entry | None:
-        """The row of a sample, if there is one that was not found to be damaged."""
+        """Return the row of a sample, skipping rows that are known to be corrupt."""
         own = self.own.get((shard, index))
-        for entry in (*([] if own is None else [own]), *self._listed(shard, index)):
-            if (entry.path, entry.start) not in self._spoilt:
+        for entry in (*([] if own is None else [own]), *self._entries(shard, index)):
+            if (entry.path, entry.start) not in self._corrupt:
                 return entry
         return None
 
-    def sound(self, shard: str, index: int) -> bytes | None:
-        """The bytes of a sample's row; None where there is none, or none that is what was written.
+    def read(self, shard: str, index: int) -> bytes | None:
+        """Return the bytes of a sample's row; None if there is none, or only corrupt ones.
 
-        A damaged one is passed over from then on, so that a row which is written in its place is found.
+        A corrupt row is skipped from then on, so that a row written in its place is found.
         """
         while (entry := self.find(shard, index)) is not None:
-            if (row := self._bytes_of(entry)) is not None:
+            if (row := self._read_entry(entry)) is not None:
                 return row
-            self._spoilt.add((entry.path, entry.start))
+            self._corrupt.add((entry.path, entry.start))
         return None
 
     def files(self) -> frozenset[Path]:
-        """The files in which rows were found so far."""
+        """Return the files in which rows were found so far."""
         return frozenset(self._paths)
 
     def refresh(self) -> None:
-        """See what all writers have added since the last look."""
+        """Read the records that all writers have added since the last refresh."""
         for path in sorted(self._folder.glob("*.index")):
-            new = _sound(path, self._read.get(path, 0))
-            self._read[path] = self._read.get(path, 0) + len(new)
+            new = _read_records(path, self._records_read.get(path, 0))
+            self._records_read[path] = self._records_read.get(path, 0) + len(new)
             if len(new):
-                self._take(new, path.with_suffix(".rows"))
+                self._add_records(new, path.with_suffix(".rows"))
 
     def close(self) -> None:
         """Close the files."""
@@ -161,73 +152,74 @@ class RowReader:
             os.close(file)
         self._files.clear()
 
-    def _listed(self, shard: str, index: int) -> Iterator[Entry]:
-        """All rows of a sample that the files list: two ranks may have computed it, or one anew what was damaged."""
+    def _entries(self, shard: str, index: int) -> Iterator[Entry]:
+        """Yield all rows of a sample; there are several if two ranks computed it, or if one replaces a corrupt row."""
         records = self._records.get(crc32(shard.encode()))
         if records is None:
             return
         for record in records[slice(*np.searchsorted(records["index"], [index, index + 1]))]:
             digest = (int(record["digest"][0]), int(record["digest"][1]))
-            place = int(record["start"]), int(record["length"]), int(record["sum"])
-            yield Entry(self._paths[int(record["seal"])], int(record["epoch"]), digest, *place)
+            position = int(record["start"]), int(record["length"]), int(record["row_crc"])
+            yield Entry(self._paths[int(record["checksum"])], int(record["epoch"]), digest, *position)
 
-    def _bytes_of(self, entry: Entry) -> bytes | None:
+    def _read_entry(self, entry: Entry) -> bytes | None:
         try:
             if entry.path not in self._files:
                 self._files[entry.path] = os.open(entry.path, os.O_RDONLY)
             row = os.pread(self._files[entry.path], entry.length, entry.start)
         except OSError:
             return None
-        return row if len(row) == entry.length and crc32(row) == entry.sum else None
+        return row if len(row) == entry.length and crc32(row) == entry.crc else None
 
-    def _take(self, records: np.ndarray, rows: Path) -> None:
+    def _add_records(self, records: np.ndarray, rows: Path) -> None:
         if rows not in self._paths:
             self._paths.append(rows)
-        records["seal"] = self._paths.index(rows)  # it was checked: from here on the field says which file it is
+        records["checksum"] = self._paths.index(rows)  # it was verified: in memory the field is the number of the file
         for shard in np.unique(records["shard"]):
-            parts = [part for part in (self._records.get(int(shard)),) if part is not None]
-            whole = np.concatenate([*parts, records[records["shard"] == shard]])
-            self._records[int(shard)] = whole[np.argsort(whole["index"], kind="stable")]
+            earlier = self._records.get(int(shard))
+            parts = [*([] if earlier is None else [earlier]), records[records["shard"] == shard]]
+            merged = np.concatenate(parts)
+            self._records[int(shard)] = merged[np.argsort(merged["index"], kind="stable")]
 
 
-def pack_row(form: Form, tensors: list[torch.Tensor]) -> bytes:
-    """One sample's outputs as bytes: form, dtypes and shapes, then the tensors."""
-    head = json.dumps({"form": form, "tensors": [signature(tensor) for tensor in tensors]}).encode()
-    return b"".join([len(head).to_bytes(_HEAD, "little"), head, *(as_bytes(tensor) for tensor in tensors)])
+def pack_row(spec: TreeSpec, tensors: list[torch.Tensor]) -> bytes:
+    """Return one sample's outputs as bytes: a header with spec, dtypes and shapes, then the tensors."""
+    header = json.dumps({"form": spec, "tensors": [signature(tensor) for tensor in tensors]}).encode()
+    return b"".join([len(header).to_bytes(_HEADER_BYTES, "little"), header, *map(tensor_bytes, tensors)])
 
 
-def unpack_row(row: bytes) -> tuple[Form, list[torch.Tensor]]:
-    """What `pack_row` packed."""
-    at = _HEAD + int.from_bytes(row[:_HEAD], "little")
-    head = json.loads(row[_HEAD:at])
-    data = torch.frombuffer(bytearray(row[at:]), dtype=torch.uint8) if at < len(row) else torch.empty(0).byte()
+def unpack_row(row: bytes) -> tuple[TreeSpec, list[torch.Tensor]]:
+    """Undo `pack_row`."""
+    end = _HEADER_BYTES + int.from_bytes(row[:_HEADER_BYTES], "little")
+    header = json.loads(row[_HEADER_BYTES:end])
+    data = torch.frombuffer(bytearray(row[end:]), dtype=torch.uint8) if end < len(row) else torch.empty(0).byte()
     tensors: list[torch.Tensor] = []
     start = 0
-    for dtype, shape in head["tensors"]:
+    for dtype, shape in header["tensors"]:
         size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        tensors.append(from_bytes(data[start : start + size].clone(), dtype, shape))  # aligned for its dtype
+        tensors.append(tensor_from_bytes(data[start : start + size].clone(), dtype, shape))  # aligned for its dtype
         start += size
-    return head["form"], tensors
+    return header["form"], tensors
 
 
-def _sound(path: Path, known: int) -> np.ndarray:
-    """The records of an index behind the first `known`, up to one that is torn: its writer was killed there."""
+def _read_records(path: Path, skip: int) -> np.ndarray:
+    """Read the records of an index after the first `skip`, up to an incomplete one: its writer was killed there."""
     with path.open("rb") as file:
-        file.seek(known * _RECORD.itemsize)
+        file.seek(skip * _RECORD.itemsize)
         data = file.read()
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], dtype=_RECORD).copy()
-    torn = np.flatnonzero(_seals(records) != records["seal"])
-    return records[: torn[0]] if len(torn) else records
+    invalid = np.flatnonzero(_checksums(records) != records["checksum"])
+    return records[: invalid[0]] if len(invalid) else records
 
 
-def _seals(records: np.ndarray) -> np.ndarray:
-    """A number for each record that tells whether all of its bytes arrived; nothing but zeros has another than zero."""
+def _checksums(records: np.ndarray) -> np.ndarray:
+    """Return a checksum of each record, not zero for a record of zeros."""
     words = records.view(np.uint32).reshape(len(records), _RECORD.itemsize // 4)[:, :-1]
     factors = 2 * np.arange(words.shape[1], dtype=np.uint32) + 3
     return (words * factors).sum(axis=1, dtype=np.uint32) + np.uint32(0x5EED)
 
 
-def _write(file: int, data: bytes) -> None:
+def _write_all(file: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,218 +12,210 @@ from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.parallel.submodules import callable_by_itself
-from samestep.teacher.frozen_model import FrozenModel, blocks, inside, settle
-from samestep.teacher.options import Ground, PlacedTeacher, TeacherOptions
-from samestep.teacher.single_device import Whole, device_room
-from samestep.teacher.transfer import carry
+from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.outputs import to_device
+from samestep.teacher.single_device import ModuleTeacher, free_device_memory
 
-_SHARE = 0.9  # of what is free on a device: activations need the rest
-_SHOWN = 8  # names in a message
+_WEIGHTS_FRACTION: Final = 0.9  # of the free memory of a device: activations need the rest
+_SHOWN: Final = 8  # names in a message
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A device that may hold a part of the teacher."""
+class DeviceBudget:
+    """A device, and how many bytes of the teacher it may hold."""
 
     device: torch.device
-    """The device."""
-    room: int
-    """Bytes that a teacher may take there."""
+    bytes: int
 
 
-Split = Callable[[Sequence[int], int, Sequence[Seat]], list[int]]
+Split = Callable[[Sequence[int], int, Sequence[DeviceBudget]], list[int]]
+"""Given the bytes of each block, the bytes of the rest, and the devices: the index of the device of each block."""
 
 
-def place_balanced(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> PlacedTeacher:
-    """Blocks over the visible GPUs, evenly by bytes; all else on this rank's own."""
-    return spread(ground, frozen, wish, seats(ground), split_evenly, "balanced")
+def place_balanced(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+    """Split the blocks over the visible GPUs, evenly by bytes; everything else is on this rank's own GPU."""
+    return place_on_devices(context, frozen, options, device_budgets(context), split_evenly, "balanced")
 
 
-def place_sequential(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> PlacedTeacher:
-    """GPUs filled one after another, this rank's own first."""
-    return spread(ground, frozen, wish, seats(ground), split_in_order, "sequential")
+def place_sequential(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+    """Fill one GPU after another, this rank's own first."""
+    return place_on_devices(context, frozen, options, device_budgets(context), split_in_order, "sequential")
 
 
-def place_custom(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> PlacedTeacher:
-    """Modules where the user's device map puts them, each computing there."""
+def place_custom(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+    """Put each module on the device that the user's device map names."""
 
     def load() -> nn.Module:
-        """Check the map and fill the module by it."""
-        if not wish.device_map:
+        if not options.device_map:
             raise TeacherError(
                 "placement='custom' needs device_map={module: device, ...}, e.g. device_map={'': 'cuda:0', 'layers.3': "
-                "'cuda:1'}; '' is all that no other name covers"
+                "'cuda:1'}; '' stands for everything that no other name covers"
             )
         module = frozen.skeleton()
-        _check_map(module, wish.device_map)
-        return _fill(frozen, wish, module, {name: torch.device(device) for name, device in wish.device_map.items()})
+        _check_device_map(module, options.device_map)
+        devices = {name: torch.device(device) for name, device in options.device_map.items()}
+        return _fill(frozen, options.dtype, module, devices)
 
-    module = run_on_every_rank(ground.link, "placing the teacher", load)
-    return Whole(ground, module, ground.device, f"custom: {_told(frozen, wish, wish.device_map or {})}")
+    module = run_on_every_rank(context.comm, "placing the teacher", load)
+    description = f"custom: {_describe_devices(frozen, options.dtype, options.device_map or {})}"
+    return ModuleTeacher(context, module, context.device, description)
 
 
-def spread(
-    ground: Ground, frozen: FrozenModel, wish: TeacherOptions, where: Sequence[Seat], split: Split, name: str
-) -> PlacedTeacher:
-    """Blocks on the devices that `split` gives them, all else on the first."""
+def place_on_devices(
+    context: Ground,
+    frozen: FrozenModel,
+    options: TeacherOptions,
+    budgets: Sequence[DeviceBudget],
+    split: Split,
+    placement: str,
+) -> ModuleTeacher:
+    """Put each block on the device that `split` chooses, and everything else on the first device."""
 
     def load() -> tuple[nn.Module, dict[str, torch.device]]:
-        """Decide what lies where and fill the module by it."""
         module = frozen.skeleton()
-        sizes = {part: _bytes_in(frozen, wish, part) for part in blocks(module)}
-        rest = frozen.bytes_in(wish.dtype) - sum(sizes.values())
-        chosen = split(list(sizes.values()), max(0, rest), where)
-        _refuse_overfull(list(sizes.values()), max(0, rest), where, chosen, name)
-        mapped = {"": where[0].device, **{part: where[seat].device for part, seat in zip(sizes, chosen, strict=True)}}
-        return _fill(frozen, wish, module, mapped), mapped
+        sizes = {block: frozen.total_bytes(options.dtype, block) for block in blocks(module)}
+        rest = max(0, frozen.total_bytes(options.dtype) - sum(sizes.values()))
+        chosen = split(list(sizes.values()), rest, budgets)
+        _check_budgets(list(sizes.values()), rest, budgets, chosen, placement)
+        devices = {"": budgets[0].device}
+        devices |= {block: budgets[index].device for block, index in zip(sizes, chosen, strict=True)}
+        return _fill(frozen, options.dtype, module, devices), devices
 
-    module, mapped = run_on_every_rank(ground.link, "placing the teacher", load)
-    return Whole(ground, module, ground.device, f"{name}: {_told(frozen, wish, mapped)}")
+    module, devices = run_on_every_rank(context.comm, "placing the teacher", load)
+    description = f"{placement}: {_describe_devices(frozen, options.dtype, devices)}"
+    return ModuleTeacher(context, module, context.device, description)
 
 
-def split_evenly(sizes: Sequence[int], rest: int, where: Sequence[Seat]) -> list[int]:
-    """For each block the number of its seat: runs of blocks whose bytes are as even as whole blocks allow."""
-    share = (sum(sizes) + rest) / len(where)
+def device_budgets(context: Ground) -> list[DeviceBudget]:
+    """Return this rank's device, then the other visible GPUs; they are divided if each rank gets at least two."""
+    if context.device.type != "cuda":
+        return [DeviceBudget(context.device, free_device_memory(context.device))]
+    count, ranks = torch.cuda.device_count(), context.comm.world.local_size
+    own = context.device.index or 0
+    others = [(own + step) % count for step in range(1, count)]
+    if count >= 2 * ranks:
+        others = [index for index in others if index % ranks == own % ranks]
+    devices = [torch.device("cuda", index) for index in (own, *others)]
+    return [DeviceBudget(device, int(_WEIGHTS_FRACTION * free_device_memory(device))) for device in devices]
+
+
+def split_evenly(sizes: Sequence[int], rest: int, budgets: Sequence[DeviceBudget]) -> list[int]:
+    """Give each device a run of consecutive blocks with about the same bytes."""
+    per_device = (sum(sizes) + rest) / len(budgets)
     chosen: list[int] = []
     before = float(rest)
     for size in sizes:
-        chosen.append(min(len(where) - 1, int((before + size / 2) / share)) if share else 0)
+        chosen.append(min(len(budgets) - 1, int((before + size / 2) / per_device)) if per_device else 0)
         before += size
     return chosen
 
 
-def split_in_order(sizes: Sequence[int], rest: int, where: Sequence[Seat]) -> list[int]:
-    """For each block the number of its seat: the first that still has room, never one before the last taken."""
+def split_in_order(sizes: Sequence[int], rest: int, budgets: Sequence[DeviceBudget]) -> list[int]:
+    """Put each block on the first device that has free memory, never on one before that of the previous block."""
     chosen: list[int] = []
-    seat, used = 0, rest
+    index, used = 0, rest
     for size in sizes:
-        while seat + 1 < len(where) and used + size > where[seat].room:
-            seat, used = seat + 1, 0
-        chosen.append(seat)
+        while index + 1 < len(budgets) and used + size > budgets[index].bytes:
+            index, used = index + 1, 0
+        chosen.append(index)
         used += size
     return chosen
 
 
-def seats(ground: Ground) -> list[Seat]:
-    """The devices of this rank's teacher: its own, then the other visible GPUs, shared out where each rank gets two."""
-    if ground.device.type != "cuda":
-        return [Seat(ground.device, device_room(ground.device))]
-    count, world = torch.cuda.device_count(), ground.link.world
-    own = ground.device.index or 0
-    others = [(own + step) % count for step in range(1, count)]
-    if count >= 2 * world.local_size:
-        others = [index for index in others if index % world.local_size == own % world.local_size]
-    devices = [torch.device("cuda", index) for index in (own, *others)]
-    return [Seat(device, int(_SHARE * device_room(device))) for device in devices]
+def _check_budgets(
+    sizes: Sequence[int], rest: int, budgets: Sequence[DeviceBudget], chosen: Sequence[int], placement: str
+) -> None:
+    used = [rest, *([0] * (len(budgets) - 1))]
+    for size, index in zip(sizes, chosen, strict=True):
+        used[index] += size
+    for size, budget in zip(used, budgets, strict=True):
+        if size > budget.bytes:
+            raise TeacherError(
+                f"placement={placement!r} would put {format_bytes(size)} of the teacher on {budget.device}, where "
+                f"{format_bytes(budget.bytes)} are free for it: use placement='sharded' or 'offload', a smaller "
+                "dtype=, or more GPUs"
+            )
 
 
 def _fill(
-    frozen: FrozenModel, wish: TeacherOptions, module: nn.Module, mapped: Mapping[str, torch.device]
+    frozen: FrozenModel, dtype: torch.dtype | None, module: nn.Module, devices: Mapping[str, torch.device]
 ) -> nn.Module:
-    where = {name: mapped[_covering(name, mapped)] for name in _every_tensor(module)}
-    for part, device in mapped.items():
-        own = {name for name in where if _covering(name, mapped) == part}
+    """Load each part of `devices` on its device, and let each part move its inputs there."""
+    owners = {name: _owner(name, devices) for name in _tensor_names(module)}
+    for part, device in devices.items():
 
-        def get(name: str, device: torch.device = device) -> torch.Tensor:
-            """A copy on this part's device."""
-            has = frozen.weights.tensor(name)
-            return has.to(device, frozen.dtype(name, wish.dtype), copy=True)
+        def copy(name: str, device: torch.device = device) -> torch.Tensor:
+            return frozen.copy_tensor(name, device, dtype)
 
-        frozen.fill(module, get, own.__contains__)
-    settle(module, where.__getitem__)
-    for part, device in mapped.items():
-        for name in _meeting_points(module, part, mapped):
-            _bring_inputs(module.get_submodule(name), device)
+        frozen.fill(module, copy, {name for name, owner in owners.items() if owner == part}.__contains__)
+    move_unsaved_buffers(module, lambda name: devices[owners[name]])
+    for part, device in devices.items():
+        for name in _entry_points(module, part, devices):
+            _move_inputs(module.get_submodule(name), device)
     frozen.weights.release()
     return module
 
 
-def _meeting_points(module: nn.Module, part: str, parts: Mapping[str, object]) -> list[str]:
-    """A part, and what of it comes after parts that lie elsewhere: the outermost submodules that hold no other part."""
-    inside = [name for name in parts if name != part and _is_covered(name, {part: None})]
-    if not inside:
+def _entry_points(module: nn.Module, part: str, parts: Mapping[str, object]) -> list[str]:
+    """Return a part, and its outermost submodules that hold no other part: inputs may reach them from other devices."""
+    if not any(name != part and is_inside(name, part) for name in parts):
         return [part]
     children = [f"{part}.{name}".lstrip(".") for name, _ in module.get_submodule(part).named_children()]
-    return [part, *(at for child in children if child not in parts for at in _meeting_points(module, child, parts))]
+    return [part, *(at for child in children if child not in parts for at in _entry_points(module, child, parts))]
 
 
-def _bring_inputs(module: nn.Module, device: torch.device) -> None:
-    """Let every call of a module find its inputs on its device; a list of modules is not called, its elements are."""
+def _move_inputs(module: nn.Module, device: torch.device) -> None:
+    """Hook a module so that each call moves its inputs; of a list of modules, which is not called, its elements."""
     if not callable_by_itself(module):
         for child in module.children():
-            _bring_inputs(child, device)
+            _move_inputs(child, device)
         return
 
-    def bring(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The inputs of a call, on the device."""
-        return carry((args, kwargs), device)
+    def move(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return to_device((args, kwargs), device)
 
-    module.register_forward_pre_hook(bring, with_kwargs=True)
+    module.register_forward_pre_hook(move, with_kwargs=True)
 
 
-def _check_map(module: nn.Module, device_map: Mapping[str, str]) -> None:
+def _check_device_map(module: nn.Module, device_map: Mapping[str, str]) -> None:
     known = [name for name, _ in module.named_modules()]
-    children = [name for name, _ in module.named_children()]
-    devices = visible_devices()
+    visible = [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), "cpu"]
     for name, device in device_map.items():
         if name not in known:
-            near = get_close_matches(str(name), known, n=3, cutoff=0.5) or children
+            children = [child for child, _ in module.named_children()]
+            close = get_close_matches(str(name), known, n=3, cutoff=0.5) or children
             raise TeacherError(
-                f"device_map names {name!r}, which is no module of the teacher: its names are like {near[:_SHOWN]}; "
-                "'' is all that no other name covers"
+                f"device_map names {name!r}, which is not a module of the teacher: its names are like "
+                f"{close[:_SHOWN]}; '' stands for everything that no other name covers"
             )
-        if str(device) not in devices:
+        if str(device) not in visible:
             raise TeacherError(
-                f"device_map puts {name!r} on {device!r}: the devices here are {devices}; a module computes where it "
-                "lies"
+                f"device_map puts {name!r} on {device!r}, but the devices here are {visible}: use one of them; a "
+                "module computes on its device"
             )
-    left = [name for name in _every_tensor(module) if not _is_covered(name, device_map)]
-    if left:
-        missing = list(dict.fromkeys(name.rpartition(".")[0] for name in left))
+    uncovered = [name for name in _tensor_names(module) if not any(is_inside(name, part) for part in device_map)]
+    if uncovered:
+        missing = list(dict.fromkeys(name.rpartition(".")[0] for name in uncovered))
         raise TeacherError(
-            f"device_map gives no device to {len(missing)} module(s): {missing[:_SHOWN]}; add them, or {{'': device}} "
-            "for all that is left"
+            f"device_map has no device for {len(missing)} module(s): {missing[:_SHOWN]}; add them, or {{'': device}} "
+            "for everything else"
         )
 
 
-def visible_devices() -> list[str]:
-    """The devices that a device map may name."""
-    return [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), "cpu"]
+def _tensor_names(module: nn.Module) -> list[str]:
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return [name for name, _ in tensors]
 
 
-def _every_tensor(module: nn.Module) -> list[str]:
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [name for name, _ in named]
+def _owner(name: str, parts: Mapping[str, object]) -> str:
+    """Return the innermost part that holds a tensor."""
+    return max((part for part in parts if is_inside(name, part)), key=len)
 
 
-def _is_covered(name: str, parts: Mapping[str, object]) -> bool:
-    return any(inside(name, part) for part in parts)
-
-
-def _covering(name: str, parts: Mapping[str, object]) -> str:
-    return max((part for part in parts if inside(name, part)), key=len)
-
-
-def _bytes_in(frozen: FrozenModel, wish: TeacherOptions, part: str) -> int:
-    return sum(frozen.bytes_of(name, wish.dtype) for name in frozen.names() if inside(name, part))
-
-
-def _refuse_overfull(sizes: Sequence[int], rest: int, where: Sequence[Seat], chosen: Sequence[int], name: str) -> None:
-    used = [rest if seat == 0 else 0 for seat in range(len(where))]
-    for size, seat in zip(sizes, chosen, strict=True):
-        used[seat] += size
-    for size, seat in zip(used, where, strict=True):
-        if size > seat.room:
-            raise TeacherError(
-                f"placement={name!r} would put {format_bytes(size)} of the teacher on {seat.device}, where "
-                f"{format_bytes(seat.room)} are free for it: use placement='sharded' or 'offload', a smaller dtype=, or "
-                "more GPUs"
-            )
-
-
-def _told(frozen: FrozenModel, wish: TeacherOptions, mapped: Mapping[str, object]) -> str:
+def _describe_devices(frozen: FrozenModel, dtype: torch.dtype | None, devices: Mapping[str, object]) -> str:
     held: dict[str, int] = {}
-    for name in frozen.names():
-        device = str(mapped[_covering(name, mapped)])
-        held[device] = held.get(device, 0) + frozen.bytes_of(name, wish.dtype)
+    for name in frozen.stored_names():
+        device = str(devices[_owner(name, devices)])
+        held[device] = held.get(device, 0) + frozen.bytes_of(name, dtype)
     return ", ".join(f"{format_bytes(size)} on {device}" for device, size in held.items()) + " for each rank"

@@ -1,10 +1,13 @@
-"""A teacher from a Hugging Face folder: the module that its config.json names, built without its weights."""
+"""Models of Hugging Face: build the module of a folder without its weights, and match names in its files.
+
+Nothing is downloaded, and no code in the folder is run.
+"""
 
 import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,101 +18,139 @@ import torch
 from torch import nn
 
 from samestep.errors import TeacherError
-from samestep.teacher.frozen_model import Build, Unused
 from samestep.teacher.weight_files import Weights
 
+UnusedNames = Callable[[list[str], Collection[str]], Collection[str]]
+"""Given names that are only in the files, and the names of the module: returns those that it does not need."""
 
-def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[Build, Unused]:
-    """What builds the module of a folder, and which names of its files the module may do without.
 
-    Nothing is fetched and no code of the folder is run. As transformers does, buffers are computed in the dtype of the
-    weights.
-    """
-    named = _architecture(folder)
+@dataclass(frozen=True)
+class FolderBuilder:
+    """Builds the module of a folder from its config.json; can be pickled for a server process."""
+
+    folder: Path
+    model_class: Any
+    dtype: torch.dtype
+
+    def __call__(self) -> nn.Module:
+        """Build the module as transformers does, with buffers computed in `dtype`."""
+        transformers: Any = importlib.import_module("transformers")
+        # Without trust_remote_code=False transformers asks on the terminal whether it may run code of the folder.
+        config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        config.use_cache = False  # a teacher sees each sequence once
+        with _default_dtype(self.dtype):
+            model: Any = self.model_class(config)
+        model.tie_weights()
+        return model
+
+    def config_text(self) -> str:
+        """Return config.json as normalized JSON, independent of its layout."""
+        return json.dumps(json.loads((self.folder / "config.json").read_text()), sort_keys=True)
+
+
+def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None) -> tuple[FolderBuilder, UnusedNames]:
+    """Return a function that builds the module of a folder, and one that tells which names in its files are unused."""
+    architecture = _architecture(folder)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise TeacherError(
-            f"{folder} is a Hugging Face folder and transformers is not installed: type pip install "
-            "'samestep[teacher]', or give build= a function that makes the module"
+            f"{folder} is a Hugging Face folder, but transformers is not installed: run pip install "
+            "'samestep[teacher]', or pass build= a function that builds the module"
         ) from error
-    kind: Any = getattr(transformers, named, None)
-    # The file is not to be trusted: it may name anything that transformers holds, and only a model is made of it.
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    model_class: Any = getattr(transformers, architecture, None)
+    # config.json is not trusted: it may name anything in transformers, and only a model class is accepted.
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise TeacherError(
-            f"config.json in {folder} names the architecture {named!r}, which transformers {transformers.__version__} "
-            "does not have: give build= a function that makes the module"
+            f"config.json in {folder} names the architecture {architecture!r}, which transformers "
+            f"{transformers.__version__} does not have: pass build= a function that builds the module"
         )
-    left_out = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    return _FromFolder(folder, kind, dtype or _prevailing(weights)), partial(_spare, left_out)
+    patterns = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [re.compile(pattern) for pattern in patterns]
+    return FolderBuilder(folder, model_class, dtype or _main_dtype(weights)), partial(_unused_names, ignored)
 
 
-@dataclass(frozen=True)
-class _FromFolder:
-    """Makes the module of a folder; it can be told to another process, which imports transformers by itself."""
-
-    folder: Path
-    kind: Any
-    dtype: torch.dtype
-
-    def __call__(self) -> nn.Module:
-        """The module, as transformers makes it from its configuration."""
-        transformers: Any = importlib.import_module("transformers")
-        # without the last word it asks on the terminal whether it may run code of the folder
-        config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        config.use_cache = False  # a teacher sees each sequence once
-        with _default_dtype(self.dtype):
-            model: Any = self.kind(config)
-        model.tie_weights()
-        return model
+def module_names(module: nn.Module, own: Collection[str], stored: Sequence[str]) -> dict[str, str]:
+    """Map names in a file to names of a transformers module, which has the names `own`; empty for other modules."""
+    prefix = getattr(module, "base_model_prefix", None)
+    return match_names(own, prefix, stored, _renaming(module)) if prefix and isinstance(prefix, str) else {}
 
 
-def configuration(build: Build) -> str | None:
-    """The text of what a module is configured with, however it is laid out; None where no folder makes the module."""
-    if not isinstance(build, _FromFolder):
-        return None
-    return json.dumps(json.loads((build.folder / "config.json").read_text()), sort_keys=True)
+def match_names(
+    own: Collection[str], prefix: str, stored: Sequence[str], rename: Callable[[str], str] = lambda name: name
+) -> dict[str, str]:
+    """Map names in a file to the names `own` of a model with the base model prefix `prefix`, if the two differ.
+
+    A file may hold the base model without its prefix, or the model with a head if the module is the base model. Old
+    files say gamma and beta. `rename` applies the renamings of transformers.
+
+    >>> match_names({"bert.norm.weight", "head.weight"}, "bert", ["norm.gamma", "head.weight"])
+    {'norm.gamma': 'bert.norm.weight'}
+    """
+    used, matched = set(stored), dict[str, str]()
+    for old in stored:
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", rename(old)))
+        candidates = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+        new = next((candidate for candidate in candidates if candidate in own), old)
+        if old not in own and new not in used:
+            matched[old] = new
+            used.add(new)
+    return matched
+
+
+def _renaming(module: nn.Module) -> Callable[[str], str]:
+    """Return the function with which transformers >= 5 renames tensors of files from earlier versions.
+
+    It is not public in transformers. Without it only the rules of `match_names` apply.
+    """
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        changes = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+        renamings = [change for change in changes if isinstance(change, loading.WeightRenaming)]
+    except (ImportError, AttributeError, TypeError):  # an earlier version, or not a model of transformers after all
+        return lambda name: name
+    return lambda name: loading.rename_source_key(name, renamings, [])[0]
 
 
 def _architecture(folder: Path) -> str:
     path = folder / "config.json"
     if not path.is_file():
         raise TeacherError(
-            f"there is no build= and {folder} holds no config.json that would name the module: give build= a function "
-            "that makes it, or the folder of a Hugging Face model"
+            f"build= is missing and {folder} has no config.json that names the module: pass build= a function that "
+            "builds it, or the folder of a Hugging Face model"
         )
     try:
-        named = json.loads(path.read_text())["architectures"]
-    except KeyError:
-        named = None
-    except (ValueError, TypeError) as error:
-        raise TeacherError(f"{path} is no JSON object ({error}): copy or download it anew") from error
-    if not isinstance(named, list) or not named or not named[0]:
+        config = json.loads(path.read_text())
+        architectures = config.get("architectures")
+    except (ValueError, AttributeError) as error:
+        raise TeacherError(f"{path} is not a JSON object ({error}): copy or download it again") from error
+    if not isinstance(architectures, list) or not architectures or not architectures[0]:
         raise TeacherError(
-            f'{path} names no architecture: add "architectures": ["LlamaForCausalLM"] or the like, or give build= a '
-            "function that makes the module"
+            f'{path} does not name an architecture: add "architectures": ["LlamaForCausalLM"] or similar, or pass '
+            "build= a function that builds the module"
         )
-    return str(named[0])
+    return str(architectures[0])
 
 
-def _spare(left_out: list[re.Pattern[str]], others: list[str], own: Collection[str]) -> list[str]:
-    """Another head, or a pooler, that the file was saved with; never a layer more than the configuration has."""
-    kinds = {_any_layer(name) for name in own}
-    ignored = (name for name in others if any(pattern.search(name) for pattern in left_out))
-    return [*ignored, *(name for name in others if _any_layer(name) not in kinds)]
+def _unused_names(ignored: list[re.Pattern[str]], others: list[str], own: Collection[str]) -> list[str]:
+    """Return names of another head, or of a pooler, in the file; never those of a layer beyond the configuration."""
+    known = {_layer_pattern(name) for name in own}
+    return [
+        name for name in others if any(pattern.search(name) for pattern in ignored) or _layer_pattern(name) not in known
+    ]
 
 
-def _any_layer(name: str) -> str:
+def _layer_pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".N.", name)
 
 
-def _prevailing(weights: Weights) -> torch.dtype:
-    """The dtype of most weights."""
-    counted: Counter[torch.dtype] = Counter()
+def _main_dtype(weights: Weights) -> torch.dtype:
+    """Return the floating-point dtype with the most bytes."""
+    sizes: Counter[torch.dtype] = Counter()
     for name in weights.names():
-        if (has := weights.dtype(name)).is_floating_point and has.itemsize > 1:
-            counted[has] += weights.bytes_of(name)
-    return counted.most_common(1)[0][0] if counted else torch.get_default_dtype()
+        if (dtype := weights.dtype(name)).is_floating_point and dtype.itemsize > 1:
+            sizes[dtype] += weights.bytes_of(name)
+    return sizes.most_common(1)[0][0] if sizes else torch.get_default_dtype()
 
 
 @contextmanager

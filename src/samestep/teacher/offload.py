@@ -1,9 +1,10 @@
-"""Placements `offload` and `disk`: blocks come to the device one by one, the next while this one computes."""
+"""Placements `offload` and `disk`: blocks are copied to the device one at a time, the next while this one computes."""
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,326 +15,439 @@ from torch import nn
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
-from samestep.teacher.frozen_model import FrozenModel, blocks, inside, settle
-from samestep.teacher.options import Ground, PlacedTeacher, TeacherOptions
-from samestep.teacher.single_device import Copy, aligned, device_room, map_files, share_memory
-from samestep.teacher.transfer import Feed, Piece, Read, Slot, carry
-from samestep.teacher.weight_files import Span
+from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
+from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.outputs import to_device
+from samestep.teacher.single_device import aligned, copy_to_shared_memory, free_device_memory, map_files
+from samestep.teacher.weight_files import ByteRange
 
-_PORTABLE = 1  # for every GPU that this process uses
+_SLOTS: Final = 2  # one block computes while the next is copied; a third slot would not start copies earlier
+_STAGES: Final = 2  # one staging buffer is filled while the other is copied to the GPU
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+_OTHER_PLACEMENTS: Final = "use placement='gpu', 'cpu' or 'sharded'"
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """One tensor of a block, and its position in the bytes of the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The byte after its last one."""
+        return self.start + self.length
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return this tensor as a view of the block's bytes."""
+        return memory[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+Read = Callable[[BlockTensor, torch.Tensor], None]
+"""Reads the bytes of a tensor into host memory of its size."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory on the device that holds one block at a time."""
+
+    memory: torch.Tensor
+    block: int | None = None
+    """The number of the block that is in the slot, or being copied into it."""
+    users: int = 0
+    """How many calls of that block are in progress."""
+    free: torch.cuda.Event | None = None
+    """Recorded after the last computation that uses the slot."""
+    ready: torch.cuda.Event | None = None
+    """Recorded after the copy into the slot."""
+    filling: Future[None] | None = field(default=None, repr=False)
+    """The background read that fills the slot."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the background read has failed; it may have been for a call that never came, so try again."""
+        return self.filling is not None and self.filling.done() and self.filling.exception() is not None
+
+
+class BlockCopier:
+    """Copies blocks into slots, on CUDA in a separate stream.
+
+    With `host`, tensors are copied directly from host memory; the copy overlaps with computation if that memory is
+    pinned. Without, a thread first reads them with `read` into one of two pinned staging buffers.
+    """
+
+    def __init__(
+        self, device: torch.device, largest: int, host: Callable[[str], torch.Tensor] | None, read: Read
+    ) -> None:
+        self._device, self._host, self._read = device, host, read
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker: ThreadPoolExecutor | None = None
+        self._stages: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        if host is None:
+            pinned = device.type == "cuda"
+            self._worker = ThreadPoolExecutor(1, "teacher-offload")
+            self._stages = [(torch.empty(largest, dtype=torch.uint8, pin_memory=pinned), None) for _ in range(_STAGES)]
+
+    def new_slot(self, size: int) -> Slot:
+        """Allocate a slot on the device; copies into it wait for the current work of the device."""
+        slot = Slot(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self.record_use(slot)
+        return slot
+
+    def start(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+        """Start to fill a slot; the copy waits for the last computation that uses it."""
+        slot.filling = None
+        if self._worker is not None:
+            slot.filling = self._worker.submit(self._copy_staged, slot, tensors)
+        elif self._stream is None:
+            self._copy_from_host(slot, tensors)
+        else:
+            self._copy_in_stream(self._stream, slot, lambda: self._copy_from_host(slot, tensors))
+
+    def wait(self, slot: Slot) -> None:
+        """Make the following work of the device wait for the copy into a slot."""
+        if slot.filling is not None:
+            slot.filling.result()
+        if slot.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.ready)
+
+    def record_use(self, slot: Slot) -> None:
+        """Record that the work queued so far is the last that uses the slot's contents."""
+        if self._stream is not None:
+            slot.free = torch.cuda.Event()
+            slot.free.record(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        """Wait for copies in progress and free the thread and its memory."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._stages = []
+
+    def _copy_from_host(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+        assert self._host is not None
+        for tensor in tensors:
+            tensor.view(slot.memory).copy_(self._host(tensor.name), non_blocking=True)
+
+    def _copy_staged(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+        stage, copied = self._stages[0]
+        if copied is not None:
+            copied.synchronize()  # the GPU may still read what is about to be overwritten
+        for tensor in tensors:
+            self._read(tensor, stage[tensor.start : tensor.stop])
+        self._stages.pop(0)
+        length = _block_bytes(tensors)
+        target = slot.memory[:length]
+        if self._stream is None:
+            target.copy_(stage[:length])
+            self._stages.append((stage, None))
+            return
+        self._copy_in_stream(self._stream, slot, lambda: target.copy_(stage[:length], non_blocking=True))
+        self._stages.append((stage, slot.ready))
+
+    def _copy_in_stream(self, stream: torch.cuda.Stream, slot: Slot, copy: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            if slot.free is not None:
+                stream.wait_event(slot.free)
+            copy()
+            slot.ready = torch.cuda.Event()
+            slot.ready.record(stream)
+
+
+@dataclass(eq=False)
+class Block:
+    """A layer that is copied to the device for each call.
+
+    Outside of its calls it has no weights at all: with weights on the meta device it would silently compute nonsense.
+    """
+
+    name: str
+    module: nn.Module
+    tensors: list[BlockTensor]
+    slot: Slot
+    weights: list[tuple[nn.Module, str, torch.Tensor]]
+    """For each weight the module that owns it, its name there, and a view of the slot."""
+
+    def attach_weights(self) -> None:
+        """Give the layer its weights."""
+        for owner, leaf, view in self.weights:
+            setattr(owner, leaf, view)
+
+    def detach_weights(self) -> None:
+        """Remove the weights from the layer."""
+        for owner, leaf, _ in self.weights:
+            delattr(owner, leaf)
+
+    def caused(self, error: AttributeError) -> bool:
+        """Whether an error means that a weight of this block was used while the block was not called."""
+        return any(error.obj is owner and error.name == leaf for owner, leaf, _ in self.weights)
+
+
+class OffloadedTeacher:
+    """A module whose blocks share two slots on the device; everything outside of the blocks stays there.
+
+    Each block prefetches the one after it in the module. If the forward pass takes another order, it waits for a block
+    that is not in its slot.
+    """
+
+    def __init__(self, context: Ground, module: nn.Module, copier: BlockCopier, description: str) -> None:
+        self._module, self._copier, self._device, self._description = module, copier, context.device, description
+        self._blocks: list[Block] = []
+        self.prefetch = True
+        self.pinned: torch.Tensor | None = None
+        """Pinned host memory to unpin at the end."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Return the module's outputs, on this rank's device."""
+        args, kwargs = to_device((args, kwargs), self._device)
+        try:
+            return to_device(self._module(*args, **kwargs), self._device)
+        except AttributeError as error:
+            for block in self._blocks:
+                if block.caused(error):
+                    raise TeacherError(
+                        f"the teacher uses {error.name!r} of a layer in {block.name!r} without calling {block.name!r}, "
+                        f"and the layer is only on the device while it is called: {_OTHER_PLACEMENTS}"
+                    ) from error
+            raise
+
+    def describe(self) -> str:
+        """Return where the weights are."""
+        return self._description
+
+    def close(self) -> None:
+        """Wait for copies in progress, and free memory and threads."""
+        self._copier.close()
+        self._module, self._blocks = nn.Identity(), []
+        if self.pinned is not None:
+            unpin(self.pinned)
+            self.pinned = None
+
+    def add_block(self, block: Block) -> None:
+        """Copy this block to the device for each call from now on."""
+        number = len(self._blocks)
+        self._blocks.append(block)
+        # Before other hooks: those of the block itself may use its weights, as that of weight_norm does.
+        block.module.register_forward_pre_hook(partial(self._before_call, number), prepend=True)
+        block.module.register_forward_hook(partial(self._after_call, number), always_call=True)
+
+    def _before_call(self, number: int, *_: object) -> None:
+        block = self._blocks[number]
+        if block.slot.users and block.slot.block != number:
+            raise TeacherError(
+                f"{block.name!r} is called inside {self._blocks[block.slot.block or 0].name!r}, and both would use the "
+                f"same memory on the device: {_OTHER_PLACEMENTS}"
+            )
+        if block.slot.block != number or block.slot.failed:
+            self._copy(number)
+        block.slot.users += 1
+        block.attach_weights()
+        try:
+            self._copier.wait(block.slot)
+        except BaseException:
+            self._after_call(number)
+            block.slot.block = None  # the copy is incomplete
+            raise
+        self._copy_next(number)
+
+    def _after_call(self, number: int, *_: object) -> None:
+        block = self._blocks[number]
+        if block.slot.block != number:
+            return  # _before_call raised before it counted the call
+        block.slot.users -= 1
+        if not block.slot.users:
+            block.detach_weights()
+        self._copier.record_use(block.slot)
+        self._copy_next(number)
+
+    def _copy_next(self, number: int) -> None:
+        following = (number + 1) % len(self._blocks)
+        slot = self._blocks[following].slot
+        if self.prefetch and not slot.users and slot.block != following:
+            self._copy(following)
+
+    def _copy(self, number: int) -> None:
+        block = self._blocks[number]
+        block.slot.block = None  # if the copy fails, the slot holds no block
+        self._copier.start(block.slot, block.tensors)
+        block.slot.block = number
+
+
+def place_offloaded(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
+    """Copy blocks from the one copy of the node in host memory."""
+    cuda = context.device.type == "cuda"
+    if cuda or frozen.needs_conversion(options.dtype):
+        copy = copy_to_shared_memory(context, frozen, options.dtype, writable=cuda)
+    else:
+        copy = map_files(frozen)
+    pinned = copy.memory if cuda and copy.memory is not None and pin(copy.memory) else None
+    host = copy.get if pinned is not None or not cuda else None
+    location = f"in host memory, once for the node ({copy.location})"
+    try:
+        placed = offload_blocks(
+            context, frozen, options, "offload", host=host, read=partial(_read_tensor, copy.get), location=location
+        )
+    except BaseException:
+        if pinned is not None:
+            unpin(pinned)
+        raise
+    placed.pinned = pinned
+    return placed
+
+
+def place_on_disk(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
+    """Copy blocks from the files, through host memory for two blocks."""
+    return offload_blocks(
+        context, frozen, options, "disk", host=None, read=file_reader(frozen), location="in its files"
+    )
+
+
+def offload_blocks(
+    context: Ground,
+    frozen: FrozenModel,
+    options: TeacherOptions,
+    placement: str,
+    *,
+    host: Callable[[str], torch.Tensor] | None,
+    read: Read,
+    location: str,
+) -> OffloadedTeacher:
+    """Place a teacher whose blocks are copied from `host` or with `read`, and whose other weights are on the device."""
+    device, dtype = context.device, options.dtype
+
+    def load() -> OffloadedTeacher:
+        module = frozen.skeleton()
+        layers = blocks(module)
+        layouts = {name: _block_layout(frozen, dtype, name) for name in layers}
+        sizes = [_block_bytes(layout) for layout in layouts.values()]
+        largest, count = max(sizes), min(_SLOTS, len(sizes))
+        on_device = max(0, frozen.total_bytes(dtype) - sum(sizes)) + largest * count
+        _check_device_memory(device, on_device, placement)
+        copier = BlockCopier(device, largest, host, read)
+        description = (
+            f"{placement}: {format_bytes(frozen.total_bytes(dtype))} {location}, {format_bytes(on_device)} on "
+            f"{device}, {len(layers)} blocks are copied there one at a time"
+        )
+        placed = OffloadedTeacher(context, module, copier, description)
+        frozen.fill(
+            module,
+            lambda name: frozen.copy_tensor(name, device, dtype),
+            lambda name: not any(is_inside(name, layer) for layer in layers),
+        )
+        move_unsaved_buffers(module, lambda name: device)
+        frozen.weights.release()
+        slots = [copier.new_slot(largest) for _ in range(count)]
+        for number, (name, layer) in enumerate(layers.items()):
+            slot, layout = slots[number % count], layouts[name]
+            placed.add_block(Block(name, layer, layout, slot, _take_weights(frozen, module, name, layout, slot)))
+        return placed
+
+    return run_on_every_rank(context.comm, "placing the teacher", load)
 
 
 def pin(memory: torch.Tensor) -> bool:
-    """Let GPUs read host memory without help of the CPU; False where the driver refuses, and copies need a detour.
+    """Pin host memory for direct copies to GPUs; False if the driver refuses, and copies need a staging buffer.
 
-    Works for memory that is shared and writable; the pages of one copy can be pinned by every rank of a node.
+    The memory must be shared and writable. Every rank of a node can pin the pages of one copy.
     """
     runtime = torch.cuda.cudart()
     if runtime is not None and int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:
         return True
-    with suppress(RuntimeError):  # CUDA tells of the refusal once more, to whoever starts the next kernel: this one
+    with suppress(RuntimeError):  # CUDA reports the failure again at the next kernel: let it be this one
         torch.zeros(1, device="cuda")
     return False
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """End what `pin` began; call it before the memory goes."""
+    """Undo `pin`; call it before the memory is freed."""
     if (runtime := torch.cuda.cudart()) is not None:
         runtime.cudaHostUnregister(memory.data_ptr())
 
 
-def open_reader(frozen: FrozenModel) -> Read:
-    """A function that reads one piece into host memory, turned into the piece's dtype.
+def file_reader(frozen: FrozenModel) -> Read:
+    """Return a function that reads a tensor from its file into host memory, converted to its dtype on the device.
 
-    Files of safetensors are read, so that no more of them is in this process's memory than what was asked for. A torch
-    file does not tell where a tensor lies and is mapped: its pages count for this process until the system wants them.
+    Safetensors files are read, not mapped, so that this process holds no more of them than was requested. A torch file
+    has to be mapped: its pages count for this process until the system reclaims them.
     """
-    scratch: dict[int, torch.Tensor] = {}  # one, as large as the largest tensor that is turned into another dtype
+    buffer = torch.empty(0, dtype=torch.uint8)  # as large as the largest tensor that is converted
 
-    def read(piece: Piece, into: torch.Tensor) -> None:
-        """Read one piece, by way of another place where it must change."""
-        span, has = frozen.weights.span(piece.name), frozen.weights.dtype(piece.name)
-        if span is None:
-            copy_mapped(frozen.weights.tensor, piece, into)
-        elif has == piece.dtype:
-            _read_into(span, into)
+    def read(tensor: BlockTensor, target: torch.Tensor) -> None:
+        nonlocal buffer
+        source, stored = frozen.weights.byte_range(tensor.name), frozen.weights.dtype(tensor.name)
+        if source is None:
+            _read_tensor(frozen.weights.tensor, tensor, target)
+        elif stored == tensor.dtype:
+            _read_bytes(source, target)
         else:
-            if scratch.get(0) is None or scratch[0].numel() < span.length:
-                scratch[0] = torch.empty(span.length, dtype=torch.uint8)
-            raw = scratch[0][: span.length]
-            _read_into(span, raw)
-            into.view(piece.dtype).copy_(raw.view(has))
+            if buffer.numel() < source.length:
+                buffer = torch.empty(source.length, dtype=torch.uint8)
+            raw = buffer[: source.length]
+            _read_bytes(source, raw)
+            target.view(tensor.dtype).copy_(raw.view(stored))
 
     return read
 
 
-def copy_mapped(get: Callable[[str], torch.Tensor], piece: Piece, into: torch.Tensor) -> None:
-    """Copy a piece from a tensor in host memory."""
-    into.view(piece.dtype).view(piece.shape).copy_(get(piece.name))
+def _read_tensor(get: Callable[[str], torch.Tensor], tensor: BlockTensor, target: torch.Tensor) -> None:
+    target.view(tensor.dtype).view(tensor.shape).copy_(get(tensor.name))
 
 
-def _read_into(span: Span, into: torch.Tensor) -> None:
-    target = memoryview(into.numpy())  # pyright: ignore[reportArgumentType]  # a buffer, from Python 3.12 on also by name
-    with Path(span.path).open("rb", buffering=0) as file:
-        got = 0
-        while got < span.length:
-            count = os.preadv(file.fileno(), [target[got:]], span.start + got)
+def _read_bytes(source: ByteRange, target: torch.Tensor) -> None:
+    view = memoryview(target.numpy())  # pyright: ignore[reportArgumentType]  # a buffer, from Python 3.12 on also by name
+    with Path(source.path).open("rb", buffering=0) as file:
+        done = 0
+        while done < source.length:
+            count = os.preadv(file.fileno(), [view[done:]], source.start + done)
             if not count:
                 raise TeacherError(
-                    f"{span.path} ended {span.length - got} bytes too early: it has changed since the teacher was "
-                    "made; keep its files as they are while the run lasts"
+                    f"{source.path} ended {source.length - done} bytes too early: it has changed since the teacher was "
+                    "opened; do not change its files during the run"
                 )
-            got += count
+            done += count
 
 
-_SLOTS: Final = 2  # one computes, one is filled: a third would not make the copies any earlier
+def _block_layout(frozen: FrozenModel, dtype: torch.dtype | None, block: str) -> list[BlockTensor]:
+    layout: list[BlockTensor] = []
+    start = 0
+    inside = (frozen.stored_name(name) for name in frozen.saved_names() if is_inside(name, block))
+    for name in dict.fromkeys(inside):
+        length = frozen.bytes_of(name, dtype)
+        layout.append(BlockTensor(name, frozen.weights.shape(name), frozen.dtype(name, dtype), start, length))
+        start += aligned(length)
+    return layout
 
 
-@dataclass(eq=False)
-class Block:
-    """A layer that streams."""
-
-    name: str
-    """Its name in the teacher."""
-    module: nn.Module
-    """The layer; outside of its calls it has no weights, so that no one can compute with what is not there."""
-    pieces: list[Piece]
-    """What it is made of."""
-    slot: Slot
-    """Where it comes to lie."""
-    weights: list[tuple[nn.Module, str, torch.Tensor]]
-    """For each of its weights the module that owns it, its name there, and a view of the slot."""
-
-    def wake(self) -> None:
-        """Let the layer see its weights."""
-        for owner, leaf, view in self.weights:
-            setattr(owner, leaf, view)
-
-    def rest(self) -> None:
-        """Take them away again: on the meta device they would be silently computed with, as None left out."""
-        for owner, leaf, _ in self.weights:
-            delattr(owner, leaf)
-
-    def lacks(self, error: AttributeError) -> bool:
-        """Whether an error tells that a weight of this block was asked for while the block was not called."""
-        return any(error.obj is owner and error.name == leaf for owner, leaf, _ in self.weights)
+def _block_bytes(layout: list[BlockTensor]) -> int:
+    return max((tensor.stop for tensor in layout), default=0)
 
 
-class Streamed:
-    """A module whose blocks share two slots on the device; what is no block stays there.
-
-    The order of the blocks is learnt by nothing: each asks for the one after it in the module. Where the forward pass
-    goes another way, a block that is not there is waited for.
-    """
-
-    def __init__(self, ground: Ground, module: nn.Module, feed: Feed, told: str, ahead: bool = True) -> None:
-        self._module, self._feed, self._home, self._told = module, feed, ground.device, told
-        self._ahead = ahead
-        self._blocks: list[Block] = []
-        self._after: list[Callable[[], None]] = []
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's outputs, on this rank's device."""
-        args, kwargs = carry((args, kwargs), self._home)
-        try:
-            return carry(self._module(*args, **kwargs), self._home)
-        except AttributeError as error:
-            for block in self._blocks:
-                if block.lacks(error):
-                    raise TeacherError(
-                        f"the teacher uses {error.name!r} of a layer in {block.name!r} without calling {block.name!r}, "
-                        "and it streams in when it is called: use placement='gpu', 'cpu' or 'sharded'"
-                    ) from error
-            raise
-
-    def describe(self) -> str:
-        """Where the weights lie."""
-        return self._told
-
-    def close(self) -> None:
-        """Wait for copies that are under way, and give memory and threads back."""
-        self._feed.close()
-        self._module, self._blocks = nn.Identity(), []
-        for act in self._after:
-            act()
-        self._after = []
-
-    def at_close(self, act: Callable[[], None]) -> None:
-        """Let `act` follow when nothing is read from the host any more."""
-        self._after.append(act)
-
-    def take(self, block: Block) -> None:
-        """Let a block stream from now on."""
-        number = len(self._blocks)
-        self._blocks.append(block)
-        # first of all hooks: those of a block itself may look at its weights, as that of weight_norm does
-        block.module.register_forward_pre_hook(partial(self._enter, number), prepend=True)
-        block.module.register_forward_hook(partial(self._leave, number), always_call=True)
-
-    def _enter(self, number: int, *_: object) -> None:
-        block = self._blocks[number]
-        if block.slot.users and block.slot.holder != number:
-            raise TeacherError(
-                f"{block.name!r} is called inside {self._blocks[block.slot.holder or 0].name!r}, and both would stream "
-                "through the same memory: use placement='gpu', 'cpu' or 'sharded'"
-            )
-        if block.slot.holder != number or block.slot.spoilt:
-            self._send(number)
-        block.slot.users += 1
-        block.wake()
-        try:
-            self._feed.await_ready(block.slot)
-        except BaseException:
-            self._leave(number)
-            block.slot.holder = None  # what is there is not whole
-            raise
-        self._send_next(number)
-
-    def _leave(self, number: int, *_: object) -> None:
-        block = self._blocks[number]
-        if block.slot.holder != number:
-            return  # its call ended before it began
-        block.slot.users -= 1
-        if not block.slot.users:
-            block.rest()
-        self._feed.used(block.slot)
-        self._send_next(number)
-
-    def _send_next(self, number: int) -> None:
-        following = (number + 1) % len(self._blocks)
-        slot = self._blocks[following].slot
-        if self._ahead and not slot.users and slot.holder != following:
-            self._send(following)
-
-    def _send(self, number: int) -> None:
-        block = self._blocks[number]
-        block.slot.holder = None  # where sending fails, nobody's weights are there
-        self._feed.send(block.slot, block.pieces)
-        block.slot.holder = number
-
-
-def place_offloaded(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> PlacedTeacher:
-    """Blocks stream from the node's one copy in host memory."""
-    cuda = ground.device.type == "cuda"
-    if cuda or frozen.converts(wish.dtype):
-        copy = share_memory(ground, frozen, wish.dtype, writable=cuda)
-    else:
-        copy = map_files(frozen)
-    pinned = copy.memory if cuda and copy.memory is not None and pin(copy.memory) else None
-    return stream(ground, frozen, wish, _host_source(copy, pinned is not None or not cuda), "offload", pinned)
-
-
-def place_on_disk(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> PlacedTeacher:
-    """Blocks stream from the files, through host memory of two blocks' size."""
-    return stream(ground, frozen, wish, Source(None, open_reader(frozen), "from its files"), "disk", None)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where blocks stream from."""
-
-    host: Callable[[str], torch.Tensor] | None
-    """Host tensors that a device may copy from without help; None: `read` brings them into memory from where it can."""
-    read: Read
-    """Brings the bytes of a piece into host memory."""
-    told: str
-    """In words."""
-
-
-def stream(
-    ground: Ground,
-    frozen: FrozenModel,
-    wish: TeacherOptions,
-    source: Source,
-    name: str,
-    pinned: torch.Tensor | None,
-    ahead: bool = True,
-) -> Streamed:
-    """A teacher whose blocks stream from `source`, and whose other weights lie on the device."""
-
-    def load() -> Streamed:
-        """Fill what stays, and let each block stream."""
-        module = frozen.skeleton()
-        parts = blocks(module)
-        laid = {part: _lay_out(frozen, wish, part) for part in parts}
-        sizes = {part: _end(pieces) for part, pieces in laid.items()}
-        rest = frozen.bytes_in(wish.dtype) - sum(sizes.values())
-        slots = sorted(sizes.values(), reverse=True)[:_SLOTS]
-        _refuse_too_large(ground, max(0, rest) + max(slots) * len(slots), name)
-        feed = Feed(ground.device, max(slots), source.host, source.read)
-        where = f"{format_bytes(max(0, rest) + max(slots) * len(slots))} on {ground.device}"
-        told = f"{name}: {format_bytes(frozen.bytes_in(wish.dtype))} {source.told}, {where}, {len(parts)} blocks stream"
-        placed = Streamed(ground, module, feed, told, ahead)
-        _fill(ground, frozen, wish, module, lambda tensor: not any(inside(tensor, part) for part in parts))
-        ring = [feed.new_slot(max(slots)) for _ in slots]
-        for number, (part, layer) in enumerate(parts.items()):
-            slot = ring[number % len(ring)]
-            placed.take(Block(part, layer, laid[part], slot, _weights(frozen, module, part, laid[part], slot)))
-        return placed
-
-    try:
-        placed = run_on_every_rank(ground.link, "placing the teacher", load)
-    except BaseException:
-        if pinned is not None:
-            unpin(pinned)
-        raise
-    if pinned is not None:
-        placed.at_close(partial(unpin, pinned))
-    return placed
-
-
-def _host_source(copy: Copy, direct: bool) -> Source:
-    read = partial(copy_mapped, copy.get)
-    return Source(copy.get if direct else None, read, f"in host memory, once for the node ({copy.told})")
-
-
-def _lay_out(frozen: FrozenModel, wish: TeacherOptions, part: str) -> list[Piece]:
-    pieces: list[Piece] = []
-    at = 0
-    for name in dict.fromkeys(frozen.source(tensor) for tensor in frozen.saved() if inside(tensor, part)):
-        length = frozen.bytes_of(name, wish.dtype)
-        pieces.append(Piece(name, frozen.weights.shape(name), frozen.dtype(name, wish.dtype), at, length))
-        at += aligned(length)
-    return pieces
-
-
-def _weights(
-    frozen: FrozenModel, module: nn.Module, part: str, pieces: list[Piece], slot: Slot
+def _take_weights(
+    frozen: FrozenModel, module: nn.Module, block: str, layout: list[BlockTensor], slot: Slot
 ) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """The weights of a block as views of its slot, taken out of the module that owns them."""
-    views = {piece.name: piece.view(slot.memory) for piece in pieces}
-    frozen.fill(module, views.__getitem__, partial(inside, module=part))
-    found: list[tuple[nn.Module, str, torch.Tensor]] = []
-    for name in frozen.saved():
-        if inside(name, part):
-            owner, leaf = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            found.append((owner, leaf, getattr(owner, leaf)))
-    for owner, leaf, _ in found:
+    """Make the weights of a block views of its slot, and take them out of the modules that own them."""
+    views = {tensor.name: tensor.view(slot.memory) for tensor in layout}
+    frozen.fill(module, views.__getitem__, partial(is_inside, module=block))
+    weights: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for name in frozen.saved_names():
+        if is_inside(name, block):
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            weights.append((owner, leaf, getattr(owner, leaf)))
+    for owner, leaf, _ in weights:
         delattr(owner, leaf)
-    return found
+    return weights
 
 
-def _end(pieces: list[Piece]) -> int:
-    return max((piece.start + piece.length for piece in pieces), default=0)
-
-
-def _fill(
-    ground: Ground, frozen: FrozenModel, wish: TeacherOptions, module: nn.Module, which: Callable[[str], bool]
-) -> None:
-    def get(name: str) -> torch.Tensor:
-        """A copy on the device."""
-        has = frozen.weights.tensor(name)
-        return has.to(ground.device, frozen.dtype(name, wish.dtype), copy=True)
-
-    frozen.fill(module, get, which)
-    settle(module, lambda name: ground.device)
-    frozen.weights.release()
-
-
-def _refuse_too_large(ground: Ground, size: int, name: str) -> None:
-    room = device_room(ground.device)
-    if size > room:
+def _check_device_memory(device: torch.device, size: int, placement: str) -> None:
+    free = free_device_memory(device)
+    if size > free:
         raise TeacherError(
-            f"placement={name!r} needs {format_bytes(size)} on {ground.device} for two blocks and what is no block, and "
-            f"{format_bytes(room)} are free: use placement='cpu' or 'sharded', or a smaller dtype="
+            f"placement={placement!r} needs {format_bytes(size)} on {device} for two blocks and the weights outside of "
+            f"blocks, and {format_bytes(free)} are free: use placement='cpu' or 'sharded', or a smaller dtype="
         )

@@ -1,4 +1,4 @@
-"""What run.teacher may be told: the words for placements, and which option means something to which of them."""
+"""The options of run.teacher(...): the placements, which option belongs to which placement, and their checks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,22 +19,17 @@ from samestep.planner.teacher_costs import TeacherSetup
 class Ground:
     """The run as a teacher sees it."""
 
-    link: Communicator
-    """The other ranks."""
+    comm: Communicator
     device: torch.device
-    """Where this rank trains, and where outputs must lie."""
     folder: Path
-    """Where the run's files lie, the same on every rank."""
-    say: Callable[[str], None]
-    """Prints once, on the first rank."""
+    print: Callable[[str], None]
     once: Callable[..., object]
-    """Runs a function on the first rank and gives its result, or its exception, to all: `Run.once`."""
-    setting: Callable[[int], TeacherSetup] | None = None
-    """Tells what trains around the teacher, with so many ranks on a device; None where no placement is to be chosen."""
+    teacher_setup: Callable[[int], TeacherSetup] | None = None
+    """Describes the training around the teacher, given the number of ranks per device; used to choose a placement."""
 
 
 class PlacementOptions(TypedDict, total=False):
-    """What of run.teacher(...) means something to one or two placements only; TeacherOptions says what."""
+    """The options of run.teacher(...) that only one or two placements use; see TeacherOptions."""
 
     device_map: Mapping[str, str] | None
     servers: int | None
@@ -44,71 +39,74 @@ class PlacementOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """What the user asked for in run.teacher(...), beside what is to be built."""
+    """The options of run.teacher(...) apart from build, weights and placement."""
 
     dtype: torch.dtype | None = None
-    """What the weights are turned into; None: as the file holds them."""
+    """The dtype that floating-point weights are converted to; None keeps the dtype of the file."""
     top_k: int | None = None
-    """How many of the largest logits are given, and sent or kept; None: all."""
+    """How many of the largest logits are returned, sent and cached; None: all."""
     temperature: float = 1.0
-    """The temperature of the loss that top-k logits are for; without `top_k` it changes nothing."""
+    """The temperature of the distillation loss that top-k logits are for; has no effect without `top_k`."""
     example: object = None
-    """A batch such as the teacher will be called with, to count its work; None: what `build` returns beside it."""
+    """An example batch to count the FLOPs of a forward pass; None: the one that `build` returns, if any."""
     device_map: Mapping[str, str] | None = None
-    """Modules and their devices, for `custom`."""
+    """Device by module name, for `custom`."""
     servers: int | None = None
     """How many ranks or processes hold the teacher, for `served`; None: one."""
     inner: str | None = None
-    """What is inside: for `cached` the placement that computes what is missing, None: chosen; for `served` "rank" or
-    "process", None: ranks serve."""
+    """For `cached` the placement that computes missing outputs (None: chosen automatically); for `served` "rank" or
+    "process" (None: "rank")."""
     cache: str | Path | None = None
-    """Where outputs are kept, for `cached`; None: in the run's folder."""
+    """The folder of the output cache, for `cached`; None: a folder in the run's folder."""
 
 
 class PlacedTeacher(Protocol):
-    """A teacher in its place: called like the module itself, on every rank for its own micro-batch."""
+    """A teacher in its placement. Every rank calls it like the module itself, for its own micro-batch.
+
+    A placement may also have `module` (the frozen module), `submit(...)` (outputs that are computed in the background)
+    and `lockstep` (True if all ranks must make the same number of calls).
+    """
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's outputs for this rank's inputs, on this rank's device."""
+        """Return the module's outputs for this rank's inputs, on this rank's device."""
         ...
 
     def describe(self) -> str:
-        """One line for the log: where the weights lie and how many bytes of them on this rank."""
+        """Return one line for the log: where the weights are and how many bytes of them are on this rank."""
         ...
 
     def close(self) -> None:
-        """Give back what is held: memory, threads, processes; called on every rank when the run ends."""
+        """Free memory, threads and processes; called on every rank when the run ends."""
         ...
 
 
 class PendingOutputs(Protocol):
-    """Outputs that were asked for and may still be on their way."""
+    """Outputs that were requested and may still be computing."""
 
     def result(self) -> Any:
-        """The outputs, on this rank's device; waits for them where they are not there yet."""
+        """Wait for the outputs and return them, on this rank's device."""
         ...
 
 
-_HERE: Final = "samestep.teacher"
-# Each in a module of its own, which is loaded when it is asked for.
+_PACKAGE: Final = "samestep.teacher"
+# The function that places a teacher, by placement. Its module is imported when the placement is used.
 PLACEMENTS: Final[dict[str, str]] = {
-    "gpu": f"{_HERE}.whole:place_on_device",
-    "cpu": f"{_HERE}.whole:place_in_host_memory",
-    "balanced": f"{_HERE}.spread:place_balanced",
-    "sequential": f"{_HERE}.spread:place_sequential",
-    "custom": f"{_HERE}.spread:place_custom",
-    "offload": f"{_HERE}.streamed:place_offloaded",
-    "disk": f"{_HERE}.streamed:place_on_disk",
-    "sharded": f"{_HERE}.sharded:place",
-    "served": f"{_HERE}.served:place",
-    "cached": f"{_HERE}.cached:place",
+    "gpu": f"{_PACKAGE}.single_device:place_on_device",
+    "cpu": f"{_PACKAGE}.single_device:place_in_host_memory",
+    "balanced": f"{_PACKAGE}.device_map:place_balanced",
+    "sequential": f"{_PACKAGE}.device_map:place_sequential",
+    "custom": f"{_PACKAGE}.device_map:place_custom",
+    "offload": f"{_PACKAGE}.offload:place_offloaded",
+    "disk": f"{_PACKAGE}.offload:place_on_disk",
+    "sharded": f"{_PACKAGE}.sharded:ShardedTeacher",
+    "served": f"{_PACKAGE}.served:ServedTeacher",
+    "cached": f"{_PACKAGE}.output_cache:CachedTeacher",
 }
-"""Where the function of each placement is found."""
-_WORDS: Final = ("auto", *PLACEMENTS)
-_LISTED: Final = ", ".join(_WORDS)
-
-# What other libraries call these, or what people type for them.
-_RIGHT_WORDS: Final[dict[str, str]] = {
+_NAMES: Final = ("auto", *PLACEMENTS)
+_ALL_NAMES: Final = ", ".join(_NAMES)
+_DEVICE_MAP_USE: Final = "device_map= takes a dict of module names and devices, for placement='custom'"
+# Names that other libraries use for these placements.
+_ALIASES: Final[dict[str, str]] = {
     "cuda": "gpu",
     "device": "gpu",
     "none": "auto",
@@ -128,131 +126,127 @@ _RIGHT_WORDS: Final[dict[str, str]] = {
     "remote": "served",
     "cache": "cached",
 }
-_DTYPES: Final[dict[str, str]] = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-_INSIDE: Final[dict[str, tuple[str, ...]]] = {
+_DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_INNER_CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "served": ("rank", "process"),
     "cached": tuple(name for name in PLACEMENTS if name not in ("cached", "custom")),
 }
-"""What `inner=` may be."""
 
 
 def check_placement_options(given: Mapping[str, object]) -> None:
-    """Refuse a keyword that run.teacher does not take."""
+    """Raise TeacherError for a keyword that run.teacher does not have."""
     known = ("weights", "placement", "dtype", "top_k", "temperature", "example", *PlacementOptions.__annotations__)
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]}=? " if near else ""
-            raise TeacherError(f"run.teacher takes no {name}=: {meant}beside build it takes {', '.join(known)}")
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}=? " if close else ""
+            raise TeacherError(
+                f"run.teacher() has no parameter {name}=: {hint}its parameters are build, {', '.join(known)}"
+            )
 
 
-def check_wish(placement: str | None, wish: TeacherOptions) -> None:
-    """Refuse a word that is none, telling the right one, and every option that would go unused or has no meaning."""
-    _check_placement(placement, wish)
-    _check_inner(placement, wish)
-    servers_of = "served" if placement == "cached" and wish.inner == "served" else placement
-    if wish.servers is not None and servers_of != "served":
-        raise _unused("servers", wish.servers, placement, "placement='served'")
-    if wish.cache is not None and placement != "cached":
-        raise _unused("cache", wish.cache, placement, "placement='cached'")
-    if wish.cache is not None:
-        _check_path("cache", wish.cache, "a folder, such as cache='outputs'")
-    for name, count in (("servers", wish.servers), ("top_k", wish.top_k)):
-        _check_count(name, count)
-    _check_temperature(wish.temperature)
-    _check_dtype(wish.dtype)
-
-
-def asked_for(placement: str | None, wish: TeacherOptions) -> dict[str, str]:
-    """What all ranks must ask for alike: each may have devices of its own in a map, and the first one's folder counts.
-
-    >>> asked_for("cpu", Wish())["placement"]
-    "'cpu'"
-    """
-    names = ("dtype", "top_k", "temperature", "servers", "inner")
-    return {"placement": repr(placement or "auto"), **{name: repr(getattr(wish, name)) for name in names}}
-
-
-def check_weights(weights: object) -> None:
-    """Refuse what is no path."""
+def check_teacher_options(placement: str | None, options: TeacherOptions, weights: object = None) -> None:
+    """Raise TeacherError for an unknown placement, a value of the wrong type, and an option without effect."""
+    _check_placement(placement, options.device_map)
+    _check_inner(placement, options.inner)
+    if options.servers is not None and "served" not in (placement, options.inner):
+        raise _without_effect("servers", options.servers, placement, "placement='served'")
+    if options.cache is not None:
+        if placement != "cached":
+            raise _without_effect("cache", options.cache, placement, "placement='cached'")
+        _check_path("cache", options.cache, "a folder, for example cache='outputs'")
+    _check_count("servers", options.servers)
+    _check_count("top_k", options.top_k)
+    _check_temperature(options.temperature)
+    _check_dtype(options.dtype)
     if weights is not None:
         _check_path("weights", weights, "the path of a .safetensors file, a folder of shards, or a Hugging Face folder")
 
 
-def _check_placement(placement: str | None, wish: TeacherOptions) -> None:
-    if isinstance(wish.device_map, str):
-        right = _right_word(wish.device_map)
-        meant = f"placement= is one of {_LISTED}" if right is None else f"say placement={right}"
+def shared_options(placement: str | None, options: TeacherOptions) -> dict[str, str]:
+    """Return the options that must be the same on all ranks, as text.
+
+    Not among them: `device_map`, because each rank may name its own devices, and `cache`, because rank 0 decides.
+
+    >>> shared_options("cpu", TeacherOptions())["placement"]
+    "'cpu'"
+    """
+    names = ("dtype", "top_k", "temperature", "servers", "inner")
+    return {"placement": repr(placement or "auto"), **{name: repr(getattr(options, name)) for name in names}}
+
+
+def _check_placement(placement: object, device_map: object) -> None:
+    if isinstance(device_map, str):
+        right = _closest_placement(device_map)
+        hint = f"placement= is one of {_ALL_NAMES}" if right is None else f"use placement={right!r}"
+        raise TeacherError(f"device_map={device_map!r} is a string: {hint}; {_DEVICE_MAP_USE}")
+    for name, given, expected in (("placement", placement, str), ("device_map", device_map, Mapping)):
+        if given is not None and not isinstance(given, expected):
+            raise TeacherError(
+                f"{name}= got a {type(given).__name__}: placement= takes one of {_ALL_NAMES}; {_DEVICE_MAP_USE}"
+            )
+    if isinstance(placement, str) and placement not in PLACEMENTS:
+        right = _closest_placement(placement)
+        hint = "" if right is None else f"use placement={right!r}; "
+        raise TeacherError(f"placement={placement!r} does not exist: {hint}the placements are {_ALL_NAMES}")
+    if device_map is not None and placement not in (None, "custom"):
         raise TeacherError(
-            f"device_map={wish.device_map!r} is one word: {meant}; device_map= is a dict of modules and devices, for "
-            "placement='custom'"
-        )
-    _check_kind("placement", placement, str)
-    _check_kind("device_map", wish.device_map, Mapping)
-    if placement is not None and placement not in PLACEMENTS:
-        right = _right_word(placement)
-        meant = "" if right is None else f"say placement={right}; "
-        raise TeacherError(f"placement={placement!r} is no placement: {meant}there are {_LISTED}")
-    if wish.device_map is not None and placement not in (None, "custom"):
-        raise TeacherError(f"placement={placement!r} takes no device_map: use placement='custom', or leave it out")
-
-
-def _check_kind(name: str, given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise TeacherError(
-            f"{name}= got a {type(given).__name__}: placement= is a word, one of {_LISTED}; "
-            "device_map= is a dict of modules and devices, for placement='custom'"
+            f"placement={placement!r} does not take a device_map: use placement='custom', or leave out placement="
         )
 
 
-def _check_inner(placement: str | None, wish: TeacherOptions) -> None:
-    if wish.inner is None:
+def _closest_placement(typed: str) -> str | None:
+    """Return the placement that was probably meant: another spelling, another library's name, or a similar name."""
+    name = typed.strip().lower().partition(":")[0].replace("-", "_")
+    close = [name] if name in _NAMES else get_close_matches(name, _NAMES, n=1)
+    return _ALIASES.get(name, close[0] if close else None)
+
+
+def _check_inner(placement: str | None, inner: str | None) -> None:
+    if inner is None:
         return
-    if placement not in _INSIDE:
-        raise _unused("inner", wish.inner, placement, "placement='served' ('rank' or 'process') and 'cached'")
-    if wish.inner not in _INSIDE[placement]:
-        choices = ", ".join(map(repr, _INSIDE[placement]))
-        raise TeacherError(f"placement={placement!r} does not know inner={wish.inner!r}: use one of {choices}")
+    if placement not in _INNER_CHOICES:
+        raise _without_effect("inner", inner, placement, "placement='served' ('rank' or 'process') and 'cached'")
+    if inner not in _INNER_CHOICES[placement]:
+        choices = ", ".join(map(repr, _INNER_CHOICES[placement]))
+        raise TeacherError(f"placement={placement!r} does not support inner={inner!r}: use one of {choices}")
 
 
-def _unused(option: str, value: object, placement: str | None, right: str) -> TeacherError:
+def _without_effect(option: str, value: object, placement: str | None, right: str) -> TeacherError:
     here = "without placement=" if placement is None else f"with placement={placement!r}"
     shown = str(value) if isinstance(value, Path) else value
-    return TeacherError(f"{option}={shown!r} means nothing {here}: it is for {right}; say that, or leave {option}= out")
+    return TeacherError(
+        f"{option}={shown!r} has no effect {here}: it belongs to {right}; use that, or leave out {option}="
+    )
 
 
 def _check_count(name: str, count: object) -> None:
     if count is not None and (not isinstance(count, int) or count is True or count < 1):
-        other = "; a process of its own serves with inner='process'" if name == "servers" else ""
-        raise TeacherError(f"{name}={count!r} is no count: give a whole number from 1 on, or leave it out{other}")
+        hint = "; to serve from a separate process pass inner='process'" if name == "servers" else ""
+        raise TeacherError(f"{name}={count!r} is not a positive integer: pass 1 or more, or leave it out{hint}")
 
 
 def _check_temperature(temperature: object) -> None:
     if not isinstance(temperature, Real) or not 0 < float(temperature) < math.inf:
-        raise TeacherError(f"run.teacher got temperature={temperature!r}: give a number above 0, such as 2.0")
+        raise TeacherError(f"run.teacher got temperature={temperature!r}: pass a number above 0, for example 2.0")
 
 
-def _check_path(name: str, path: object, wanted: str) -> None:
+def _check_path(name: str, path: object, expected: str) -> None:
     if not isinstance(path, str | Path) or not str(path):
-        told = "is empty" if isinstance(path, str) else f"got a {type(path).__name__}"
-        raise TeacherError(f"{name}= {told}: give {wanted}")
+        problem = "is empty" if isinstance(path, str) else f"got a {type(path).__name__}"
+        raise TeacherError(f"{name}= {problem}: pass {expected}")
 
 
 def _check_dtype(dtype: object) -> None:
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
-        word = str(dtype).removeprefix("torch.")
-        right = _DTYPES.get(word, word)
-        known = isinstance(getattr(torch, right, None), torch.dtype)
-        raise TeacherError(f"dtype={dtype!r} is no dtype of torch: say dtype=torch.{right if known else 'bfloat16'}")
+        name = str(dtype).removeprefix("torch.")
+        name = _DTYPE_ALIASES.get(name, name)
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            name = "bfloat16"
+        raise TeacherError(f"dtype={dtype!r} is not a torch dtype: pass dtype=torch.{name}")
     if not dtype.is_floating_point:
-        raise TeacherError(f"dtype={dtype} holds no fractions: use torch.bfloat16, torch.float16 or torch.float32")
-
-
-def _right_word(typed: str) -> str | None:
-    """What was meant by a word, as it is to be typed: the same written otherwise, another library's, or a near one."""
-    word = typed.strip().lower().partition(":")[0].replace("-", "_")
-    near = [word] if word in _WORDS else get_close_matches(word, _WORDS, n=1)
-    right = _RIGHT_WORDS.get(word, near[0] if near else None)
-    return None if right is None else repr(right)
+        raise TeacherError(
+            f"dtype={dtype} is not a floating-point dtype: pass torch.bfloat16, torch.float16 or torch.float32"
+        )

@@ -1,8 +1,13 @@
-"""Inputs and outputs of a teacher taken apart into plain tensors, to be sent or kept, and put together again."""
+"""Nested inputs and outputs of a teacher: move them between devices, keep their top-k logits, flatten and rebuild them.
+
+A tree that is sent to a server or written to a cache is flattened into a JSON spec and a list of tensors. Rebuilding
+never imports a module and never runs code of a class that the spec names.
+"""
 
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from inspect import getattr_static
@@ -13,14 +18,17 @@ import torch
 
 from samestep.errors import TeacherError
 from samestep.nn.distillation import TopK, top_k
-from samestep.teacher.transfer import with_fields, with_items
 
-_OWN_NEW: Final = (object.__new__, dict.__new__, OrderedDict.__new__)
-_STRUCTURES: Final = "torch.return_types"
+TreeSpec = list[Any]
+"""The structure of a tree as JSON: [kind, contents] for each node."""
+
+_PLAIN: Final = (str, bool, int, float, type(None))
+_SAFE_NEW: Final = (object.__new__, dict.__new__, OrderedDict.__new__)
+_TORCH_RESULTS: Final = "torch.return_types"
 
 
 class Outputs(dict[str, object]):
-    """Outputs by name, as attributes and by number too: stands for a mapping class that cannot be made again.
+    """Outputs by name, attribute and position; replaces a mapping class that cannot be rebuilt.
 
     >>> Outputs(logits=1).logits, Outputs(logits=1)[0]
     (1, 1)
@@ -35,149 +43,119 @@ class Outputs(dict[str, object]):
         return self[name]
 
 
-def name_of(kind: type) -> str:
-    """What a class is called, for `find_class`."""
-    return f"{kind.__module__}:{kind.__qualname__}"
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return `tree` with every tensor on `device`; containers keep their class, other objects are passed through.
 
-
-def find_class(name: str) -> type | None:
-    """A class by its name, if it is imported already; nothing is imported, and nothing of a module is run."""
-    module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # getattr would let a lazy module import
-    if isinstance(found, type) and name_of(found) == name and not hasattr(found, "__del__"):
-        return found
-    return None
-
-
-def is_structure(kind: type) -> bool:
-    """Whether it is one of torch's own named results, such as that of torch.max."""
-    return kind.__module__ == _STRUCTURES and issubclass(kind, tuple)
-
-
-def split_mapping(tree: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
-    """Keys of a mapping that are its attributes too, and what else a dataclass among mappings has (what is None)."""
-    has: dict[str, object] = getattr(tree, "__dict__", {})
-    twice = [key for key, value in tree.items() if key in has and has[key] is value]
-    names = [field.name for field in fields(tree)] if is_dataclass(tree) else []
-    return twice, {name: has[name] for name in names if name not in tree and name in has}
-
-
-def make_mapping(name: str, items: Mapping[str, object], twice: Sequence[str], rest: Mapping[str, object]) -> object:
-    """A mapping of this class with these items, those of `twice` and `rest` as attributes."""
-    kind = find_class(name)
-    if kind is None or not issubclass(kind, dict) or kind.__new__ not in _OWN_NEW:
-        made: dict[Any, Any] = Outputs()
-    else:
-        made = kind.__new__(kind)
-    fill: Any = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__  # not the class's own
-    for key, value in items.items():
-        fill(made, key, value)
-    if hasattr(made, "__dict__"):
-        vars(made).update({**{key: items[key] for key in twice}, **rest})
-    return made
-
-
-def make_named_tuple(name: str, items: Mapping[str, object]) -> object:
-    """A named tuple of this class, or of one that has the same names."""
-    kind = find_class(name)
-    if kind is None or not issubclass(kind, tuple) or getattr(kind, "_fields", ()) != tuple(items):
-        kind = _alike(tuple(items))
-    return tuple.__new__(kind, tuple(items.values()))
-
-
-def make_structure(name: str, values: Sequence[object]) -> object:
-    """One of torch's named results, or a plain tuple."""
-    kind = find_class(name)
-    whole = tuple(values)
-    known = kind is not None and is_structure(kind) and getattr(kind, "n_sequence_fields", -1) == len(whole)
-    return kind(whole) if known and kind is not None else whole  # torch's own code
-
-
-def make_record(name: str, items: Mapping[str, object]) -> object:
-    """An instance of this dataclass with these fields, or something that has them."""
-    kind = find_class(name)
-    if kind is None or not is_dataclass(kind) or kind.__new__ not in _OWN_NEW:
-        return SimpleNamespace(**items)
-    if {field.name for field in fields(kind)} != set(items):
-        return SimpleNamespace(**items)
-    made = object.__new__(kind)
-    return made if _fill(made, items) else SimpleNamespace(**items)
-
-
-def _fill(made: object, items: Mapping[str, object]) -> bool:
-    """Give an instance its fields, in slots or in its dictionary; whether that can be without running any code of its.
-
-    It cannot where a property stands for a slot of another name.
+    If everything is on `device` already, the result is `tree` itself.
     """
-    has = _attributes(made)
-    for key, value in items.items():
-        if isinstance(getattr_static(type(made), key, None), MemberDescriptorType):
-            object.__setattr__(made, key, value)  # into its slot, though it be frozen
-        elif has is None:
-            return False
-        else:
-            has[key] = value
-    return True
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        # A non-blocking copy to the host could be read before it has finished.
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+
+    return _map_tensors(tree, move)
 
 
-def _attributes(made: object) -> dict[str, object] | None:
-    """The dictionary of an instance, if it has one, not by its class's own way to look things up."""
-    try:
-        return object.__getattribute__(made, "__dict__")
-    except AttributeError:
-        return None
-
-
-@lru_cache(maxsize=64)
-def _alike(names: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    return namedtuple("Outputs", names, rename=True)  # pyright: ignore[reportUntypedNamedTuple]  # names are known late
-
-
-Form = list[Any]
-"""How a tree is built, as JSON can hold it: a word for each node, and what belongs to it."""
-
-_PLAIN: Final = (str, bool, int, float, type(None))
-
-
-def take_apart(tree: object, what: str) -> tuple[Form, list[torch.Tensor]]:
-    """The form of `tree` and its tensors in order; `what` names it where something cannot be taken apart."""
-    tensors: list[torch.Tensor] = []
-    return _form(tree, what, tensors), tensors
-
-
-def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> object:
-    """The tree of this form around `tensors`, of the classes it was taken apart from."""
-    kind, held = form
-    return _BUILDERS[kind](held, tensors)
-
-
-def compressed(outputs: Any, k: int | None, temperature: float) -> object:
-    """`outputs` with the `k` largest logits in the place of all: of a tensor, or of what is named "logits"."""
+def keep_top_k(outputs: Any, k: int | None, temperature: float) -> object:
+    """Return `outputs` with only the `k` largest logits: of a tensor, or of the item or attribute `logits`."""
     if k is None or isinstance(outputs, TopK):  # a server has done it already
         return outputs
     if isinstance(outputs, torch.Tensor):
         return top_k(outputs, k, temperature)
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if not isinstance(logits, TopK | torch.Tensor):
+    if isinstance(logits, TopK):
+        return outputs
+    if not isinstance(logits, torch.Tensor):
         raise TeacherError(
-            f"top_k={k} needs logits, and the teacher gives a {type(outputs).__name__}: let its module give a tensor "
-            "of logits, or a mapping or object with 'logits', or leave top_k out"
+            f"top_k={k} needs logits, but the teacher returns a {type(outputs).__name__}: let its module return a "
+            "tensor of logits, or a mapping or object with 'logits', or leave out top_k="
         )
-    return outputs if isinstance(logits, TopK) else _with_logits(outputs, top_k(logits, k, temperature))
-
-
-def _with_logits(outputs: Any, few: TopK) -> object:
-    """The same outputs, of the same class, with these logits."""
+    largest = top_k(logits, k, temperature)
     if isinstance(outputs, Mapping):
-        return with_items(outputs, {**outputs, "logits": few})
+        return _with_items(outputs, {**outputs, "logits": largest})
     if isinstance(outputs, tuple):
-        return outputs._replace(logits=few)  # pyright: ignore[reportAttributeAccessIssue]  # a named one: it has logits
-    return with_fields(outputs, {"logits": few})
+        return outputs._replace(logits=largest)  # pyright: ignore[reportAttributeAccessIssue]  # a named tuple
+    return _with_fields(outputs, {"logits": largest})
 
 
-def _form(tree: object, what: str, tensors: list[torch.Tensor]) -> Form:
+def flatten(tree: object, what: str) -> tuple[TreeSpec, list[torch.Tensor]]:
+    """Return the spec of `tree` and its tensors in order; `what` names the tree in an error."""
+    tensors: list[torch.Tensor] = []
+    return _spec(tree, what, tensors), tensors
+
+
+def unflatten(spec: TreeSpec, tensors: Iterator[torch.Tensor]) -> object:
+    """Rebuild the tree of `spec` around `tensors`, with its original classes if they can be found."""
+    kind, contents = spec
+    return _BUILDERS[kind](contents, tensors)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def signature(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    """Return dtype and shape as JSON values."""
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def tensor_from_bytes(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
+    """Return the tensor whose bytes are `data`."""
+    return data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def _map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        mapped = [_map_tensors(value, function) for value in tree]
+        if _identical(mapped, tree):
+            return tree
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    if isinstance(tree, Mapping):
+        items: dict[Any, Any] = dict(tree.items())
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        items = {each.name: getattr(tree, each.name) for each in fields(tree)}
+    else:
+        return tree
+    mapped_items = {name: _map_tensors(value, function) for name, value in items.items()}
+    if _identical(list(mapped_items.values()), list(items.values())):
+        return tree
+    return _with_items(tree, mapped_items) if isinstance(tree, Mapping) else _with_fields(tree, mapped_items)
+
+
+def _identical(values: Sequence[object], others: Sequence[object]) -> bool:
+    return all(value is other for value, other in zip(values, others, strict=True))
+
+
+def _with_items(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class with these values, without calling its constructor.
+
+    An attribute that mirrors an item is replaced with it. An immutable mapping is built by its class.
+    """
+    kind: Any = type(tree)
+    if kind is dict or not isinstance(tree, MutableMapping):
+        return kind(values)
+    made: Any = copy(tree)
+    attributes: dict[Any, object] = getattr(made, "__dict__", {})
+    for key, value in values.items():
+        if key in attributes and attributes[key] is tree[key]:
+            attributes[key] = value
+        made[key] = value
+    return made
+
+
+def _with_fields(tree: Any, values: Mapping[str, object]) -> Any:
+    """Return a copy of an object with these attributes, also of a frozen one, without calling its constructor."""
+    made = copy(tree)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _spec(tree: object, what: str, tensors: list[torch.Tensor]) -> TreeSpec:
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return ["tensor", None]
@@ -187,79 +165,153 @@ def _form(tree: object, what: str, tensors: list[torch.Tensor]) -> Form:
     if isinstance(tree, _PLAIN):
         return ["value", tree]
     if isinstance(tree, Mapping) and type(tree) is not dict:
-        return _mapping_form(tree, what, tensors)
-    kind, name, parts = _parts(tree, what)
-    held = [[key, _form(value, f"{what}[{key!r}]", tensors)] for key, value in parts]
-    return [kind, held if name is None else [name, held]]
+        return _mapping_spec(tree, what, tensors)
+    kind, class_name, children = _children(tree, what)
+    contents = [[key, _spec(value, f"{what}[{key!r}]", tensors)] for key, value in children]
+    return [kind, contents if class_name is None else [class_name, contents]]
 
 
-def _mapping_form(tree: Mapping[Any, object], what: str, tensors: list[torch.Tensor]) -> Form:
-    twice, rest = split_mapping(tree)
-    parts = [_form(part, what, tensors)[1] for part in (dict(tree), rest)]
-    return ["mapping", [name_of(type(tree)), parts[0], twice, parts[1]]]
+def _mapping_spec(tree: Mapping[Any, object], what: str, tensors: list[torch.Tensor]) -> TreeSpec:
+    """Also store which items are mirrored by attributes, and the fields of a dataclass that are not items (None)."""
+    attributes: dict[str, object] = getattr(tree, "__dict__", {})
+    mirrored = [key for key, value in tree.items() if key in attributes and attributes[key] is value]
+    names = [field.name for field in fields(tree)] if is_dataclass(tree) else []
+    others = {name: attributes[name] for name in names if name not in tree and name in attributes}
+    items, rest = (_spec(part, what, tensors)[1] for part in (dict(tree), others))
+    return ["mapping", [_class_name(type(tree)), items, mirrored, rest]]
 
 
-def _parts(tree: Any, what: str) -> tuple[str, str | None, list[tuple[str | int, object]]]:
-    """What a container is, the name of its class where that matters, and what it holds by name or number."""
-    kind, name = type(tree), name_of(type(tree))
+def _children(tree: Any, what: str) -> tuple[str, str | None, list[tuple[str | int, object]]]:
+    """Return the kind of a container, the name of its class if it matters, and its children by name or position."""
+    kind, class_name = type(tree), _class_name(type(tree))
     if isinstance(tree, dict) and all(isinstance(key, str | int) for key in tree):
         return "dict", None, list(tree.items())
     if isinstance(tree, list):
         return "list", None, list(enumerate(tree))
     if isinstance(tree, tuple):
-        return _tuple_parts(kind, name, tree)
+        if hasattr(kind, "_fields"):
+            return "named", class_name, list(zip(tree._fields, tree, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+        return (
+            ("structure", class_name, list(enumerate(tree)))
+            if _is_torch_result(kind)
+            else ("tuple", None, list(enumerate(tree)))
+        )
     if is_dataclass(kind):
-        return "record", name, [(field.name, getattr(tree, field.name)) for field in fields(kind)]
+        return "record", class_name, [(field.name, getattr(tree, field.name)) for field in fields(kind)]
     raise TeacherError(
-        f"{what} is a {kind.__name__}, which can be neither sent nor kept: tensors, numbers and text can, and tuples, "
-        "lists, mappings and dataclasses of them (a cache of keys and values is left out by use_cache=False)"
+        f"{what} is a {kind.__name__}, which samestep can neither send nor cache: use tensors, numbers and text, in "
+        "tuples, lists, mappings and dataclasses (use_cache=False leaves out a key-value cache)"
     )
 
 
-def _tuple_parts(kind: type, name: str, tree: Any) -> tuple[str, str | None, list[tuple[str | int, object]]]:
-    if hasattr(kind, "_fields"):
-        return "named", name, list(zip(tree._fields, tree, strict=True))
-    return ("structure", name, list(enumerate(tree))) if is_structure(kind) else ("tuple", None, list(enumerate(tree)))
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _named(held: list[list[Any]], tensors: Iterator[torch.Tensor]) -> dict[str, object]:
-    return {key: put_together(form, tensors) for key, form in held}
+def _is_torch_result(kind: type) -> bool:
+    """Whether it is a named result of torch, such as that of torch.max."""
+    return kind.__module__ == _TORCH_RESULTS and issubclass(kind, tuple)
 
 
-def _listed(held: list[list[Any]], tensors: Iterator[torch.Tensor]) -> list[object]:
-    return [put_together(form, tensors) for _, form in held]
+def find_class(name: str) -> type | None:
+    """Return the class "module:qualname" if its module is imported already; imports and runs nothing."""
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr(found, part) could make a lazy module import
+    if isinstance(found, type) and _class_name(found) == name and not hasattr(found, "__del__"):
+        return found
+    return None
 
 
-def _mapping(held: list[Any], tensors: Iterator[torch.Tensor]) -> object:
-    name, items, twice, rest = held
-    return make_mapping(name, _named(items, tensors), twice, _named(rest, tensors))
+def build_mapping(
+    name: str, items: Mapping[str, object], mirrored: Sequence[str], rest: Mapping[str, object]
+) -> object:
+    """Build a mapping of this class with these items, and with `mirrored` and `rest` as attributes."""
+    kind = find_class(name)
+    if kind is None or not issubclass(kind, dict) or kind.__new__ not in _SAFE_NEW:
+        made: dict[Any, Any] = Outputs()
+    else:
+        made = kind.__new__(kind)
+    set_item: Any = (
+        OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
+    )  # not the class's own
+    for key, value in items.items():
+        set_item(made, key, value)
+    if hasattr(made, "__dict__"):
+        vars(made).update({**{key: items[key] for key in mirrored}, **rest})
+    return made
+
+
+def build_named_tuple(name: str, items: Mapping[str, object]) -> object:
+    """Build a named tuple of this class, or of a new class with the same field names."""
+    kind = find_class(name)
+    if kind is None or not issubclass(kind, tuple) or getattr(kind, "_fields", ()) != tuple(items):
+        kind = _named_tuple_class(tuple(items))
+    return tuple.__new__(kind, tuple(items.values()))
+
+
+def build_dataclass(name: str, items: Mapping[str, object]) -> object:
+    """Build an instance of this dataclass with these fields, or a SimpleNamespace with them."""
+    kind = find_class(name)
+    if kind is None or not is_dataclass(kind) or kind.__new__ not in _SAFE_NEW:
+        return SimpleNamespace(**items)
+    if {field.name for field in fields(kind)} != set(items):
+        return SimpleNamespace(**items)
+    made = object.__new__(kind)
+    return made if _set_fields(made, items) else SimpleNamespace(**items)
+
+
+def _build_torch_result(name: str, values: Sequence[object]) -> object:
+    kind = find_class(name)
+    if kind is None or not _is_torch_result(kind) or getattr(kind, "n_sequence_fields", -1) != len(values):
+        return tuple(values)
+    return kind(tuple(values))  # the constructor is torch's own code
+
+
+@lru_cache(maxsize=64)
+def _named_tuple_class(names: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    return namedtuple("Outputs", names, rename=True)  # pyright: ignore[reportUntypedNamedTuple]  # names are known late
+
+
+def _set_fields(made: object, items: Mapping[str, object]) -> bool:
+    """Set fields in slots or in the instance's dictionary; False if that would run code of the class (a property)."""
+    try:
+        attributes: dict[str, object] | None = object.__getattribute__(made, "__dict__")
+    except AttributeError:
+        attributes = None
+    for key, value in items.items():
+        if isinstance(getattr_static(type(made), key, None), MemberDescriptorType):
+            object.__setattr__(made, key, value)  # also sets the slot of a frozen dataclass
+        elif attributes is None:
+            return False
+        else:
+            attributes[key] = value
+    return True
+
+
+def _build_dict(contents: list[list[Any]], tensors: Iterator[torch.Tensor]) -> dict[str, object]:
+    return {key: unflatten(spec, tensors) for key, spec in contents}
+
+
+def _build_list(contents: list[list[Any]], tensors: Iterator[torch.Tensor]) -> list[object]:
+    return [unflatten(spec, tensors) for _, spec in contents]
+
+
+def _build_mapping(contents: list[Any], tensors: Iterator[torch.Tensor]) -> object:
+    name, items, mirrored, rest = contents
+    return build_mapping(name, _build_dict(items, tensors), mirrored, _build_dict(rest, tensors))
 
 
 _BUILDERS: Final[dict[str, Callable[[Any, Iterator[torch.Tensor]], object]]] = {
-    "tensor": lambda held, tensors: next(tensors),
-    "top_k": lambda held, tensors: TopK(next(tensors), next(tensors), next(tensors), float(held)),
-    "dict": _named,
-    "mapping": _mapping,
-    "named": lambda held, tensors: make_named_tuple(held[0], _named(held[1], tensors)),
-    "structure": lambda held, tensors: make_structure(held[0], _listed(held[1], tensors)),
-    "record": lambda held, tensors: make_record(held[0], _named(held[1], tensors)),
-    "list": _listed,
-    "tuple": lambda held, tensors: tuple(_listed(held, tensors)),
-    "value": lambda held, tensors: held,
+    "tensor": lambda contents, tensors: next(tensors),
+    "top_k": lambda contents, tensors: TopK(next(tensors), next(tensors), next(tensors), float(contents)),
+    "dict": _build_dict,
+    "mapping": _build_mapping,
+    "named": lambda contents, tensors: build_named_tuple(contents[0], _build_dict(contents[1], tensors)),
+    "structure": lambda contents, tensors: _build_torch_result(contents[0], _build_list(contents[1], tensors)),
+    "record": lambda contents, tensors: build_dataclass(contents[0], _build_dict(contents[1], tensors)),
+    "list": _build_list,
+    "tuple": lambda contents, tensors: tuple(_build_list(contents, tensors)),
+    "value": lambda contents, tensors: contents,
 }
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it lies on the CPU in one piece."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def signature(tensor: torch.Tensor) -> tuple[str, list[int]]:
-    """Dtype and shape, as JSON can hold them."""
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-
-
-def from_bytes(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
-    """The tensor whose bytes `data` holds."""
-    return data.view(getattr(torch, dtype)).reshape(shape)

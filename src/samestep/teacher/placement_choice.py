@@ -1,4 +1,4 @@
-"""Which placement a teacher gets where the user names none: the fastest that fits, with the table of all."""
+"""Choose a placement if you do not name one: the fastest that fits, printed with a table of all placements."""
 
 import textwrap
 from collections import Counter
@@ -18,211 +18,208 @@ from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
 from samestep.planner.plan_report import TEACHER_COLUMNS, teacher_rows
 from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherSetup, compare_placements, placement_cost
-from samestep.teacher.frozen_model import FrozenModel, blocks, inside
+from samestep.teacher.frozen_model import FrozenModel, blocks
 from samestep.teacher.options import Ground, TeacherOptions
-from samestep.teacher.outputs import compressed
-from samestep.teacher.single_device import device_room, host_room
+from samestep.teacher.outputs import keep_top_k
+from samestep.teacher.single_device import free_device_memory, free_host_memory
 from samestep.torch_private import without_memory
 
-_POSITIONS: Final = 512  # of a sample that is a text, where nobody shows one
-_INDEX, _SUM = torch.int64.itemsize, torch.float32.itemsize  # beside each of the largest logits, and once a position
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The facts of a teacher, and how they are known."""
-
-    facts: TeacherProfile
-    """Bytes, work and outputs."""
-    rows: int | None
-    """Samples of the example that was counted with; None: there was none."""
-    told: str
-    """Where work and outputs come from, in words."""
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """One sample's forward pass."""
-
-    flops: float
-    output: int
-    working: int  # beside what is given
-    rows: int | None
-    told: str
-
-
-def needs_of(frozen: FrozenModel, wish: TeacherOptions) -> Needs:
-    """What a teacher needs; nothing of it is loaded and nothing is computed."""
-    module = frozen.skeleton()
-    layers = {part: sum(_sizes(frozen, wish, part)) for part in blocks(module)}
-    dtypes = Counter[torch.dtype]()
-    for name in frozen.names():
-        dtypes[frozen.dtype(name, wish.dtype)] += frozen.bytes_of(name, wish.dtype)
-    dtype = dtypes.most_common(1)[0][0] if dtypes else torch.float32
-    sample = _assume(frozen, wish, module, dtype) if frozen.example is None else _count(frozen, wish, module)
-    frozen.take_back(module)
-    size = frozen.bytes_in(wish.dtype)
-    facts = TeacherProfile(
-        bytes=size,
-        largest_layer=max(layers.values(), default=0),
-        flops_per_sample=sample.flops,
-        output_per_sample=sample.output,
-        working_per_sample=sample.working,
-        dtype=str(dtype).removeprefix("torch."),
-        resident=max(0, size - sum(layers.values())),
-    )
-    return Needs(facts, sample.rows, sample.told)
-
-
-def rows_of(inputs: object) -> int:
-    """How many samples a call has: the first dimension of its first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-
-
-def _sizes(frozen: FrozenModel, wish: TeacherOptions, part: str) -> list[int]:
-    return [frozen.bytes_of(name, wish.dtype) for name in frozen.names() if inside(name, part)]
-
-
-def _assume(frozen: FrozenModel, wish: TeacherOptions, module: nn.Module, dtype: torch.dtype) -> _Sample:
-    """Two operations a parameter: at every position of a text, and once where there is no embedding to read one."""
-    parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.names())
-    words = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    show = "give run.teacher(..., example=batch) to count it"
-    if words:
-        told = f"2 operations a parameter at each of {_POSITIONS} positions of a sample: {show}"
-        whole = max(words) * dtype.itemsize
-        given = whole if wish.top_k is None else min(whole, wish.top_k * (dtype.itemsize + _INDEX) + _SUM)
-        sizes = _POSITIONS * given, _POSITIONS * (whole - given)
-        return _Sample(2.0 * parameters * _POSITIONS, *sizes, None, told)
-    told = f"2 operations a parameter and sample, too few for convolutions: {show}"
-    return _Sample(2.0 * parameters, 0, 0, None, told)
-
-
-def _count(frozen: FrozenModel, wish: TeacherOptions, module: nn.Module) -> _Sample:
-    """Count the products of a forward pass with the example, by shapes alone."""
-    example = frozen.example
-    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (_listed(example), {})
-    rows = rows_of(example)
-    try:
-        # Attention as plain products, which torch can count on any device.
-        with without_memory(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-            state = _without_values(frozen, wish, module)
-            given = tree_map_only(torch.Tensor, _shape, (args, kwargs))
-            outputs = functional_call(module, state, *given, tie_weights=False)
-            few = compressed(outputs, wish.top_k, wish.temperature)
-    except SamestepError:  # of top_k, which says what it wants
-        raise
-    except Exception as error:
-        raise TeacherError(
-            f"the example batch does not pass through {type(module).__name__} by its shapes alone "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): give one that the teacher can be "
-            "called with, or none, and the work of a sample is assumed"
-        ) from error
-    whole, given = (sum(leaf.nbytes for leaf in _leaves(tree)) // rows for tree in (outputs, few))
-    told = f"counted with an example of {rows} sample(s)"
-    return _Sample(counter.get_total_flops() / rows, given, max(0, whole - given), rows, told)
-
-
-def _listed(example: object) -> tuple[object, ...]:
-    return tuple(example) if isinstance(example, list | tuple) else (example,)
-
-
-def _leaves(outputs: Any) -> list[torch.Tensor]:
-    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
-    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
-
-
-def _without_values(frozen: FrozenModel, wish: TeacherOptions, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer as a shape, in the dtype that it will have; tied ones under each of their names.
-
-    A layer that stands in several places comes once: what torch had replaced in it twice it could not put back.
-    """
-    saved = set(frozen.saved())
-    found: dict[str, torch.Tensor] = {}
-    for path, part in module.named_modules():
-        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        for name, tensor in ((f"{path}.{leaf}" if path else leaf, tensor) for leaf, tensor in own):
-            dtype = frozen.dtype(name, wish.dtype) if name in saved else tensor.dtype
-            found[name] = torch.empty(tensor.shape, dtype=dtype)
-    return found
-
-
-def _shape(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-
-
-_LEFT: Final = 0.5  # of a device's free memory, for what trains: nobody knows yet how much that will be
+_ASSUMED_LENGTH: Final = 512  # tokens of a text, if there is no example
+_INDEX_BYTES: Final = torch.int64.itemsize  # of each of the top-k logits
+_SUM_BYTES: Final = torch.float32.itemsize  # of the log-sum-exp of each position
+_TRAINING_FRACTION: Final = 0.5  # of a device's free memory; how much training needs is not known yet
 _WIDTH: Final = 80
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A placement, chosen among all."""
+class PlacementChoice:
+    """The chosen placement, and what the choice is based on."""
 
     placement: str
-    """Its name; empty where none fits."""
+    """Empty if none fits."""
     plan: TeacherPlan
-    """All of them, weighed."""
-    setting: TeacherSetup
-    """What they were weighed for, with the memory of the tightest rank."""
-    facts: TeacherProfile
-    """What of the teacher was reckoned with."""
-    work: str
-    """Where its work is known from."""
+    setup: TeacherSetup
+    """The training around the teacher, with the memory of the rank that has least."""
+    profile: TeacherProfile
+    work_source: str
+    """How the FLOPs are known."""
 
     def seconds(self, rows: int) -> float:
-        """The estimate for one call in which each rank has `rows` samples."""
-        call = replace(self.setting, global_batch=rows * self.setting.ranks, micro_batch=rows)
-        return placement_cost(self.placement, call, self.facts).seconds
+        """Estimate the time of one call in which each rank has `rows` samples."""
+        call = replace(self.setup, global_batch=rows * self.setup.ranks, micro_batch=rows)
+        return placement_cost(self.placement, call, self.profile).seconds
 
 
-def choose_placement(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> Choice:
-    """The fastest placement that fits the tightest rank, decided by the first rank for all, and why."""
-    act = "choosing a placement"
-    share = smallest_memory_share(ground.link, act, ground.device, float(device_room(ground.device)))
-    host = int(min(float(part[0]) for part in ground.link.exchange(act, [float(host_room())])))
+def choose_placement(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> PlacementChoice:
+    """Choose the fastest placement that fits the rank with the least memory; rank 0 decides, and prints the table."""
+    what, comm, device = "choosing a placement", context.comm, context.device
+    share = smallest_memory_share(comm, what, device, float(free_device_memory(device)))
+    host = int(min(float(part[0]) for part in comm.exchange(what, [float(free_host_memory())])))
 
-    def choose() -> Choice:
-        """Weigh all placements; on the first rank only, as machines and examples may differ."""
-        assert ground.setting is not None, "a placement is chosen for a setting"
-        return _weigh(ground.setting(share.ranks), frozen, wish, share, host)
+    def choose() -> PlacementChoice:
+        assert context.teacher_setup is not None, "a placement is chosen for a training setup"
+        return _compare(context.teacher_setup(share.ranks), frozen, options, share, host)
 
-    choice = ground.once(choose)
-    assert isinstance(choice, Choice)
-    ground.say(_table(choice))
+    choice = context.once(choose)  # on rank 0 only, because nodes and examples may differ
+    assert isinstance(choice, PlacementChoice)
+    context.print(_format_table(choice))
     if not choice.placement:
         raise TeacherError(
-            f"no placement fits a teacher of {format_bytes(choice.facts.bytes)}, as the table says: give a smaller "
-            "dtype=, larger or more GPUs, or name a placement= to try it all the same"
+            f"no placement fits a teacher of {format_bytes(choice.profile.bytes)} (see the table): pass a smaller "
+            "dtype=, use larger or more GPUs, or pass a placement= to try it anyway"
         )
     return choice
 
 
-def _weigh(setting: TeacherSetup, frozen: FrozenModel, wish: TeacherOptions, share: MemoryShare, host: int) -> Choice:
-    needs = needs_of(frozen, wish)
-    device = replace(setting.cluster.device, memory_free=share.free)
-    machines = replace(setting.cluster, device=device, host_memory=host)
-    rows = min(needs.rows or setting.samples, setting.samples)
-    setting = replace(setting, cluster=machines, micro_batch=rows, used_per_gpu=int(share.free * _LEFT))
-    plan = compare_placements(setting, needs.facts)
-    return Choice(plan.chosen.name if plan.chosen else "", plan, setting, needs.facts, needs.told)
+def _compare(
+    setup: TeacherSetup, frozen: FrozenModel, options: TeacherOptions, share: MemoryShare, host: int
+) -> PlacementChoice:
+    profiled = profile_teacher(frozen, options)
+    device = replace(setup.cluster.device, memory_free=share.free)
+    cluster = replace(setup.cluster, device=device, host_memory=host)
+    rows = min(profiled.example_rows or setup.samples, setup.samples)
+    used = int(share.free * _TRAINING_FRACTION)
+    setup = replace(setup, cluster=cluster, micro_batch=rows, used_per_gpu=used)
+    plan = compare_placements(setup, profiled.profile)
+    return PlacementChoice(plan.chosen.name if plan.chosen else "", plan, setup, profiled.profile, profiled.work_source)
 
 
-def _table(choice: Choice) -> str:
-    """All placements in lines of 80 columns, and what was assumed."""
-    setting, device = choice.setting, choice.setting.cluster.device
+def _format_table(choice: PlacementChoice) -> str:
+    """Format all placements and the assumptions in lines of 80 columns."""
+    setup, device = choice.setup, choice.setup.cluster.device
     rows = [TEACHER_COLUMNS, *teacher_rows(choice.plan)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(TEACHER_COLUMNS) - 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TEACHER_COLUMNS) - 1)]
     indent = " " * (sum(widths) + 2 * len(widths))
     lines = [
-        f"teacher: {format_bytes(choice.facts.bytes)} for {setting.ranks} rank(s); seconds of a step of "
-        f"{setting.global_batch} samples, {setting.micro_batch} at once:"
+        f"teacher: {format_bytes(choice.profile.bytes)} for {setup.ranks} rank(s); seconds per step of "
+        f"{setup.global_batch} samples, {setup.micro_batch} at once:"
     ]
     for name, *numbers, why in rows:
         cells = [name.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))]
         verdict = f"chosen: {why}" if name == choice.placement else why
         lines += textwrap.wrap("  ".join([*cells, verdict]), _WIDTH, subsequent_indent=indent)
-    room = f"{format_bytes(device.memory_free)} free for the tightest rank, half of it left to what trains"
-    for told in (f"work: {choice.work}", f"memory: {room}", f"rates: {device.source}"):
-        lines += textwrap.wrap(told, _WIDTH, subsequent_indent="  ")
+    free = format_bytes(device.memory_free)
+    for line in (
+        f"work: {choice.work_source}",
+        f"memory: {free} free on the rank with the least, half of it for training",
+        f"rates: {device.source}",
+    ):
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ProfiledTeacher:
+    """The profile of a teacher, and how its FLOPs and outputs are known."""
+
+    profile: TeacherProfile
+    example_rows: int | None
+    """Samples in the example batch; None without one."""
+    work_source: str
+
+
+@dataclass(frozen=True)
+class _ForwardCost:
+    """The forward pass of one sample."""
+
+    flops: float
+    output_bytes: int
+    working_bytes: int  # besides the outputs
+    example_rows: int | None
+    source: str
+
+
+def profile_teacher(frozen: FrozenModel, options: TeacherOptions) -> ProfiledTeacher:
+    """Return the memory and work of a teacher; loads and computes nothing."""
+    module = frozen.skeleton()
+    layers = [frozen.total_bytes(options.dtype, name) for name in blocks(module)]
+    sizes = Counter[torch.dtype]()
+    for name in frozen.stored_names():
+        sizes[frozen.dtype(name, options.dtype)] += frozen.bytes_of(name, options.dtype)
+    dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
+    if frozen.example is None:
+        cost = _assume_cost(frozen, options, module, dtype)
+    else:
+        cost = _count_cost(frozen, options, module)
+    frozen.return_skeleton(module)
+    total = frozen.total_bytes(options.dtype)
+    profile = TeacherProfile(
+        bytes=total,
+        largest_layer=max(layers, default=0),
+        flops_per_sample=cost.flops,
+        output_per_sample=cost.output_bytes,
+        working_per_sample=cost.working_bytes,
+        dtype=str(dtype).removeprefix("torch."),
+        resident=max(0, total - sum(layers)),
+    )
+    return ProfiledTeacher(profile, cost.example_rows, cost.source)
+
+
+def batch_rows(inputs: object) -> int:
+    """Return the number of samples in a call: the first dimension of its first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def _assume_cost(frozen: FrozenModel, options: TeacherOptions, module: nn.Module, dtype: torch.dtype) -> _ForwardCost:
+    """Assume 2 FLOPs per parameter: at every position of a text, or once if the module has no embedding."""
+    parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.stored_names())
+    vocabularies = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    hint = "pass run.teacher(..., example=batch) to count them"
+    if not vocabularies:
+        source = f"2 FLOPs per parameter and sample, too few for convolutions: {hint}"
+        return _ForwardCost(2.0 * parameters, 0, 0, None, source)
+    source = f"2 FLOPs per parameter at each of {_ASSUMED_LENGTH} positions of a sample: {hint}"
+    full = max(vocabularies) * dtype.itemsize
+    kept = full if options.top_k is None else min(full, options.top_k * (dtype.itemsize + _INDEX_BYTES) + _SUM_BYTES)
+    output, working = _ASSUMED_LENGTH * kept, _ASSUMED_LENGTH * (full - kept)
+    return _ForwardCost(2.0 * parameters * _ASSUMED_LENGTH, output, working, None, source)
+
+
+def _count_cost(frozen: FrozenModel, options: TeacherOptions, module: nn.Module) -> _ForwardCost:
+    """Count the FLOPs of a forward pass with the example, using only shapes."""
+    example = frozen.example
+    if isinstance(example, Mapping):
+        call = (), dict(example)
+    else:
+        call = tuple(example) if isinstance(example, list | tuple) else (example,), {}
+    rows = batch_rows(example)
+    try:
+        # Attention as matrix products, which torch can count on any device.
+        with without_memory(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            state = _empty_state(frozen, options.dtype, module)
+            outputs = functional_call(module, state, *tree_map_only(torch.Tensor, _empty_like, call), tie_weights=False)
+            kept = keep_top_k(outputs, options.top_k, options.temperature)
+    except SamestepError:  # of top_k, whose message is enough
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TeacherError(
+            f"the example batch does not pass through {type(module).__name__} ({reason}): pass one that the teacher "
+            "can be called with, or none, and samestep assumes the FLOPs per sample"
+        ) from error
+    full_bytes, kept_bytes = (sum(leaf.nbytes for leaf in _tensors(tree)) // rows for tree in (outputs, kept))
+    source = f"counted with an example of {rows} sample(s)"
+    return _ForwardCost(counter.get_total_flops() / rows, kept_bytes, max(0, full_bytes - kept_bytes), rows, source)
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
+
+
+def _empty_state(frozen: FrozenModel, dtype: torch.dtype | None, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer without values, in its final dtype; tied ones under each of their names.
+
+    A layer that is used in several places appears once: functional_call cannot restore what it replaces twice.
+    """
+    saved = set(frozen.saved_names())
+    state: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        for leaf, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            name = f"{path}.{leaf}" if path else leaf
+            state[name] = torch.empty(tensor.shape, dtype=frozen.dtype(name, dtype) if name in saved else tensor.dtype)
+    return state
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)

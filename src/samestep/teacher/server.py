@@ -1,288 +1,254 @@
-"""A teacher's server: threads that answer the ranks which call in, one forward pass at a time."""
+"""A teacher's server, in threads of a rank or in a separate process: one forward pass at a time for all clients.
+
+`python -m samestep.teacher.server` is the separate process; the rank that starts it sends its configuration.
+"""
 
 import contextlib
-import hmac
-import ipaddress
 import json
+import os
+import pickle
 import secrets
+import signal
 import socket
+import subprocess
+import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 from torch import nn
 
-from samestep.environment.network import read_network
-from samestep.environment.world import World, read_environ
 from samestep.errors import TeacherError
-from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.connection import (
+    DISCONNECTED,
+    Connection,
+    ServerAddress,
+    authenticate,
+    close_socket,
+    encode,
+    listen,
+)
+from samestep.teacher.frozen_model import Build, FrozenModel
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.outputs import Form, as_bytes, compressed, from_bytes, put_together, signature, take_apart
-from samestep.teacher.transfer import carry
-
-_LOOPBACK: Final = "127.0.0.1"
-_ANY_PORT: Final = 9  # a datagram socket sends nothing when it is connected
-
-
-@dataclass(frozen=True)
-class Address:
-    """A host as its server and its callers know it."""
-
-    listen: str
-    """Where the server listens; empty: at all addresses of this machine."""
-    call: str
-    """What the others call, a name or an address of IPv4 or IPv6."""
-
-
-def address_of(world: World) -> Address:
-    """Where the ranks of a run reach a server on this one.
-
-    On one node the loopback address. On several: the interface that GLOO_SOCKET_IFNAME names; else the address from
-    which this machine reaches the ranks' meeting place, as it has done since they met. The meeting place itself is
-    known to the others by the name that all have called already.
-    """
-    if world.nodes == 1:
-        return Address(_LOOPBACK, _LOOPBACK)
-    named = read_network(read_environ()).gloo
-    if named.variable is not None and named.address is not None:
-        return Address(named.address, named.address)
-    outward = address_towards(world.address, world.port)
-    if outward is None or ipaddress.ip_address(outward).is_loopback:
-        return Address("", world.address)
-    return Address(outward, outward)
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """This machine's address on the way to another; None where there is no way. Nothing is sent."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(host, port or _ANY_PORT, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)
-                return str(probe.getsockname()[0]).partition("%")[0]
-    return None
-
-
-def open_door(address: Address, backlog: int) -> socket.socket:
-    """A socket that listens there, on a port of the system's choice."""
-    if address.listen:
-        family = socket.AF_INET6 if ":" in address.listen else socket.AF_INET
-        return socket.create_server((address.listen, 0), family=family, backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # the system knows IPv6, and no interface has it
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-_LENGTH: Final = 8  # bytes that say how long the head of a message is
-_NONCE: Final = 32
-_HANDSHAKE_SECONDS: Final = 30.0
-# A node that lost its power says nothing more: silent for half a minute it is asked, and half a minute later given up.
-_ALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-GONE: Final = (OSError, EOFError)
-"""What a wire raises when the other end is no longer there."""
-Message = list[bytes | memoryview]
-"""A tree of tensors as it travels: its head, then the bytes of each tensor."""
-
-
-class Wire:
-    """One connection. Nothing that arrives is unpickled: heads are JSON, and tensors are their bytes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _ALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:  # not every system lets one choose
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def send(self, message: Message) -> None:
-        """Send what `packed` made of a tree of tensors."""
-        for part in message:
-            self._socket.sendall(part)
-
-    def refuse(self, text: str) -> None:
-        """Send the reason why there is no answer."""
-        self._socket.sendall(_framed({"error": text}))
-
-    def receive(self) -> object:
-        """The next tree, its tensors on the CPU; TeacherError where the other end refused."""
-        form, tensors = self.receive_parts()
-        return put_together(form, iter(tensors))
-
-    def receive_parts(self) -> tuple[Form, list[torch.Tensor]]:
-        """The form of the next tree and its tensors, for who brings them elsewhere first."""
-        head: dict[str, Any] = json.loads(bytes(self._read(int.from_bytes(bytes(self._read(_LENGTH)), "little"))))
-        if "error" in head:
-            raise TeacherError(head["error"])
-        return head["form"], [self._receive_tensor(dtype, shape) for dtype, shape in head["tensors"]]
-
-    def close(self) -> None:
-        """Hang up, also where another thread waits on either end."""
-        hang_up(self._socket)
-
-    def _receive_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
-        data = torch.empty(torch.Size(shape).numel() * getattr(torch, dtype).itemsize, dtype=torch.uint8)
-        self._fill(data.numpy().data)
-        return from_bytes(data, dtype, shape)
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        self._fill(memoryview(data))
-        return data
-
-    def _fill(self, room: memoryview) -> None:
-        while room:
-            read = self._socket.recv_into(room)
-            if not read:
-                raise EOFError("the connection was closed")
-            room = room[read:]
-
-
-def packed(tree: object, what: str) -> Message:
-    """A tree of tensors as a wire sends it, whole before any of it is sent; `what` names it where it cannot be."""
-    form, tensors = take_apart(tree, what)
-    head = _framed({"form": form, "tensors": [signature(tensor) for tensor in tensors]})
-    return [head, *(as_bytes(tensor) for tensor in tensors)]
-
-
-def hang_up(connection: socket.socket) -> None:
-    """Close a socket, and wake whoever waits on it, here or at the other end."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def call_in(address: tuple[str, int], key: bytes) -> Wire:
-    """Connect to a server, and show that this rank knows its key."""
-    connection = socket.create_connection(address, timeout=_HANDSHAKE_SECONDS)
-    try:
-        nonce = _exactly(connection, _NONCE)
-        connection.sendall(hmac.digest(key, nonce, "sha256"))
-        connection.settimeout(None)
-    except BaseException:
-        connection.close()
-        raise
-    return Wire(connection)
-
-
-def answer_call(connection: socket.socket, key: bytes) -> Wire | None:
-    """The wire to one who called, or None where it does not know the key."""
-    try:
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        nonce = secrets.token_bytes(_NONCE)
-        connection.sendall(nonce)
-        known = hmac.compare_digest(_exactly(connection, _NONCE), hmac.digest(key, nonce, "sha256"))
-        connection.settimeout(None)
-    except GONE:
-        known = False
-    if not known:
-        connection.close()
-        return None
-    return Wire(connection)
-
-
-def _framed(head: dict[str, Any]) -> bytes:
-    data = json.dumps(head).encode()
-    return len(data).to_bytes(_LENGTH, "little") + data
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return data
-
+from samestep.teacher.outputs import keep_top_k, to_device
+from samestep.teacher.weight_files import open_weights
 
 _JOIN_SECONDS: Final = 5.0
+_LENGTH_BYTES: Final = 8
+_STOP: Final = b"."
+_STOP_SECONDS: Final = 10.0
+# Schedulers and terminals send these to every process of a job: the server process leaves the reaction to its rank.
+_IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Server:
-    """Holds the teacher's module and answers a known number of callers until they hang up.
+    """Holds the teacher's module and answers a fixed number of clients until they disconnect.
 
-    Each caller has a thread, so that one's inputs arrive while another's are computed; forward passes take turns.
-    Inputs of different callers are never joined: outputs have the same bits however many there are. Whoever calls and
-    does not know the key, or says nothing, keeps nobody else waiting; when all have called, nobody is let in any more.
+    Each client has a thread, so that inputs arrive while another client's outputs are computed; forward passes run one
+    after another. Inputs of different clients are never joined, so outputs have the same bits for any number of them. A
+    client that does not know the key, or sends nothing, delays no other. After the last client the server accepts none.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, wish: TeacherOptions, host: Address, callers: int
+        self, module: nn.Module, device: torch.device, options: TeacherOptions, address: ServerAddress, clients: int
     ) -> None:
-        self._module, self._device, self._wish = module, device, wish
+        self._module, self._device, self._options = module, device, options
         self.key = secrets.token_bytes(32)
-        self._listening = open_door(host, callers)
-        self.address: tuple[str, int] = (host.call, self._listening.getsockname()[1])
-        self._turn, self._door = Lock(), Lock()
-        self._awaited = callers  # 0 as soon as nobody is let in any more
-        self._connections: list[socket.socket] = []
+        self._listener = listen(address, clients)
+        self.address: tuple[str, int] = (address.host, self._listener.getsockname()[1])
+        self._forward_lock, self._count_lock = Lock(), Lock()
+        self._clients_left = clients
+        self._sockets: list[socket.socket] = []
         self._threads = [Thread(target=self._accept, name="samestep-teacher-accept", daemon=True)]
         self._threads[0].start()
 
     def close(self) -> None:
-        """Hang up on everybody and let the module go."""
-        with self._door:
-            self._awaited = 0
-        hang_up(self._listening)  # wakes who waits for callers
+        """Disconnect all clients and stop the threads."""
+        with self._count_lock:
+            self._clients_left = 0
+        close_socket(self._listener)
         self._threads[0].join(_JOIN_SECONDS)
-        for connection in self._connections:
-            hang_up(connection)
+        for accepted in self._sockets:
+            close_socket(accepted)
         for thread in self._threads[1:]:
             thread.join(_JOIN_SECONDS)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # all have called, or the server was closed before
+        with contextlib.suppress(OSError):  # the listener is closed after the last client, or by close()
             while True:
-                connection = self._listening.accept()[0]
-                self._connections.append(connection)
-                thread = Thread(target=self._welcome, args=(connection,), name="samestep-teacher-serve", daemon=True)
+                accepted = self._listener.accept()[0]
+                self._sockets.append(accepted)
+                thread = Thread(target=self._admit, args=(accepted,), name="samestep-teacher-serve", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _welcome(self, connection: socket.socket) -> None:
-        wire = answer_call(connection, self.key)
-        if wire is None:
+    def _admit(self, accepted: socket.socket) -> None:
+        connection = authenticate(accepted, self.key)
+        if connection is None:
             return
-        with self._door:
-            expected = self._awaited > 0
-            self._awaited -= expected
-            last = expected and not self._awaited
+        with self._count_lock:
+            expected = self._clients_left > 0
+            self._clients_left -= expected
+            last = expected and not self._clients_left
         if last:
-            hang_up(self._listening)
+            close_socket(self._listener)
         if expected:
-            self._serve(wire)
+            self._serve(connection)
         else:
-            wire.close()
+            connection.close()
 
-    def _serve(self, wire: Wire) -> None:
-        with contextlib.closing(wire), self._own_stream(), torch.no_grad(), contextlib.suppress(*GONE):
-            while True:
-                self._answer(wire, wire.receive())
-
-    def _own_stream(self) -> contextlib.AbstractContextManager[object]:
-        """A stream of its own: on the default one its kernels would wait for those of training."""
+    def _serve(self, connection: Connection) -> None:
+        # In the default stream the kernels of the teacher would wait for those of training.
         cuda = self._device.type == "cuda"
-        return torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()
+        stream = torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()
+        with contextlib.closing(connection), stream, torch.no_grad(), contextlib.suppress(*DISCONNECTED):
+            while True:
+                self._respond(connection, connection.receive())
 
-    def _answer(self, wire: Wire, request: object) -> None:
-        try:  # an OSError in here is the teacher's own, of a file it reads; only below does it mean that a caller left
-            args, kwargs = carry(request, self._device)
-            with self._turn:
-                outputs = compressed(self._module(*args, **kwargs), self._wish.top_k, self._wish.temperature)
-            answer = packed(outputs, "the teacher's output")
-        except Exception as error:  # noqa: BLE001  # it is the caller's to raise
-            wire.refuse(f"the teacher failed on its server: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    def _respond(self, connection: Connection, request: object) -> None:
+        try:  # an OSError in here comes from the teacher itself; only in send() does it mean that the client is gone
+            args, kwargs = to_device(request, self._device)
+            with self._forward_lock:
+                outputs = keep_top_k(self._module(*args, **kwargs), self._options.top_k, self._options.temperature)
+            response = encode(outputs, "the teacher's output")
+        except Exception as error:  # noqa: BLE001  # the client raises it
+            connection.send_error(
+                f"the teacher failed on its server: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            )
         else:
-            wire.send(answer)
+            connection.send(response)
 
 
-def load(frozen: FrozenModel, device: torch.device, wish: TeacherOptions) -> nn.Module:
-    """The module for a server: on a GPU a copy, on the CPU the mapped files themselves where their dtype is right."""
+def load_for_server(frozen: FrozenModel, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """Load the module: on a GPU a copy, on the CPU views of the mapped files if they have the right dtype."""
     if device.type != "cpu":
-        return frozen.load(device, wish.dtype)
+        return frozen.load(device, dtype)
     module = frozen.skeleton()
-    frozen.fill(module, lambda source: frozen.tensor(source, wish.dtype))
+    frozen.fill(module, lambda name: frozen.tensor(name, dtype))
     return module
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What a server process serves, where, and to how many clients."""
+
+    weights: Path
+    device: torch.device
+    options: TeacherOptions
+    address: ServerAddress
+    clients: int
+
+
+class ServerProcess:
+    """A process that serves until this one stops it or ends: then its standard input closes, and it ends too."""
+
+    def __init__(self, build: Build, config: ServerConfig) -> None:
+        try:
+            payload = pickle.dumps((config, build))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TeacherError(_cannot_import(build, str(error))) from error
+        command = [sys.executable, "-m", "samestep.teacher.server"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._process.pid
+        reply = self._start(pickle.dumps(sys.path), payload)
+        if "error" in reply:
+            self.close()
+            raise TeacherError(_cannot_import(build, reply["error"]) if reply["import_failed"] else reply["error"])
+        self.address: tuple[str, int] = (reply["address"][0], reply["address"][1])
+        self.key = bytes.fromhex(reply["key"])
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process; None while it runs."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        """Stop the process; kill it if it does not stop."""
+        stdin = _opened(self._process.stdin)
+        if not stdin.closed:
+            # A forked data worker may hold the pipe open too, and then closing it has no effect: send a byte.
+            with contextlib.suppress(OSError):
+                stdin.write(_STOP)
+            with contextlib.suppress(OSError):
+                stdin.close()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _opened(self._process.stdout).close()
+
+    def _start(self, *messages: bytes) -> dict[str, Any]:
+        """Send the configuration and return the reply."""
+        line = b""
+        with contextlib.suppress(OSError):  # the process died and sends no reply
+            for message in messages:
+                _write(_opened(self._process.stdin), message)
+            line = _opened(self._process.stdout).readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        return {
+            "error": f"the teacher's server process (pid {self.pid}) ended with exit code {code} before it served: see "
+            "its last lines above; a negative code is a signal, and -9 often means out of memory",
+            "import_failed": False,
+        }
+
+
+def main() -> None:
+    """Read the configuration, load the teacher, reply with the address, and serve until the rank stops or ends."""
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    reply_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # so that output of build() is not read as the reply
+    sys.path[:] = pickle.loads(_read(sys.stdin.buffer))
+    reply, server = _open_server(_read(sys.stdin.buffer))
+    print(json.dumps(reply), file=reply_to, flush=True)
+    sys.stdin.buffer.read(len(_STOP))
+    if server is not None:
+        server.close()
+
+
+def _open_server(payload: bytes) -> tuple[dict[str, Any], Server | None]:
+    """Return the reply and the server; if it fails, an error for the rank to raise, and None."""
+    try:
+        config, build = pickle.loads(payload)
+    except Exception as error:  # noqa: BLE001  # importing a module runs its code
+        return {"error": f"{type(error).__name__}: {error}", "import_failed": True}, None
+    try:
+        # The rank has checked the names: whatever else is in the files is unused.
+        frozen = FrozenModel(build, open_weights(config.weights), unused=lambda others, own: others)
+        module = load_for_server(frozen, config.device, config.options.dtype)
+        server = Server(module, config.device, config.options, config.address, config.clients)
+    except Exception as error:  # noqa: BLE001  # whatever build() raises
+        return {"error": f"{type(error).__name__}: {error}", "import_failed": False}, None
+    return {"address": server.address, "key": server.key.hex()}, server
+
+
+def _cannot_import(build: Build, reason: str) -> str:
+    name = getattr(build, "__qualname__", type(build).__name__)
+    return (
+        f"the server process cannot import build={name} ({reason}): define it in a module next to the script and "
+        "import it, or serve from a rank with inner='rank'"
+    )
+
+
+def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    return pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES), "little"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A teacher in parts: FSDP2 over the training ranks, each holds 1/N and gathers a layer when it is needed."""
+"""Placement `sharded`: FSDP2 over the training ranks; each holds 1/N of the teacher and gathers layers when needed."""
 
 from collections import Counter
 
@@ -13,100 +13,91 @@ from samestep.environment.world import World
 from samestep.messages import format_bytes
 from samestep.parallel.submodules import repeated_blocks
 from samestep.parallel.wrapped_model import local_tensor
-from samestep.teacher.frozen_model import FrozenModel, put, target_dtype
+from samestep.teacher.frozen_model import FrozenModel, set_tensor
 from samestep.teacher.options import Ground, TeacherOptions
 
 
-class Sharded:
-    """The teacher over all ranks. Every call is one of all ranks, each for its own inputs, of any shape.
+class ShardedTeacher:
+    """A teacher that is sharded over all ranks. Every call is a collective, with inputs of any shape on each rank.
 
-    Before a call the ranks meet in one small exchange. One that comes more often than the others, or from another line,
-    is named there; without it the gathering of weights would hang, or pair with a collective of training.
+    The ranks first make a small exchange. It names a rank that calls the teacher more often than the others or from
+    another line; without it the all-gather of the weights would hang, or match a collective of training.
     """
 
     lockstep = True
 
-    def __init__(self, ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> None:
-        self._ground, self._bytes = ground, frozen.bytes_in(wish.dtype)
+    def __init__(self, context: Ground, frozen: FrozenModel, options: TeacherOptions) -> None:
+        self._comm, self._bytes = context.comm, frozen.total_bytes(options.dtype)
         self._module: nn.Module | None
-        if ground.link.alone:
-            self._module = frozen.load(ground.device, wish.dtype)
+        if context.comm.alone:
+            self._module = frozen.load(context.device, options.dtype)
         else:
-            self._module = _shard(ground, frozen, wish.dtype)
+            self._module = _shard(context, frozen, options.dtype)
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of weights that lie on this rank between two calls."""
+        """Bytes of weights on this rank between two calls."""
         if self._module is None:
             return 0
-        held = [local_tensor(parameter) for parameter in self._module.parameters()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(local_tensor(parameter).nbytes for parameter in self._module.parameters())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's outputs for this rank's inputs."""
-        self._ground.link.exchange("teacher(...)", [])
+        """Return the module's outputs for this rank's inputs."""
+        self._comm.exchange("teacher(...)", [])
         assert self._module is not None, "the teacher is closed"
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
     def describe(self) -> str:
-        """One line for the log."""
-        here, size = format_bytes(self.local_bytes), self._ground.link.world.size
+        """Return one line for the log."""
+        here, size = format_bytes(self.local_bytes), self._comm.world.size
         return f"sharded: {here} of {format_bytes(self._bytes)} on this rank of {size}, layers gathered when needed"
 
     def close(self) -> None:
-        """Let the weights go."""
+        """Free the weights."""
         self._module = None
 
 
-def place(ground: Ground, frozen: FrozenModel, wish: TeacherOptions) -> Sharded:
-    """The teacher over all ranks, each with its part."""
-    return Sharded(ground, frozen, wish)
-
-
-def _shard(ground: Ground, frozen: FrozenModel, wish: torch.dtype | None) -> nn.Module:
-    """A module of which this rank holds its part: the parts are cut from the mapped files, one tensor at a time."""
+def _shard(context: Ground, frozen: FrozenModel, dtype: torch.dtype | None) -> nn.Module:
+    """Shard the module and load this rank's part of each tensor from the mapped files, one tensor at a time."""
+    device, world = context.device, context.comm.world
     module = frozen.skeleton()
-    parameters = {frozen.source(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = {frozen.stored_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
 
-    def prepare(source: str) -> torch.Tensor:
-        """Parameters stay without memory, in the dtype they are to have; buffers are small and whole on every rank."""
-        if source in parameters:
-            return torch.empty(frozen.weights.shape(source), dtype=frozen.dtype(source, wish), device="meta")
-        there = frozen.weights.tensor(source)
-        return there.to(ground.device, target_dtype(there.dtype, wish), copy=True)
+    def prepare(name: str) -> torch.Tensor:
+        # Parameters stay on the meta device, in their final dtype. Buffers are small: every rank holds them in full.
+        if name in parameters:
+            return torch.empty(frozen.weights.shape(name), dtype=frozen.dtype(name, dtype), device="meta")
+        return frozen.copy_tensor(name, device, dtype)
 
     frozen.fill(module, prepare)
-    buffers = {name: buffer.to(ground.device) for name, buffer in module.named_buffers(remove_duplicate=False)}
-    whole = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # nothing to cut
-    mesh = init_device_mesh(ground.device.type, (ground.link.world.size,), mesh_dim_names=("teacher",))
-    for part in (*_own_blocks(module), module):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(remove_duplicate=False)}
+    scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # FSDP cannot shard them
+    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("teacher",))
+    for part in (*_untied_blocks(module), module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
 
-    def fill() -> None:
-        """Take memory for this rank's parts alone, and read them."""
-        module.to_empty(device=ground.device)
+    def load() -> None:
+        module.to_empty(device=device)
         for name, buffer in buffers.items():
-            put(module, name, buffer)
+            set_tensor(module, name, buffer)
         for name, parameter in module.named_parameters():
-            _fill(parameter, frozen.weights.tensor(frozen.source(name)), ground.link.world)
+            _load_part(parameter, frozen.weights.tensor(frozen.stored_name(name)), world)
         frozen.weights.release()
 
-    run_on_every_rank(ground.link, "loading this rank's part of the teacher", fill)
+    run_on_every_rank(context.comm, "loading this rank's part of the teacher", load)
     return module
 
 
-def _own_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers, each to be gathered alone; one that shares a weight with others goes with the rest."""
-    owners = Counter(
-        id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
-    )  # a tied weight is met under each of its owners
-    blocks = repeated_blocks(module).values()
-    return [block for block in blocks if all(owners[id(parameter)] == 1 for parameter in block.parameters())]
+def _untied_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers that can be gathered separately: those that share no weight with another module."""
+    owners = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+    layers = repeated_blocks(module).values()
+    return [layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
 
 
-def _fill(parameter: torch.Tensor, source: torch.Tensor, world: World) -> None:
-    """Copy this rank's part of a mapped tensor: only its pages are read."""
+def _load_part(parameter: torch.Tensor, source: torch.Tensor, world: World) -> None:
+    """Copy this rank's part of a mapped tensor; only its pages are read."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
             parts = source.chunk(world.size, dim=0)

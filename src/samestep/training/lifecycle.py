@@ -194,8 +194,7 @@ class Lifecycle:
         starts = list(self._loop.step_starts) if self._loop else []
         return {
             "status": status,
-            "version": __version__,
-            "torch": torch.__version__,
+            "versions": {"samestep": __version__, "torch": torch.__version__},
             "world_size": self.world.size,
             "nodes": self.world.nodes,
             "backend": self.choice.backend,
