@@ -141,7 +141,7 @@ def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
 
 def test_invalid_streams_raise():
     with Run(global_batch=4) as run:
-        with pytest.raises(DataError, match=r"has a length and items, so it is no stream: use run\.shard"):
+        with pytest.raises(DataError, match=r"has a length and items, so it is not a stream: use run\.shard"):
             run.stream(list(range(3)))
         stream = run.stream(Count(3))
         with pytest.raises(
@@ -179,6 +179,6 @@ def test_finished_epochs_and_rereading_a_stream_are_printed_once(ranks, tmp_path
         assert (
             told.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
         )
-        assert told.count("Count cannot jump: to continue at step 1 it is read from its beginning") == (
+        assert told.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (
             kind == "stream"
         )
