@@ -179,6 +179,4 @@ def test_finished_epochs_and_rereading_a_stream_are_printed_once(ranks, tmp_path
         assert (
             told.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
         )
-        assert told.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (
-            kind == "stream"
-        )
+        assert told.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (kind == "stream")
