@@ -17,17 +17,14 @@ TORCH_FREE = ("environment", "planner", "launch", "lint", "cli", "errors", "mess
 # Modules of these packages that need torch when they are imported: name -> why.
 NEEDS_TORCH = {
     "samestep.environment.gpus": "asks torch which GPUs there are",
-    "samestep.planner.memory_tracker": "follows tensors",
+    "samestep.planner.step_recorder": "follows tensors",
     "samestep.planner.model_parts": "walks modules",
     "samestep.planner.calibration": "times kernels",
     "samestep.planner.trace": "traces a model",
-    "samestep.planner.traced_step": "traces a step",
     "samestep.planner.step_timing": "times steps",
-    "samestep.planner.operations": "classifies operators of torch",
     "samestep.planner.cuda_emulation": "traces for CUDA without a GPU",
     "samestep.planner.traced_model": "traces a model",
     "samestep.planner.cluster_discovery": "reads the GPUs of this machine",
-    "samestep.cli.plan_command": "imports the tracer",
 }
 # torch itself, and packages that import it
 HEAVY = ("torch", "torchdata", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "accelerate")

@@ -121,15 +121,15 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
         ),
         (
             "none.py:build",
-            "There is no file none.py in HERE. Pass a file and its function, for example train.py:build or",
+            "none.py does not exist in HERE. Pass a file and its function, for example train.py:build or",
         ),
         (
             "nolab:build",
-            "There is no module nolab in HERE, and none is installed. Pass its dotted name from the folder",
+            "Module nolab is neither in HERE nor installed. Pass its dotted name from the folder",
         ),
         (
             "no.lab:build",
-            "There is no module no.lab in HERE, and none is installed. Pass its dotted name from the folder",
+            "Module no.lab is neither in HERE nor installed. Pass its dotted name from the folder",
         ),
         (
             "bad:build",

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.model_profile import Op
-from samestep.planner.operations import OpCall, OpCost, OpCounter, TensorShape
+from samestep.planner.step_recorder import OpCall, OpCost, OpCounter, TensorShape
 from samestep.planner.step_timing import host_seconds, replay, time_calls, time_model
 from samestep.planner.time_model import op_seconds
 from samestep.planner.trace import trace_calls, trace_model

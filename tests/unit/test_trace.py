@@ -7,9 +7,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from samestep.parallel.activation_checkpointing import checkpoint_activations
 from samestep.planner.model_profile import ModelProfile, PeakMemory
-from samestep.planner.trace import trace_model
+from samestep.planner.trace import StepConfig, StepTracer, trace_model
 from samestep.planner.traced_model import build_model
-from samestep.planner.traced_step import StepConfig, StepTracer
 
 A, H, C = 32, 64, 10
 LENGTH = 48

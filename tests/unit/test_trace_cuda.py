@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention, softmax
 
 from samestep.planner.cuda_emulation import emulate_cuda
-from samestep.planner.memory_tracker import MemorySample, MemoryTracker, cuda_workspace, fit_peak_memory
 from samestep.planner.model_profile import MemoryPoint, PeakMemory
+from samestep.planner.step_recorder import MemorySample, MemoryTracker, cuda_workspace, fit_peak_memory
 from samestep.planner.trace import trace_model
 from samestep.planner.traced_model import RealIntegers
 from samestep.torch_private import (

@@ -111,9 +111,7 @@ def _recipe_build(name: str) -> Callable[..., object]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise PlanError(
-            f"There is no file {path} in {Path.cwd()}. Pass a file and its function, for example {_EXAMPLE}."
-        )
+        raise PlanError(f"{path} does not exist in {Path.cwd()}. Pass a file and its function, for example {_EXAMPLE}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -133,7 +131,7 @@ def _import_module(name: str) -> ModuleType:
         known = False
     if not known:
         raise PlanError(
-            f"There is no module {name} in {Path.cwd()}, and none is installed. Pass its dotted name from the folder "
+            f"Module {name} is neither in {Path.cwd()} nor installed. Pass its dotted name from the folder "
             f"that contains it, for example {_EXAMPLE}."
         )
     with _importing(name):

@@ -4,9 +4,9 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -53,18 +53,6 @@ _BAR_STYLES = {
 _WHAT_IF_DEVICES = ("h100", "a100", "a10g")
 _WHAT_IF_COUNTS = (1, 2, 4, 8, 16)
 _MAX_DEVICES_PER_NODE = 8
-
-
-@dataclass(frozen=True)
-class PlanArguments:
-    """Command-line options that describe the training."""
-
-    global_batch: int  # samples per step
-    precision: str  # auto, fp32, bf16 or fp16
-    optimizer: str  # name of a class in torch.optim
-    margin: float  # fraction of a device's memory that stays free
-    channels_last: bool  # whether the model uses the channels-last memory format
-    blocks: tuple[str, ...]  # class names of the blocks; empty: detected
 
 
 @click.command("plan")
@@ -115,7 +103,9 @@ def command(
     samples: int,
     calibrate: bool,
     as_json: bool,
-    **training: object,
+    global_batch: int | None,
+    margin: float,
+    **options: Any,
 ) -> None:
     """Plan how to train a model on given GPUs: what fits, what is fastest, and why.
 
@@ -124,81 +114,80 @@ def command(
     are planned for (--gpus local), the operations of a step are timed on one of them. The exit code is 1 if nothing
     fits.
     """
-    if target is None and training["global_batch"] is None and calibrate:
+    if target is None and global_batch is None and calibrate:
         _print_calibration(*_calibrate(), as_json)
         return
-    checked = _check_arguments(target, samples, training)
+    _check_arguments(target, samples, global_batch, margin)
     if calibrate:
         _calibrate()
     clusters = list(_what_if_clusters(gpus, nodes)) if what_if else [_find_cluster(gpus, nodes)]
     with redirect_stdout(sys.stderr):  # what the user's module prints is not part of the plan or of its JSON
         with _status(f"importing {target}"):
             build = find_build(str(target), arguments)
-        planner = _Planner(checked, str(target), build)
+        planner = _Planner(str(target), build, global_batch=global_batch or 0, margin=margin, **options)
         plans = [planner.plan(cluster, available=available) for cluster, available in clusters]
     _print_plans(plans, samples if what_if else None, as_json)
     context.exit(0 if any(plan.chosen for plan in plans) else 1)
 
 
-def _check_arguments(target: str | None, samples: int, training: dict[str, object]) -> PlanArguments:
-    if target is None or training["global_batch"] is None:
+def _check_arguments(target: str | None, samples: int, global_batch: int | None, margin: float) -> None:
+    if target is None or global_batch is None:
         missing = "a function that builds the model, and a global batch" if target is None else "a global batch"
         example = quote(target or "train.py:build")
         raise PlanError(f"A plan needs {missing}: `samestep plan {example} --global-batch 256 --gpus h100:4`")
-    arguments = PlanArguments(**training)  # pyright: ignore[reportArgumentType]  # click checks the options
-    check_plan_arguments(arguments.global_batch, arguments.margin)
+    check_plan_arguments(global_batch, margin)
     if samples < 1:
         raise PlanError(f"--samples must be at least 1, got {samples}.")
-    return arguments
 
 
+@dataclass
 class _Planner:
     """Plans for several clusters; the model is traced once per precision and device type."""
 
-    def __init__(self, arguments: PlanArguments, name: str, build: Callable[[], object]) -> None:
-        self._arguments, self._name, self._build = arguments, name, build
-        self._profiles: dict[tuple[str, str], ModelProfile] = {}
+    target: str
+    build: Callable[[], object]
+    global_batch: int
+    precision: str
+    optimizer: str
+    margin: float
+    channels_last: bool
+    blocks: tuple[str, ...]
+    profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)
 
     def plan(self, cluster: ClusterSpec, *, available: bool) -> Plan:
         """The plan for a cluster; if its GPU is available here, step times are measured on it."""
         plan = self._make_plan(cluster, self._profile(cluster))
         if plan.chosen is None or cluster.device.kind != "cuda" or not available:
             return plan
-        with _status(f"timing operations of {self._name} on this GPU"):
+        with _status(f"timing operations of {self.target} on this GPU"):
             from samestep.planner.step_timing import time_on_gpu
 
+            model, micro_batch = plan.request.model, plan.chosen.micro_batch
             profile = time_on_gpu(
-                plan.request.model,
-                self._build,
-                cluster,
-                plan.chosen.micro_batch,
-                self._arguments.precision,
-                channels_last=self._arguments.channels_last,
+                model, self.build, cluster, micro_batch, self.precision, channels_last=self.channels_last
             )
         return self._make_plan(cluster, profile)
 
     def _make_plan(self, cluster: ClusterSpec, profile: ModelProfile) -> Plan:
-        arguments = self._arguments
-        options = PlanOptions(script_of(self._name), arguments.channels_last, bool(arguments.blocks))
-        return make_plan(cluster, profile, arguments.global_batch, arguments.precision, arguments.margin, options)
+        options = PlanOptions(script_of(self.target), self.channels_last, bool(self.blocks))
+        return make_plan(cluster, profile, self.global_batch, self.precision, self.margin, options)
 
     def _profile(self, cluster: ClusterSpec) -> ModelProfile:
-        arguments = self._arguments
-        precision = resolve_precision(cluster, arguments.precision)
+        precision = resolve_precision(cluster, self.precision)
         kind = "cuda" if cluster.device.kind == "cuda" else "cpu"
-        if (precision, kind) not in self._profiles:
-            with _status(f"tracing {self._name} in {precision} without memory"):
+        if (precision, kind) not in self.profiles:
+            with _status(f"tracing {self.target} in {precision} without memory"):
                 from samestep.planner.trace import trace_model
 
-                self._profiles[precision, kind] = trace_model(
-                    self._build,
-                    optimizer=arguments.optimizer,
+                self.profiles[precision, kind] = trace_model(
+                    self.build,
+                    optimizer=self.optimizer,
                     precision=precision,
-                    blocks=arguments.blocks,
+                    blocks=self.blocks,
                     target=kind,
-                    channels_last=arguments.channels_last,
+                    channels_last=self.channels_last,
                 )
-        return self._profiles[precision, kind]
+        return self.profiles[precision, kind]
 
 
 def _find_cluster(gpus: str, nodes: int | None) -> tuple[ClusterSpec, bool]:

@@ -20,8 +20,7 @@ from torch.nn import functional
 from samestep.disk import write_atomically
 from samestep.environment.world import cache_folder
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.memory_tracker import MemoryTracker
-from samestep.planner.operations import OpCounter
+from samestep.planner.step_recorder import MemoryTracker, OpCounter
 
 _MIB = 2**20
 _MATRIX_SIZES = {
@@ -41,12 +40,10 @@ class Calibration:
 
     device: str  # name that CUDA reports for the device, or "cpu" or "mps"
     device_count: int  # devices that took part in the all-reduce
-    matmul_flops: Mapping[str, tuple[tuple[float, float], ...]]
-    """(operations per matrix product, FLOP/s) by dtype, smallest product first."""
+    matmul_flops: Mapping[str, tuple[tuple[float, float], ...]]  # (operations per product, FLOP/s) by dtype
     copy_bandwidth: float  # bytes per second read and written by a copy in device memory
     host_bandwidth: float  # bytes per second from pinned host memory to the device
-    all_reduce_bandwidth: float | None
-    """Bytes per second that each device sends during an all-reduce; None with a single device."""
+    all_reduce_bandwidth: float | None  # bytes per second that each device sends; None with a single device
     launch_seconds: float  # host time to launch one operation
     date: str  # day of the measurement, such as 2025-01-31
 
@@ -75,7 +72,7 @@ def calibration_path(device: str, environ: Mapping[str, str]) -> Path:
 
 
 def read_calibration(device: str, environ: Mapping[str, str]) -> Calibration | None:
-    """The saved calibration of this device; None if there is no valid one."""
+    """The saved calibration of this device; None if it is missing or invalid."""
     try:
         fields = json.loads(calibration_path(device, environ).read_text(encoding="utf-8"))
         flops = {
@@ -245,14 +242,15 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _time_once(work: Callable[[], object], device: torch.device) -> float:
     work()  # the first call loads kernels
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all operations."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

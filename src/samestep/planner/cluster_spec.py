@@ -22,26 +22,24 @@ class DeviceSpec:
 
     name: str  # name in the table of known devices, or the name that the vendor gives it
     kind: str  # one of "cuda", "mps" and "cpu"
-    memory: int  # bytes of memory
-    memory_free: int  # bytes of memory that no process uses
+    memory: int  # bytes
+    memory_free: int  # bytes that no process uses
     bandwidth: float  # peak memory bandwidth in bytes per second
     peak_flops: Mapping[str, float]  # peak dense FLOP/s of matrix products by dtype: float32, tf32, bfloat16, float16
     source: str  # where the numbers come from: a data sheet, this machine, a calibration
-    launch_seconds: float | None = None
-    """Measured host time to launch one operation. A device that finishes sooner waits for the host."""
+    launch_seconds: float | None = None  # measured host time to launch one operation; None: estimated
+    copy_bandwidth: float | None = None  # measured bytes per second of a copy in device memory; None: estimated
     measured_flops: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Measured (operations per matrix product, FLOP/s) by dtype, smallest product first."""
-    copy_bandwidth: float | None = None
-    """Measured bytes per second of a copy in device memory; None: estimated from `bandwidth`."""
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
     """`nodes` nodes with `devices_per_node` equal devices each, and the bandwidths between them."""
 
-    device: DeviceSpec  # one of the devices. If they differ, the one with the least free memory
-    devices_per_node: int  # devices per node
-    nodes: int  # number of nodes
+    device: DeviceSpec  # if the devices differ, the one with the least free memory
+    devices_per_node: int
+    nodes: int
     host_memory: int  # bytes of host memory per node that a run may use
     cores: int  # CPU cores per node
     intra_node_bandwidth: float  # bytes per second that one device can send to other devices of its node
@@ -49,10 +47,8 @@ class ClusterSpec:
     host_bandwidth: float  # bytes per second between host memory and one device
     disk_bandwidth: float  # bytes per second that a node reads from disk
     source: str  # how the cluster is known: the --gpus option, this machine, or a SLURM job
-    efficiency: float = 0.5
-    """Fraction of the peak FLOP/s that large matrix products reach. A calibration replaces this estimate."""
-    all_reduce_measured: bool = False
-    """Whether `intra_node_bandwidth` was measured with an all-reduce instead of read from a data sheet."""
+    efficiency: float = 0.5  # fraction of the peak FLOP/s that large matrix products reach without a calibration
+    all_reduce_measured: bool = False  # whether `intra_node_bandwidth` comes from an all-reduce, not from a data sheet
     shm: int | None = None  # bytes of /dev/shm per node; None if unknown
 
     @property
@@ -161,22 +157,13 @@ def _one_device(
 
 
 _MPS = DeviceSpec(
-    "mps",
-    "mps",
-    16 * _GIB,
-    16 * _GIB,
-    273 * _GB,
-    {"float32": 6.0 * _TERA, "float16": 6.0 * _TERA},
+    *("mps", "mps", 16 * _GIB, 16 * _GIB, 273 * _GB, {"float32": 6.0 * _TERA, "float16": 6.0 * _TERA}),
     "Apple M4 Pro with 24 GiB, of which Metal recommends two thirds for the GPU; bandwidth from Apple's technical "
     "specifications, FLOP/s from 16 cores with 128 lanes at 1.47 GHz, which Apple does not publish",
     launch_seconds=2e-5,
 )
 _CPU = DeviceSpec(
-    "cpu",
-    "cpu",
-    4 * _GIB,
-    4 * _GIB,
-    10 * _GB,
+    *("cpu", "cpu", 4 * _GIB, 4 * _GIB, 10 * _GB),
     {"float32": 0.1 * _TERA, "bfloat16": 0.1 * _TERA, "float16": 0.1 * _TERA},
     "one core with AVX2 at 3 GHz (two fused multiply-adds of 8 numbers per cycle), a tenth of a socket's bandwidth",
     launch_seconds=2e-6,

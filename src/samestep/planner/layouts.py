@@ -24,8 +24,7 @@ class PlanOptions:
 
     script: str = "train.py"  # training script, or name of a recipe
     channels_last: bool = False  # whether the script passes run.wrap(channels_last=True)
-    blocks: bool = False
-    """Whether the script names the classes of its blocks, run.wrap(blocks=...), instead of having them detected."""
+    blocks: bool = False  # whether the script passes run.wrap(blocks=...); otherwise blocks are detected
 
 
 DEFAULT_OPTIONS = PlanOptions()
@@ -37,12 +36,10 @@ class Layout:
 
     strategy: Strategy  # strategy of `run.wrap`
     ranks: int  # number of ranks that train
-    shards: int
-    """Number of ranks that weights, gradients and optimizer state are sharded over; 1: every rank has a full copy."""
+    shards: int  # ranks that weights, gradients and optimizer state are sharded over; 1: a full copy on each rank
     cpu_offload: bool = False  # whether shards are kept in host memory
     activation_checkpointing: bool = False  # whether blocks recompute their activations in the backward pass
-    teacher_placement: TeacherPlacement | None = None
-    """Where `run.teacher` puts the frozen parts; None: they stay in the model, on every rank."""
+    teacher_placement: TeacherPlacement | None = None  # of the frozen parts by `run.teacher`; None: in the model
     unsupported: str | None = None  # why samestep cannot run this layout; None if it can
 
     @property
@@ -93,14 +90,11 @@ def _teacher_placements(
         "offload": cluster.device.kind == "cuda",
         "cpu": True,
     }
-    unsupported = (
-        "gradients flow through the frozen parts, and run.teacher computes no gradients"
-        if gradient_flows_through_frozen(model)
-        else None
-    )
-    for name, applies in useful.items():
+    no_gradients = "gradients flow through the frozen parts, and run.teacher computes no gradients"
+    unsupported = no_gradients if gradient_flows_through_frozen(model) else None
+    for placement, applies in useful.items():
         if applies:
-            yield name, unsupported
+            yield placement, unsupported
 
 
 def gradient_flows_through_frozen(model: ModelProfile) -> bool:

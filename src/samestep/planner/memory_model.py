@@ -22,8 +22,7 @@ class MemoryEstimate:
     gradients: int  # gradients at the end of a backward pass
     optimizer: int  # optimizer state
     activations: int  # activations, temporaries and the batch
-    buckets: int
-    """Gradients that already exist at the peak of the activations: DDP's buckets, or those of earlier micro-batches."""
+    buckets: int  # gradients that exist at the peak of the activations: DDP's buckets, or from earlier micro-batches
     gathered: int  # weights gathered from other ranks for the current blocks, and their gradients before reduce-scatter
     overhead: int  # context of the device and buffers of NCCL
     host: int  # bytes of host memory per node, for all of its ranks
@@ -67,7 +66,7 @@ def estimate_memory(
         buckets=buckets,
         gathered=_gathered(layout, model, precision) if layout.shards > 1 else 0,
         overhead=_CONTEXT[cluster.device.kind] + (_NCCL_BUFFERS if uses_nccl else 0),
-        host=_host(layout, cluster, model) + (teacher.per_node if teacher else 0),
+        host=_offloaded(layout, cluster, model) + (teacher.per_node if teacher else 0),
     )
 
 
@@ -114,7 +113,7 @@ def _gathered(layout: Layout, model: ModelProfile, precision: str) -> int:
     return min(weights, full) + min(gradients, 2 * model.gradients)
 
 
-def _host(layout: Layout, cluster: ClusterSpec, model: ModelProfile) -> int:
+def _offloaded(layout: Layout, cluster: ClusterSpec, model: ModelProfile) -> int:
     if not layout.cpu_offload:
         return 0
     state = sum(model.trainable.values()) + model.gradients + model.optimizer_state

@@ -10,7 +10,7 @@ from torch import nn
 from samestep.errors import PlanError
 from samestep.parallel.fsdp import find_blocks
 from samestep.planner.model_profile import ModelPart, ModelProfile, PeakMemory
-from samestep.planner.operations import OpCounter
+from samestep.planner.step_recorder import OpCounter
 
 _ADAM_STATES = 2  # tensors of optimizer state per parameter
 
@@ -28,7 +28,7 @@ def resolve_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) 
 
 
 def named_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
-    """The blocks that FSDP gathers one at a time, by name, in the order of the model."""
+    """The blocks that FSDP gathers separately, by name, in the order of the model."""
     found = {id(block) for block in find_blocks(model, classes)}
     return {name: module for name, module in model.named_modules() if id(module) in found}
 

@@ -32,8 +32,7 @@ class PeakMemory:
     depends on the micro-batch size and on how gradients are sharded, so all points that can be the peak are kept.
     """
 
-    points: tuple[MemoryPoint, ...]
-    """The points that are the peak for some micro-batch size and some sharding; at least one."""
+    points: tuple[MemoryPoint, ...]  # those that are the peak for some micro-batch size and some sharding
     gradients: int  # bytes of all gradients
 
     @classmethod
@@ -90,8 +89,7 @@ class MeasuredTime:
 
     device: str  # `DeviceSpec.name` of the device
     points: tuple[tuple[int, float], ...]  # (samples, seconds), at least one, smallest micro-batch first
-    host_seconds: float | None = None
-    """Host time to launch all operations of a micro-batch of any size; None if it was not measured."""
+    host_seconds: float | None = None  # host time to launch a micro-batch of any size; None if it was not measured
 
     def at(self, samples: int) -> float:
         """Seconds of a micro-batch, by linear interpolation through the points.
@@ -128,19 +126,16 @@ class ModelProfile:
     optimizer: str  # class of the optimizer, such as AdamW
     optimizer_state: int  # bytes of the optimizer state
     activations: PeakMemory  # peak memory of a step in addition to weights, gradients and optimizer state
-    checkpointed_activations: PeakMemory | None
-    """The same with activation checkpointing of every block; None if the model has no blocks."""
+    checkpointed_activations: PeakMemory | None  # with activation checkpointing of all blocks; None without blocks
     forward_flops: float  # FLOPs of the forward pass per sample
     step_flops: float  # FLOPs of forward and backward pass per sample
-    checkpointed_step_flops: float
-    """The same with activation checkpointing; equal to `step_flops` if the model has no blocks."""
+    checkpointed_step_flops: float  # with activation checkpointing; equal to `step_flops` without blocks
     ops: tuple[Op, ...]  # operators of a micro-batch of `traced_samples` samples; empty if they are unknown
     traced_samples: int  # samples in the traced micro-batch
     blocks: tuple[ModelPart, ...]  # repeated blocks; FSDP gathers each as a unit
     frozen_parts: tuple[ModelPart, ...]  # outermost submodules without trainable parameters
     method: str  # how the profile was made: traced, or measured with real micro-batches and why
-    measured_time: MeasuredTime | None = None
-    """Measured time on an available device; None: the time is estimated from `ops`."""
+    measured_time: MeasuredTime | None = None  # None: the time is estimated from `ops`
 
     @property
     def weights(self) -> int:

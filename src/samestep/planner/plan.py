@@ -28,13 +28,13 @@ _MAX_LARGER_DEVICES = 3  # number of larger devices that advice names
 class PlanRequest:
     """What a plan is made for."""
 
-    cluster: ClusterSpec  # the cluster
-    model: ModelProfile  # the model
+    cluster: ClusterSpec
+    model: ModelProfile
     global_batch: int  # samples per step, over all ranks
     precision: str  # fp32, bf16 or fp16
     tf32: bool  # whether matrix products in fp32 may use TF32
     margin: float  # fraction of a device's memory that stays free
-    options: PlanOptions = DEFAULT_OPTIONS  # options that hold for every layout
+    options: PlanOptions = DEFAULT_OPTIONS
 
     @property
     def usable_memory(self) -> int:
@@ -80,8 +80,7 @@ class Plan:
 
     request: PlanRequest  # what the plan was made for
     chosen: Candidate | None  # the fastest candidate that fits; None if none fits
-    candidates: tuple[Candidate, ...]
-    """All candidates: the chosen one, then those that fit by time, then the others by memory."""
+    candidates: tuple[Candidate, ...]  # the chosen one, then those that fit by time, then the others by memory
     advice: tuple[str, ...] = ()  # if nothing fits: what would
 
     @property

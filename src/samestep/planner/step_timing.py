@@ -25,9 +25,10 @@ from samestep.parallel.precision import (
     use_channels_last,
 )
 from samestep.parallel.submodules import frozen_parts, keep_frozen_in_eval
+from samestep.planner.calibration import synchronize
 from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.model_profile import MeasuredTime, ModelProfile, Op
-from samestep.planner.operations import CPU_ATTENTION, OpCall, OpCost, OpCounter, TensorShape
+from samestep.planner.step_recorder import CPU_ATTENTION, OpCall, OpCost, OpCounter, TensorShape
 from samestep.planner.time_model import op_seconds
 from samestep.planner.trace import MIN_SAMPLES, trace_calls
 from samestep.planner.traced_model import Build, FloatsOnMeta, Loss, TracedModel, build_model
@@ -148,18 +149,13 @@ def _device_seconds(run: Run, device: torch.device) -> float | None:
 
 def _time(run: Run, repeats: int, device: torch.device) -> tuple[float, float]:
     """Seconds per call, and host seconds to launch one."""
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
     host = time.perf_counter() - start
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeats, host / repeats
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _alternating_runs(call: OpCall, device: torch.device) -> Run:
@@ -269,7 +265,7 @@ def host_seconds(
 def _time_host(traced: TracedModel, device: torch.device, dtype: torch.dtype | None) -> float:
     batch, seconds = traced.batch(MIN_SAMPLES), list[float]()
     for _ in range(_WARM_UP + _TIMED):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         set_micro_batch(torch.zeros(MIN_SAMPLES, dtype=torch.long))
         with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():

@@ -32,15 +32,14 @@ class TeacherProfile:
     output_per_sample: int  # bytes of the outputs per sample
     working_per_sample: int = 0  # bytes per sample that the forward pass uses in addition to weights and outputs
     dtype: str = "bfloat16"  # dtype of the computation
-    resident: int = 0
-    """Bytes outside of layers, such as embeddings, which stay on the device while layers are loaded and freed."""
+    resident: int = 0  # bytes outside of layers, such as embeddings, which stay on the device with any placement
 
 
 @dataclass(frozen=True)
 class TeacherSetup:
     """The training run that a teacher is placed for."""
 
-    cluster: ClusterSpec  # the cluster
+    cluster: ClusterSpec
     ranks: int  # number of ranks that train, the same number on each node
     global_batch: int  # samples per step
     micro_batch: int  # samples per forward pass on a rank

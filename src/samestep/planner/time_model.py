@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import exp, log
 
 from samestep.planner.cluster_spec import ClusterSpec
@@ -67,8 +67,7 @@ class StepTime:
 
     def components(self) -> Mapping[str, float]:
         """Seconds by component."""
-        names = ("compute", "communication", "optimizer", "teacher")
-        return {name: getattr(self, name) for name in names}
+        return asdict(self)
 
 
 def estimate_step_time(
