@@ -54,12 +54,10 @@ def data(n=50):
     return TensorDataset(torch.randn(n, LENGTH, WIDTH, generator=generator), labels)
 
 
-def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.optim.AdamW, **wrap):
+def train(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.optim.AdamW, **wrap):
     """Train on this rank's GPU: weights, losses, gradients' norms, the optimizer and the run's choices."""
     warnings.filterwarnings("ignore", ".*ranks share 1 GPU.*")
-    warnings.filterwarnings(
-        "ignore", "TensorFloat32 tensor cores"
-    )  # fp32 was asked for by name: the advice is not wanted
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the script requested fp32 by name
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
     with Run(global_batch=12, seed=0, precision=precision, compile=compile) as run:
         torch.manual_seed(5)
@@ -94,9 +92,9 @@ def largest_difference(a, b):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_on_one_gpu_learn_in_fp32_what_one_learns(ranks, size):
-    alone = ranks(1, learn, "fp32", timeout=100)[0]
-    for result in ranks(size, learn, "fp32", timeout=100):
+def test_several_ranks_on_one_gpu_train_the_same_in_fp32(ranks, size):
+    alone = ranks(1, train, "fp32", timeout=100)[0]
+    for result in ranks(size, train, "fp32", timeout=100):
         assert result["backend"] == "gloo"
         assert largest_difference(result["weights"], alone["weights"]) < 2e-6
         assert result["losses"] == pytest.approx(alone["losses"], abs=1e-5)
@@ -104,11 +102,11 @@ def test_several_ranks_on_one_gpu_learn_in_fp32_what_one_learns(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_on_one_gpu_learn_in_bf16_what_one_learns_but_for_its_rounding(ranks, size):
-    alone = ranks(1, learn, "bf16", timeout=100)[0]
-    for result in ranks(size, learn, "bf16", timeout=100):
+def test_several_ranks_on_one_gpu_train_the_same_in_bf16_up_to_rounding(ranks, size):
+    alone = ranks(1, train, "bf16", timeout=100)[0]
+    for result in ranks(size, train, "bf16", timeout=100):
         assert result["losses"] == pytest.approx(alone["losses"], abs=0.01)
-        # where a gradient is nearly zero its sign is a matter of rounding, and Adam makes a whole step of it
+        # the sign of a gradient near zero depends on rounding, and Adam turns it into a full step
         apart = [float((result["weights"][name] - value).abs().mean()) for name, value in alone["weights"].items()]
         assert max(apart) < 5e-4
 
@@ -119,21 +117,21 @@ def in_an_nccl_group():
     )
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     try:
-        learnt = learn("fp32")
+        trained = train("fp32")
         total = torch.ones(3, device="cuda")
         dist.all_reduce(total)
-        return learnt, total.tolist()
+        return trained, total.tolist()
     finally:
         dist.destroy_process_group()
 
 
-def test_a_run_lives_in_an_nccl_group_of_one_rank_and_leaves_it_open(ranks):
-    learnt, total = ranks(1, in_an_nccl_group, timeout=100)[0]
+def test_a_run_uses_an_existing_nccl_group_and_keeps_it(ranks):
+    trained, total = ranks(1, in_an_nccl_group, timeout=100)[0]
     assert total == [1, 1, 1]
-    assert largest_difference(learnt["weights"], ranks(1, learn, "fp32", timeout=100)[0]["weights"]) == 0
+    assert largest_difference(trained["weights"], ranks(1, train, "fp32", timeout=100)[0]["weights"]) == 0
 
 
-def test_auto_is_bf16_with_tf32_and_a_fused_optimizer_and_is_said(capsys):
+def test_auto_is_bf16_with_tf32_and_a_fused_optimizer_and_is_printed(capsys):
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this GPU has no bf16")
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -141,14 +139,14 @@ def test_auto_is_bf16_with_tf32_and_a_fused_optimizer_and_is_said(capsys):
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
     capsys.readouterr()
-    learnt = learn()
-    assert learnt["choices"]["precision"] == "bf16"
-    assert learnt["choices"]["tf32"] is True
-    assert learnt["choices"]["fused"] == ["AdamW"]
-    assert (learnt["fused"], learnt["counts"]) == ([True], {"cuda"})
-    said = capsys.readouterr().out
-    assert said.count("precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off;") == 1
-    assert said.count("optimizer: fused AdamW, one kernel for all parameters (fused=False turns it off)") == 1
+    trained = train()
+    assert trained["choices"]["precision"] == "bf16"
+    assert trained["choices"]["tf32"] is True
+    assert trained["choices"]["fused"] == ["AdamW"]
+    assert (trained["fused"], trained["counts"]) == ([True], {"cuda"})
+    printed = capsys.readouterr().out
+    assert printed.count("precision: bf16 (auto: the GPU supports it), TF32 for fp32 products; torch.compile off;") == 1
+    assert printed.count("optimizer: fused AdamW, one kernel for all parameters (fused=False turns it off)") == 1
 
 
 def test_fp32_by_name_is_full_fp32():
@@ -162,7 +160,7 @@ def test_fp32_by_name_is_full_fp32():
     assert fast > 20 * strict
 
 
-def test_the_choices_stand_in_the_summary():
+def test_the_choices_are_in_the_summary():
     with Run(global_batch=10, folder="kept") as run:
         model = run.wrap(nn.Linear(WIDTH, CLASSES))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -180,19 +178,19 @@ def test_the_choices_stand_in_the_summary():
 @pytest.mark.parametrize(
     "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"capturable": True, "fused": False}]
 )
-def test_what_the_user_chose_for_an_optimizer_is_left(options):
-    learnt = learn(make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **options))
-    assert learnt["fused"] == [options.get("fused")]
-    assert learnt["choices"]["fused"] == []
+def test_options_of_the_user_for_an_optimizer_are_kept(options):
+    trained = train(make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **options))
+    assert trained["fused"] == [options.get("fused")]
+    assert trained["choices"]["fused"] == []
 
 
-def test_fused_and_default_learn_the_same():
-    fused = learn("fp32")
-    default = learn("fp32", make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=False))
+def test_fused_and_default_optimizers_train_the_same():
+    fused = train("fp32")
+    default = train("fp32", make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=False))
     assert largest_difference(fused["weights"], default["weights"]) < 1e-5
 
 
-def test_a_restored_optimizer_is_fused_and_goes_on_where_it_stood():
+def test_a_restored_optimizer_is_fused_and_continues():
     def weights(change):
         torch.manual_seed(0)
         with Run(global_batch=50, seed=0, precision="fp32") as run:
@@ -242,7 +240,7 @@ def test_batches_copied_ahead_of_their_use_hold_the_right_values(workers):
         for epoch in run.shard(Rows(), shuffle=True, num_workers=workers).epochs(2):
             for step in epoch:
                 for values, indices in step:
-                    for _ in range(10):  # the GPU is busy here long after the next batch was asked for
+                    for _ in range(10):  # the GPU is busy long after the next batch was requested
                         slow = torch.tanh(slow @ slow)
                     expected = torch.as_tensor(step._current.indices, device=DEVICE)
                     wrong += (values != expected[:, None]).sum() + (indices != expected).sum()
@@ -254,23 +252,23 @@ def test_batches_copied_ahead_of_their_use_hold_the_right_values(workers):
 
 
 def test_an_overflow_in_fp16_drops_the_step_and_halves_the_scale(capsys):
-    learnt = learn("fp16", factor=1e7)
+    trained = train("fp16", factor=1e7)
     dropped = capsys.readouterr().out.count("a gradient overflowed in fp16 at loss scale")
     assert dropped > 0
-    assert learnt["choices"]["loss_scale"] == 65536.0 / 2**dropped
-    assert learnt["norms"][:dropped] == [0.0] * dropped
-    assert all(bool(value.isfinite().all()) for value in learnt["weights"].values())
+    assert trained["choices"]["loss_scale"] == 65536.0 / 2**dropped
+    assert trained["norms"][:dropped] == [0.0] * dropped
+    assert all(bool(value.isfinite().all()) for value in trained["weights"].values())
 
 
-def test_fp16_learns_nearly_what_fp32_learns():
-    assert largest_difference(learn("fp16")["weights"], learn("fp32")["weights"]) < 5e-3
+def test_fp16_trains_nearly_the_same_as_fp32():
+    assert largest_difference(train("fp16")["weights"], train("fp32")["weights"]) < 5e-3
 
 
-def test_gradient_checkpointing_changes_no_bit_and_saves_memory():
-    plain = learn()
-    again = learn(checkpoint=(Block,))
+def test_activation_checkpointing_changes_no_bit_and_saves_memory():
+    plain = train()
+    again = train(activation_checkpointing=(Block,))
     assert largest_difference(plain["weights"], again["weights"]) == 0
-    assert peak(checkpoint=(Block,)) < 0.7 * peak()
+    assert peak(activation_checkpointing=(Block,)) < 0.7 * peak()
 
 
 def peak(**wrap):
@@ -284,13 +282,13 @@ def peak(**wrap):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_compiled_model_learns_the_same(ranks):
-    plain, compiled = ranks(1, learn, "fp32", timeout=100)[0], ranks(1, learn, "fp32", 2, True, timeout=250)[0]
+def test_a_compiled_model_trains_the_same(ranks):
+    plain, compiled = ranks(1, train, "fp32", timeout=100)[0], ranks(1, train, "fp32", 2, True, timeout=250)[0]
     assert compiled["choices"]["compile"] is True
     assert largest_difference(plain["weights"], compiled["weights"]) < 1e-5
 
 
-def test_channels_last_learns_the_same():
+def test_channels_last_trains_the_same():
     def weights(channels_last):
         torch.manual_seed(0)
         with Run(global_batch=8, seed=0, precision="fp32") as run:
