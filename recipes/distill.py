@@ -105,9 +105,7 @@ def main(
     width: Annotated[
         int | None, typer.Option(min=32, help="of a student with random weights; default: the teacher's")
     ] = None,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="recompute the student's layers in the backward pass")
-    ] = False,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="recompute the student's activations")] = False,
     temperature: float = 2.0,
     learning_rate: float = 1e-3,
 ) -> None:

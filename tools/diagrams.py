@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation into docs/images: `python tools/diagrams.py [NAME ...]`.
 
-Every picture is a function of this module; `failure` starts a real `samestep run` and shows what it prints.
+Every picture is an entry of `PICTURES`; `failure` starts a real `samestep run` and shows what it prints.
 """
 
 import os
@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from svg_kit import Drawing
@@ -192,12 +194,89 @@ def failure() -> Drawing:
     return drawing
 
 
+@dataclass(frozen=True)
+class Stop:
+    """One box of a way through the code: a module, a function in it, and what happens there."""
+
+    module: str
+    function: str
+    first: str
+    second: str = ""
+    kind: str = "plain"
+
+
+SAMPLE = (
+    Stop("training/run.py", "Run.shard", "opens this rank's", "part of a dataset"),
+    Stop("training/shard.py", "Shard.steps", "micro-batches of every", "step of the epoch"),
+    Stop("data/permutation.py", "OrderReader.read", "which sample is at", "which position"),
+    Stop("data/partition.py", "Partition.micro_batches", "which positions this", "rank reads; padding"),
+    Stop("data/loader.py", "Loader.read", "reads them in workers,", "copies to the device"),
+    Stop("data/sample_rng.py", "SampleContext", "random numbers keyed", "by sample"),
+    Stop("training/step_loop.py", "StepLoop.run", "one step to your loop,", "then its end"),
+    Stop("training/step.py", "Step.__iter__", "one micro-batch", "to your loop"),
+    Stop("your script", "model(inputs)", "one loss per sample", kind="blue"),
+    Stop("training/step.py", "Step.mean", "scaled to the mean over", "the global batch"),
+    Stop("parallel/wrapped_model.py", "set_gradient_sync", "all-reduce with the last", "micro-batch only"),
+    Stop("data/ledger.py", "record_training", "the samples of this", "step have counted"),
+)
+TENSOR = (
+    Stop("your script", "checkpoint.save()", "on every rank", kind="blue"),
+    Stop("checkpoint/checkpoint.py", "Checkpoint.save", "at a step boundary,", "the same on all ranks"),
+    Stop("checkpoint/parts.py", "Parts.state", "state under your names,", "without wrappers"),
+    Stop("checkpoint/tensor_storage.py", "HostStaging.stage", "this rank's chunks,", "copied to host memory"),
+    Stop("checkpoint/save.py", "BackgroundSave", "a thread writes while", "training continues"),
+    Stop("checkpoint/manifest.py", "write_verified", "fsync, read back,", "SHA-256"),
+    Stop("checkpoint/save.py", "BackgroundSave._publish", "manifest, then", "one rename"),
+    Stop("checkpoint/checkpoint_folder.py", "Retention.apply", "removes the oldest,", "keeps the best"),
+    Stop("your script", "run.checkpoint(...)", "on another world size", kind="blue"),
+    Stop("checkpoint/restore.py", "restore", "newest valid one, every", "byte checked by all ranks"),
+    Stop("checkpoint/tensor_storage.py", "CheckpointReader.load_into", "the chunks that this", "rank's layout needs"),
+    Stop("checkpoint/parts.py", "Parts.prepare_load", "into your model and", "optimizer"),
+)
+FAILURE = (
+    Stop("your script", "raise ValueError", "on rank 3", kind="red"),
+    Stop("training/lifecycle.py", "Lifecycle.fail", "leaves the run, keeps", "the process group"),
+    Stop("distributed/communicator.py", "Communicator.abandon", "posts the cause to", "the shared store"),
+    Stop("distributed/rank_status.py", "StatusBoard.end", "what each rank does", "and where"),
+    Stop("distributed/communicator.py", "Communicator._explain", "on waiting ranks: who", "failed, at which line"),
+    Stop("launch/agent.py", "run_agent", "ends the other ranks,", "restarts if allowed"),
+    Stop("launch/rank_logs.py", "RankLogs", "output and error file", "of every rank"),
+    Stop("launch/launcher.py", "Launcher.run", "collects the failures", "of this node"),
+    Stop("launch/failure_report.py", "sort_by_cause", "own failures before", "lost connections"),
+    Stop("launch/failure_report.py", "format_report", "a table, then one", "traceback"),
+    Stop("cli/run_command.py", "command", "exit code of the", "first failure"),
+)
+
+
+def way(title: str, stops: tuple[Stop, ...]) -> Drawing:
+    """Draw the stops of a way in rows of four, from left to right and from top to bottom."""
+    rows = -(-len(stops) // 4)
+    drawing = Drawing(1000, 46 + rows * 122, title)
+    drawing.text(24, 36, title, "title")
+    for at, stop in enumerate(stops):
+        x, y = 24 + at % 4 * 242, 56 + at // 4 * 122
+        drawing.box(x, y, 226, 96, stop.kind)
+        drawing.text(x + 10, y + 22, stop.module, "small" if len(stop.module) > 28 else "bold small")
+        drawing.text(x + 10, y + 44, stop.function, "mono small")
+        drawing.text(x + 10, y + 65, stop.first, "soft small")
+        drawing.text(x + 10, y + 82, stop.second, "soft small")
+        if at % 4:
+            drawing.arrow(x - 15, y + 48, x - 1, y + 48)
+        elif at:
+            drawing.path(f"M860 {y - 26} L860 {y - 13} L{x + 60} {y - 13}")
+            drawing.arrow(x + 60, y - 13, x + 60, y - 1)
+    return drawing
+
+
 PICTURES = {
     "global-batch": global_batch,
     "resume": resume,
     "teacher-placements": teacher_placements,
     "checkpoint-publish": checkpoint_publish,
     "failure": failure,
+    "way-sample": partial(way, "A sample: from the dataset to the gradient", SAMPLE),
+    "way-tensor": partial(way, "A tensor: from the model to a file and back on another world size", TENSOR),
+    "way-failure": partial(way, "A failure: from an exception on rank 3 to your screen", FAILURE),
 }
 
 

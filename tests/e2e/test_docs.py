@@ -140,3 +140,25 @@ def test_a_command_is_resolved_through_its_group():
 def test_three_dots_match_anything_on_a_line():
     assert re.fullmatch(as_pattern("step 0 | ... samples/s\n"), "step 0 | 127 samples/s")
     assert not re.fullmatch(as_pattern("a ... b"), "a 1\n2 b")
+
+
+def named_functions() -> list[tuple[str, str]]:
+    """Read (module, function) from the tables of the architecture page and from the pictures of the three ways."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", page, re.MULTILINE)
+    found = [(module, name) for module, cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+    for picture in (REPOSITORY / "docs" / "images").glob("way-*.svg"):
+        found += re.findall(r">([\w/]+\.py)</text>\n<text[^>]*>([^<]+)</text>", picture.read_text())
+    return found
+
+
+def test_the_architecture_page_names_functions_that_exist():
+    named = named_functions()
+    assert len(named) > 40, "the tables or pictures were not found, so this test would check nothing"
+    missing = [f"{module} has no {name}" for module, name in named if name.split(".")[-1] not in definitions(module)]
+    assert not missing, "\n".join(["docs/architecture.md and tools/diagrams.py need an update:", *missing])
+
+
+def definitions(module: str) -> set[str]:
+    path = REPOSITORY / "src" / "samestep" / module
+    return set(re.findall(r"^\s*(?:def|class) (\w+)", path.read_text(), re.MULTILINE)) if path.exists() else set()

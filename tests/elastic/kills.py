@@ -138,5 +138,5 @@ def audited_world_sizes(out: Path) -> list[int]:
     train = next(shard for shard in json.loads(audit.stdout)["shards"] if shard["name"] == "train")
     assert [epoch["samples"] for epoch in train["epochs"]] == [SAMPLES] * EPOCHS
     assert all(epoch["complete"] for epoch in train["epochs"])
-    sizes = [start["world_size"] for start in train["starts"]]
+    sizes = [generation["world_size"] for generation in train["generations"]]
     return [sizes[0], *(now for before, now in pairwise(sizes) if now != before)]

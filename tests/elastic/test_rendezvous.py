@@ -124,8 +124,8 @@ def test_a_machine_can_listen_only_at_its_own_free_addresses():
     assert not can_listen("192.0.2.77", 29400)  # a documentation address belongs to no machine
     assert not can_listen("no-such-host.invalid", 29400)
     if own is not None and not own[4][0].startswith("127."):
-        with socket.socket() as taken:
-            taken.bind((own[4][0], 0))
-            taken.listen(1)
-            assert not can_listen(own[4][0], taken.getsockname()[1])
+        with socket.socket() as server:
+            server.bind((own[4][0], 0))
+            server.listen(1)
+            assert not can_listen(own[4][0], server.getsockname()[1])
         assert can_listen(own[4][0], 0)

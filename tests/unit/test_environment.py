@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def write_files(root, files):
-    """Write files under a root folder that stands in for `/`."""
+    """Write files under a root folder in place of `/`."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) 
     help="The file to write, or the folder to write NAME.py into; default: the current folder.",
 )
 def copy_recipe(name: str, target: Path | None) -> None:
-    """Copy the script of the recipe NAME, as a starting point for your own."""
+    """Copy the script of the recipe NAME to start your own from."""
     source = find(name)
     target = target or Path(source.name)
     if target.suffix != ".py" and not target.is_dir():

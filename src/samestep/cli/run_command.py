@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -135,7 +136,7 @@ def command(
 
 
 def _find_rendezvous(options: RendezvousOptions) -> Rendezvous:
-    """Decide where the launchers meet; if this node hosts the rendezvous, print how other nodes join it."""
+    """Decide how the launchers find each other; if this node hosts the rendezvous, print how other nodes join it."""
     generated_id = uuid4().hex
     hosted = host_on_this_node(options, generated_id, lambda: find_endpoint(options.local_address))
     if options.local_address is not None and not can_resolve(options.local_address):
@@ -152,14 +153,7 @@ def _find_rendezvous(options: RendezvousOptions) -> Rendezvous:
 
 
 def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: float | None) -> int:
-    def report_stop(number: Signals) -> int:
-        if signals.time_limit_reached:  # it stops a launcher without ranks by a signal to itself
-            _echo(f"samestep: the time limit of {job.time_limit} is over, before any rank had started")
-            return TIME_LIMIT_REACHED
-        _echo(f"samestep: stopped by {number.name}; all ranks have ended")
-        return 128 + number
-
-    signals.on_blocked_main_thread = report_stop
+    signals.on_blocked_main_thread = partial(_report_stop, job, signals)
     try:
         if deadline is not None:
             signals.set_time_limit(max(0.0, deadline - time.time()))
@@ -169,9 +163,18 @@ def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: floa
         _echo(f"samestep: logs in {job.folder / 'logs'}; set for the ranks: {explanation}")
         return Launcher(job, signals, _echo).run()
     except StoppedBySignal as stopped:
-        return report_stop(stopped.sigval)
+        return _report_stop(job, signals, stopped.sigval)
     finally:
         keep_exit_code()
+
+
+def _report_stop(job: Job, signals: SignalHandler, number: Signals) -> int:
+    """Print what stopped the launcher; returns its exit code."""
+    if signals.time_limit_reached:  # a launcher without ranks stops itself by a signal
+        _echo(f"samestep: the time limit of {job.time_limit} is over, before any rank had started")
+        return TIME_LIMIT_REACHED
+    _echo(f"samestep: stopped by {number.name}; all ranks have ended")
+    return 128 + number
 
 
 def _reopen_closed_streams() -> None:

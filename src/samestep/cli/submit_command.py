@@ -136,18 +136,19 @@ def _submit(job: SlurmJob, now: datetime) -> SubmittedJob:
 
 
 def _follow(job: SubmittedJob) -> int:
-    def show(text: bytes) -> None:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-
     try:
-        state = follow(job, show, _echo)
+        state = follow(job, _write_stdout, _echo)
     except KeyboardInterrupt:
         _echo(f"samestep: job {job.job_id} continues; cancel it with `scancel {shlex.quote(job.job_id)}`")
         return 130
     reason = f" ({state.reason})" if state.reason else ""
     _echo(f"samestep: job {job.job_id} ended: {state.state}{reason}, exit code {state.exit_code}")
     return state.exit_code
+
+
+def _write_stdout(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
 
 
 def _echo(text: str) -> None:

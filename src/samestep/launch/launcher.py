@@ -1,4 +1,10 @@
-"""Run a job on this node: start the ranks, watch them until they end, and report the first failure on the screen."""
+"""Run a job on this node: start the ranks, watch them until they end, and report the first failure on the screen.
+
+The way of a failure: `Lifecycle.fail` of the failed rank posts its status for its peers (distributed/rank_status.py)
+and writes the exception to the rank's error file. Peers that wait for it raise RankMissing. The agent sees the exit
+codes and ends the other ranks (agent.py). The launcher reads the error files and logs, sorts the failures by cause and
+prints one report (failure_report.py).
+"""
 
 import logging
 import shutil
@@ -55,26 +61,7 @@ class Launcher:
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
             self._halve_micro_batch()
             failures = self._run_attempts()
-        if not failures:
-            return 0
-        codes = [failure.code for failure in failures]
-        if is_requested_exit(codes):
-            code = PREEMPTED if PREEMPTED in codes else STOPPED
-            self._echo(format_stop(code, [self._logs.files[failure.rank] for failure in failures]))
-            return code
-        if self._signals.time_limit_reached:
-            self._echo(
-                f"samestep: the time limit of {self._job.time_limit} is over: killed {len(failures)} rank(s) that had "
-                "not ended by themselves; the last checkpoint, if there is one, is intact: start the job again to "
-                "resume"
-            )
-            return TIME_LIMIT_REACHED
-        if shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
-            self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
-        several_nodes = self._job.rendezvous.max_nodes > 1
-        host, logs = socket.gethostname(), str(self._logs.folder)
-        self._echo(format_report(failures, self._job.processes, host, logs, several_nodes))
-        return sort_by_cause(failures)[0].exit_code
+        return self._report_end(failures) if failures else 0
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""
@@ -128,6 +115,26 @@ class Launcher:
         died_of_warning = warning if warning is not None and -warning in codes else None
         if (cause := self._signals.received or died_of_warning) is not None:
             raise StoppedBySignal(f"stopped by {cause.name}", cause)
+
+    def _report_end(self, failures: list[Failure]) -> int:
+        codes = [failure.code for failure in failures]
+        if is_requested_exit(codes):
+            code = PREEMPTED if PREEMPTED in codes else STOPPED
+            self._echo(format_stop(code, [self._logs.files[failure.rank] for failure in failures]))
+            return code
+        if self._signals.time_limit_reached:
+            self._echo(
+                f"samestep: the time limit of {self._job.time_limit} is over: killed {len(failures)} rank(s) that had "
+                "not ended by themselves; the last checkpoint, if there is one, is intact: start the job again to "
+                "resume"
+            )
+            return TIME_LIMIT_REACHED
+        if shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
+            self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
+        several_nodes = self._job.rendezvous.max_nodes > 1
+        host, logs = socket.gethostname(), str(self._logs.folder)
+        self._echo(format_report(failures, self._job.processes, host, logs, several_nodes))
+        return sort_by_cause(failures)[0].exit_code
 
     def _announce_restart(self) -> None:
         self._echo(

@@ -89,7 +89,7 @@ class RankLogs:
             )
 
     def has_shown(self, rank: int) -> bool:
-        """Whether the console shows everything a rank printed, unchanged, where the launcher's messages go too."""
+        """Whether the console shows all of a rank's output, unchanged and on the stream of the launcher's messages."""
         files = self._shown
         if files is None or files.rank != rank:
             return False

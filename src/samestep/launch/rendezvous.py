@@ -107,9 +107,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
     if options.standalone or (most == 1 and all(value is None for value in given)):
         _check_standalone(options, most)
         return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, options.local_address)
-    backend = options.backend or ("c10d" if options.endpoint is not None and options.node_rank is None else "static")
-    if backend not in _BACKENDS:
-        raise LaunchError(f"--rdzv-backend {backend} is unknown: use one of {', '.join(_BACKENDS)}")
+    backend = _choose_backend(options)
     if backend == "static":
         endpoint = _static_endpoint(options, most)
         settings |= {"rank": _static_rank(options, fewest, most)}
@@ -131,6 +129,14 @@ def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], 
     if not host or not port or not can_listen(host, port):
         return rendezvous
     return replace(rendezvous, settings={**rendezvous.settings, "is_host": "1"})
+
+
+def _choose_backend(options: RendezvousOptions) -> str:
+    if options.backend is None:
+        return "c10d" if options.endpoint is not None and options.node_rank is None else "static"
+    if options.backend not in _BACKENDS:
+        raise LaunchError(f"--rdzv-backend {options.backend} is unknown: use one of {', '.join(_BACKENDS)}")
+    return options.backend
 
 
 def _check_standalone(options: RendezvousOptions, most: int) -> None:

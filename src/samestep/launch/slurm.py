@@ -241,17 +241,9 @@ class LogTail:
 def follow(job: SubmittedJob, show: Callable[[bytes], None], echo: Callable[[str], None]) -> JobState:
     """Show a job's log and why it waits, until it ends; returns its final state."""
     tail = LogTail(log_path(Path(job.folder), job.job_id))
-
-    def show_new() -> bool:
-        shown = False
-        while text := tail.read():
-            show(text)
-            shown = True
-        return shown
-
     last_reason = ""
     while not (state := StateQuery().state(job)).ended:
-        show_new()
+        _show_new(tail, show)
         reason = state.reason if state.state in ("PENDING", UNREACHABLE) else ""
         if reason not in (last_reason, ""):
             echo(f"samestep: job {job.job_id} is waiting: {reason}")
@@ -260,7 +252,16 @@ def follow(job: SubmittedJob, show: Callable[[bytes], None], echo: Callable[[str
     # The log may arrive later than the state, so wait until nothing new arrives.
     deadline = time.monotonic() + _LOG_DELAY_SECONDS
     while time.monotonic() < deadline:
-        if show_new():
+        if _show_new(tail, show):
             deadline = time.monotonic() + _LOG_DELAY_SECONDS
         time.sleep(_LOG_DELAY_SECONDS / 10)
     return state
+
+
+def _show_new(tail: LogTail, show: Callable[[bytes], None]) -> bool:
+    """Show what was written since the last call; returns whether there was anything."""
+    shown = False
+    while text := tail.read():
+        show(text)
+        shown = True
+    return shown
