@@ -23,6 +23,7 @@ from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
+from samestep.distributed.metric_sync import StepCallback
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
@@ -42,7 +43,7 @@ _NO_POSITION: Final = (
 )
 
 
-class Checkpoint:
+class Checkpoint(StepCallback):
     """Saves the parts that run.checkpoint received; created by run.checkpoint."""
 
     def __init__(
@@ -124,7 +125,7 @@ class Checkpoint:
         if save.error is not None:
             raise CheckpointError(save.error)
 
-    # StepCallback
+    # what a StepCallback does
 
     def on_step_end(self, steps: int) -> None:
         """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
