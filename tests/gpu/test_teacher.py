@@ -15,7 +15,7 @@ from samestep import Run
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.offload import file_reader, offload_blocks, pin, place_offloaded, place_on_disk, unpin
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.single_device import copy_to_shared_memory
 from samestep.teacher.weight_files import open_weights
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
@@ -28,10 +28,6 @@ PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk
 def run(tmp_path):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         yield run
-
-
-def context_of(run):
-    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -145,7 +141,7 @@ def median_seconds(call, rounds=5):
 
 def test_shared_memory_can_be_pinned(run):
     frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
-    copy = copy_to_shared_memory(context_of(run), frozen, None, writable=True)
+    copy = copy_to_shared_memory(run._lifecycle.context, frozen, None, writable=True)
     assert pin(copy.memory)
     assert copy.get("positions").is_pinned()
     assert not pin(copy.memory)  # it is pinned already: the driver refuses, without effect on later work
@@ -155,7 +151,7 @@ def test_shared_memory_can_be_pinned(run):
 
 def test_offload_overlaps_copies_and_is_bit_equal(run, deep):
     resident = FrozenModel(Deep, open_weights(deep)).load(DEVICE)
-    placed = place_offloaded(context_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
+    placed = place_offloaded(run._lifecycle.context, FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     x = torch.randn(16384, 8192, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = resident(x)
@@ -182,7 +178,7 @@ def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
     with torch.no_grad():
         expected = resident(x)
         frozen = FrozenModel(Deep, weights)
-        context, read = context_of(run), file_reader(frozen)
+        context, read = run._lifecycle.context, file_reader(frozen)
         for placed in (
             place_on_disk(context, frozen, TeacherOptions()),
             offload_blocks(context, frozen, TeacherOptions(), "offload", host=None, read=read, location="staged"),
@@ -196,7 +192,7 @@ def test_disk_and_staged_copies_are_bit_equal(run, deep, file):
 def test_offload_holds_two_blocks_on_the_gpu(run, deep):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(DEVICE)
-    placed = place_offloaded(context_of(run), FrozenModel(Deep, open_weights(deep)), TeacherOptions())
+    placed = place_offloaded(run._lifecycle.context, FrozenModel(Deep, open_weights(deep)), TeacherOptions())
     block = 2 * 8192 * 8192
     assert torch.cuda.memory_allocated(DEVICE) - before < 2.1 * block
     with torch.no_grad():

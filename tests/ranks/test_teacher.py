@@ -268,7 +268,7 @@ def choose_with_little_memory_on(rank, weights):
         patch.setattr("samestep.teacher.placement_choice.free_device_memory", lambda device: free)
         cluster = parse_cluster_spec("h100:2")
         cluster = replace(cluster, device=replace(cluster.device, memory=100 * size))
-        patch.setattr("samestep.training.run.teacher_setup", lambda *_: TeacherSetup(cluster, 2, 4, 2))
+        patch.setattr("samestep.teacher.placement_choice.teacher_setup", lambda *_: TeacherSetup(cluster, 2, 4, 2))
         return run.teacher(TinyLM, weights=weights).placement
 
 

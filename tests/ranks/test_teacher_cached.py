@@ -311,7 +311,7 @@ def test_outputs_that_cannot_be_cached_by_sample_are_rejected(ranks, weights, ca
         in messages[pooled]
     )
     assert "the teacher got tensors of shapes [(14, 6)] for the 7 samples of this batch" in messages[other_rows]
-    assert "placement='cached' stores outputs by sample, but there is no current sample: call" in messages[outside]
+    assert "placement='cached' stores outputs by sample, but no sample is current: call" in messages[outside]
 
 
 @contextmanager

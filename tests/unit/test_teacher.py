@@ -12,7 +12,7 @@ from samestep import Run
 from samestep.errors import CommunicationError, TeacherError
 from samestep.teacher.device_map import DeviceBudget, place_on_devices, split_evenly, split_in_order
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.single_device import place_in_host_memory
 from samestep.teacher.weight_files import open_weights
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
@@ -31,10 +31,6 @@ def _in_tmp_path(tmp_path, monkeypatch):
 def run(tmp_path):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         yield run
-
-
-def context_of(run):
-    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 def open_with(run, placement, weights, build=TinyLM, **options):
@@ -110,7 +106,7 @@ def test_layers_on_several_devices_give_the_same_outputs(run, split, held):
     layer = sum(p.nbytes for p in plain.blocks[0].parameters())
     rest = frozen.total_bytes() - 5 * layer
     budgets = [DeviceBudget(CPU, int(free)) for free in (rest + 2.5 * layer, 2.5 * layer, 2.5 * layer)]
-    placed = place_on_devices(context_of(run), frozen, TeacherOptions(), budgets, split, "balanced")
+    placed = place_on_devices(run._lifecycle.context, frozen, TeacherOptions(), budgets, split, "balanced")
     assert torch.equal(placed(random_tokens()), plain(random_tokens()))
     chosen = split([layer] * 5, rest, budgets)
     assert [chosen.count(device) for device in range(3)] == held
@@ -127,11 +123,12 @@ def test_an_even_split_differs_by_less_than_a_block():
 
 def test_a_teacher_that_fits_no_device_is_rejected(run):
     frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
+    context, budgets = run._lifecycle.context, [DeviceBudget(CPU, 1024)] * 2
     for split, name in ((split_evenly, "balanced"), (split_in_order, "sequential")):
         with pytest.raises(
             TeacherError, match=f"placement='{name}' would put .* on cpu, where 1.0 KiB are free for it"
         ):
-            place_on_devices(context_of(run), frozen, TeacherOptions(), [DeviceBudget(CPU, 1024)] * 2, split, name)
+            place_on_devices(context, frozen, TeacherOptions(), budgets, split, name)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +298,8 @@ def test_a_closed_teacher_has_no_module(run):
 
 
 def test_a_module_on_another_device_moves_inputs_and_outputs(run):
-    elsewhere = Ground(run._comm, torch.device("meta"), run.folder, run.print, run.once)
+    elsewhere = copy.copy(run._lifecycle.context)
+    elsewhere.device = torch.device("meta")
     frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
     placed = place_in_host_memory(elsewhere, frozen, TeacherOptions())
     seen = []

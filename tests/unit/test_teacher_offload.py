@@ -9,7 +9,7 @@ from samestep import Run
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.offload import place_offloaded, place_on_disk
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.weight_files import open_weights
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
@@ -23,10 +23,6 @@ def _in_tmp_path(tmp_path, monkeypatch):
 def run(tmp_path):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         yield run
-
-
-def context_of(run):
-    return Ground(run._comm, run.device, run.folder, run.print, run.once)
 
 
 class OutOfOrder(nn.Module):
@@ -118,7 +114,7 @@ def test_offload_holds_two_blocks_on_the_device(run):
     frozen = FrozenModel(lambda: TinyLM(blocks=6), open_weights(save(plain, "one.safetensors")))
     layer = sum(p.nbytes for p in plain.blocks[0].parameters())
     for place in (place_offloaded, place_on_disk):
-        placed = place(context_of(run), frozen, TeacherOptions())
+        placed = place(run._lifecycle.context, frozen, TeacherOptions())
         placed(random_tokens())
         held = {slot.memory.data_ptr(): slot.memory.nbytes for slot in (block.slot for block in placed._blocks)}
         assert len(held) == 2
@@ -128,7 +124,7 @@ def test_offload_holds_two_blocks_on_the_device(run):
 
 def test_the_next_block_is_copied_while_one_computes(run):
     frozen = FrozenModel(TinyLM, open_weights(save(tiny_lm(), "one.safetensors")))
-    placed = place_on_disk(context_of(run), frozen, TeacherOptions())
+    placed = place_on_disk(run._lifecycle.context, frozen, TeacherOptions())
     seen = []
     placed._module.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(placed._blocks[1].slot.block))
     placed(random_tokens())

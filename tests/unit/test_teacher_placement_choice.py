@@ -15,10 +15,9 @@ from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.teacher_costs import Placement, TeacherSetup, explain_placement
 from samestep.planner.teacher_costs import choose_placement as best_placement
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.options import Ground, TeacherOptions
-from samestep.teacher.placement_choice import choose_placement, profile_teacher
+from samestep.teacher.options import TeacherOptions
+from samestep.teacher.placement_choice import choose_placement, profile_teacher, teacher_setup
 from samestep.teacher.weight_files import open_weights
-from samestep.training.auto_plan import teacher_setup
 from tests.teachers import LENGTH, VOCABULARY, WIDTH, TinyLM, random_tokens, save, tiny_lm
 
 CPU = torch.device("cpu")
@@ -179,10 +178,9 @@ def choose(run, monkeypatch, cluster="h100:4", free=80 * GIB, host=500 * GIB, ra
     monkeypatch.setattr("samestep.teacher.placement_choice.free_host_memory", lambda: host)
     model = frozen(lambda: TinyLM(blocks=24), tiny_lm(blocks=24))
     monkeypatch.setattr(model, "bytes_of", lambda name, dtype=None: times * FrozenModel.bytes_of(model, name, dtype))
-    setting = TeacherSetup(parse_cluster_spec(cluster), ranks, 64, 64 // ranks)
-    return choose_placement(
-        Ground(run._comm, CPU, run.folder, run.print, run.once, lambda sharing: setting), model, TeacherOptions()
-    )
+    setup = TeacherSetup(parse_cluster_spec(cluster), ranks, 64, 64 // ranks)
+    monkeypatch.setattr("samestep.teacher.placement_choice.teacher_setup", lambda *_: setup)
+    return choose_placement(run._lifecycle.context, model, TeacherOptions())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from samestep.teacher.connection import (
     local_address_toward,
     server_address,
 )
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.served import Endpoint, ServedOutputs, connect_to
 from samestep.teacher.server import Server, ServerConfig, ServerProcess
 from tests.warm import free_port
@@ -262,9 +262,8 @@ def error_for(tmp_path):
     with Run(global_batch=2, folder=tmp_path / "run", start_timeout=1, step_timeout=1) as run:
 
         def wait_for(response):
-            context = Ground(run._comm, torch.device("cpu"), run.folder, run.print, run.once)
             with pytest.raises(TeacherError) as caught:
-                ServedOutputs(response, context, "rank 3", lambda: "its node is silent").result()
+                ServedOutputs(response, run._lifecycle.context, "rank 3", lambda: "its node is silent").result()
             return str(caught.value)
 
         yield wait_for

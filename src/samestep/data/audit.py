@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.audit_checks import Fault, RecordChecker, count_samples
+from samestep.data.audit_checks import RecordChecker, count_samples
 from samestep.data.ledger import BUFFER_RECORDS, Records
-from samestep.data.ledger_reader import Generation, Ledger, Position, format_ranks, read_ledger
+from samestep.data.ledger_reader import Fault, Generation, Ledger, Position, format_ranks, read_ledger
 from samestep.errors import LedgerError
 
 _STEP_BITS: Final = 40  # epoch and step are compared as one number; steps are below 2**40
@@ -107,9 +107,7 @@ def audit(folder: Path) -> AuditReport:
 
 def audit_shard(ledger: Ledger) -> ShardReport:
     """Check the ledger of one shard."""
-    faults = [Fault("corrupt file", corruption.text, ranks=corruption.ranks) for corruption in ledger.corruptions]
-    faults += _wrong_ranks(ledger)
-    notes = [*ledger.notes]
+    faults, notes = [*ledger.faults, *_wrong_ranks(ledger)], [*ledger.notes]
     description = ledger.description
     if description.drop_last and description.n is not None and description.n % description.global_batch:
         dropped = description.n % description.global_batch

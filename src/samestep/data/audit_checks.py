@@ -2,47 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from samestep.data.ledger import Records, ShardDescription
-from samestep.data.ledger_reader import Generation, format_ranks
+from samestep.data.ledger_reader import Fault, FaultKind, Generation, format_ranks
 from samestep.data.partition import steps_per_epoch
 from samestep.data.permutation import SampleOrder
-
-FaultKind = Literal[
-    "never counted",
-    "counted more than once",
-    "wrong step",
-    "wrong weight",
-    "wrong rank",
-    "corrupt file",
-    "truncated file",
-]
 
 _SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
 
 _Positions = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way in which a ledger does not show that every sample counted exactly once."""
-
-    kind: FaultKind
-    text: str
-    """The message for the user."""
-    epoch: int | None = None
-    """None if the fault is in an evaluation, or not in a single epoch."""
-    count: int = 0
-    """How many samples are affected; the fields below list the first few."""
-    positions: tuple[int, ...] = ()
-    samples: tuple[int, ...] = ()
-    """Dataset indices at these positions; empty for a stream and for samples drawn with sampling weights."""
-    steps: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

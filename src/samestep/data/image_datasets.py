@@ -95,7 +95,7 @@ def _read_idx(folder: Path, part: str) -> LabeledImages:
 
 
 def _read_idx_file(path: Path) -> Tensor:
-    """Read an idx file: four bytes, the last of which is the number of dimensions, the size of each in four bytes, data."""
+    """Read an idx file: 3 bytes, the number of dimensions in 1 byte, the size of each in 4 bytes, then the data."""
     if not path.is_file():
         raise DataError(f"{path} is missing: expected {_IMAGE_LAYOUT}")
     try:

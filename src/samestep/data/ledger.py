@@ -224,8 +224,8 @@ class ShardLedger:
     def _check_numbers(self) -> None:
         if not 0 <= self._rank < self._world_size <= _MAX_RANKS:
             raise LedgerError(
-                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the world "
-                f"size and below {_MAX_RANKS}"
+                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the "
+                f"world size and below {_MAX_RANKS}"
             )
         if not 0 <= self.generation < _MAX_RANKS:
             raise LedgerError(

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,15 @@ from samestep.data.ledger import (
     ShardDescription,
     read_description,
     valid_mask,
-)
+)  # fmt: skip
 
 Position = tuple[int, int]
 """(epoch, step)."""
+
+FaultKind = Literal[
+    "never counted", "counted more than once", "wrong step", "wrong weight", "wrong rank",
+    "corrupt file", "truncated file",
+]  # fmt: skip
 
 _RANK_FILE = re.compile(r"rank-(\d{5})\.bin")
 
@@ -44,11 +50,21 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Corruption:
-    """Something in the files that a valid ledger does not have."""
+class Fault:
+    """One way in which a ledger does not show that every sample counted exactly once."""
 
+    kind: FaultKind
     text: str
-    ranks: tuple[int, ...]
+    """The message for the user."""
+    epoch: int | None = None
+    """None if the fault is in an evaluation, or not in a single epoch."""
+    count: int = 0
+    """How many samples are affected; the fields below list the first few."""
+    positions: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    """Dataset indices at these positions; empty for a stream and for samples drawn with sampling weights."""
+    steps: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,30 +78,31 @@ class Ledger:
     trained: Records
     evaluated: Records
     evaluation_ends: Records
-    corruptions: tuple[Corruption, ...]
+    faults: tuple[Fault, ...]
+    """What is corrupt in the files."""
     notes: tuple[str, ...]
 
 
 def read_ledger(shard: Path) -> Ledger:
     """Read the files of all ranks in the folder of one shard."""
     description = read_description(shard)
-    corruptions, notes = list[Corruption](), list[str]()
+    faults, notes = list[Fault](), list[str]()
     paths = [path for path in sorted(shard.glob("rank-*.bin")) if _RANK_FILE.fullmatch(path.name)]
-    parts = [_read_file(path, corruptions, notes) for path in paths]
+    parts = [_read_file(path, faults, notes) for path in paths]
     records = np.concatenate(parts or [np.empty(0, dtype=RECORD)])
     return Ledger(
         name=shard.name,
         description=description,
-        generations=_read_generations(records, corruptions),
+        generations=_read_generations(records, faults),
         trained=records[records["kind"] == RecordKind.TRAINED],
         evaluated=records[records["kind"] == RecordKind.EVALUATED],
         evaluation_ends=records[records["kind"] == RecordKind.EVALUATION_END],
-        corruptions=tuple(corruptions),
+        faults=tuple(faults),
         notes=tuple(notes),
     )
 
 
-def _read_file(path: Path, corruptions: list[Corruption], notes: list[str]) -> Records:
+def _read_file(path: Path, faults: list[Fault], notes: list[str]) -> Records:
     """Return the valid records of one rank; add what is wrong with its file to the two lists."""
     rank = int(path.stem.removeprefix("rank-"))
     size = path.stat().st_size
@@ -97,19 +114,18 @@ def _read_file(path: Path, corruptions: list[Corruption], notes: list[str]) -> R
         notes.append(f"{path.name}: the last {incomplete} bytes are an incomplete record of a killed process; ignored")
     corrupt = np.flatnonzero(~valid[:end])
     if corrupt.size:
-        corruptions.append(
-            Corruption(f"{path.name}: {_count(corrupt.size, 'corrupt record')}, first record {corrupt[0]}", (rank,))
-        )
+        text = f"{path.name}: {_count(corrupt.size, 'corrupt record')}, first record {corrupt[0]}"
+        faults.append(Fault("corrupt file", text, ranks=(rank,)))
     own = records[:end][valid[:end]]
     foreign = own["rank"][own["rank"] != rank]
     if foreign.size:
         others = tuple(int(other) for other in np.unique(foreign))
         text = f"{path.name}: {_count(foreign.size, 'record')} of {format_ranks(others)}"
-        corruptions.append(Corruption(text, (rank, *others)))
+        faults.append(Fault("corrupt file", text, ranks=(rank, *others)))
     return own
 
 
-def _read_generations(records: Records, corruptions: list[Corruption]) -> tuple[Generation, ...]:
+def _read_generations(records: Records, faults: list[Fault]) -> tuple[Generation, ...]:
     generations = list[Generation]()
     starts = records[records["kind"] == RecordKind.START]
     ends = records[records["kind"] == RecordKind.END]
@@ -117,15 +133,14 @@ def _read_generations(records: Records, corruptions: list[Corruption]) -> tuple[
         own = starts[starts["generation"] == number]
         if not own.size:
             ranks = np.unique(records["rank"][records["generation"] == number])
-            corruptions.append(
-                Corruption(f"generation {number} has records but no start record", tuple(ranks.tolist()))
-            )
+            text = f"generation {number} has records but no start record"
+            faults.append(Fault("corrupt file", text, ranks=tuple(ranks.tolist())))
             continue
         claims = sorted({(int(start["epoch"]), int(start["step"]), int(start["count"])) for start in own})
         if len(claims) > 1:
             listed = " and ".join(f"epoch {epoch}, step {step} on {size} ranks" for epoch, step, size in claims)
             text = f"ranks disagree about the start of generation {number}: {listed}"
-            corruptions.append(Corruption(text, tuple(np.unique(own["rank"]).tolist())))
+            faults.append(Fault("corrupt file", text, ranks=tuple(np.unique(own["rank"]).tolist())))
         epoch, step, world_size = claims[0]
         generations.append(
             Generation(

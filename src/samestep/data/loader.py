@@ -310,7 +310,7 @@ def map_tensors(tree: object, function: Callable[[torch.Tensor], object], path: 
         return function(tree)
     if isinstance(tree, Mapping):
         values = {key: map_tensors(value, function, f"{path}[{key!r}]") for key, value in tree.items()}
-        return values if type(tree) is dict else type(tree)(values)  # pyright: ignore[reportCallIssue]  # a user's class
+        return values if type(tree) is dict else type(tree)(values)  # pyright: ignore[reportCallIssue]
     if isinstance(tree, tuple | list):
         items = [map_tensors(item, function, f"{path}[{i}]") for i, item in enumerate(tree)]
         if isinstance(tree, list):

@@ -63,9 +63,9 @@ class SampleOrder:
                 f"the dataset reports {self.n} samples, and samestep supports at most {MAX_SAMPLES}: check its __len__"
             )
         if self.weights is not None:
-            weights = _checked_copy(self.weights, self.n)
+            weights, cumulative = _check_weights(self.weights, self.n)
             object.__setattr__(self, "weights", weights)
-            object.__setattr__(self, "_cumulative", _cumulative_sum(weights))
+            object.__setattr__(self, "_cumulative", cumulative)
 
     def __reduce__(self) -> tuple[type["SampleOrder"], tuple[object, ...]]:
         """Pickle without the cached arrays, which are cheaper to compute than to send."""
@@ -153,8 +153,8 @@ class OrderReader:
 # Sampling with weights
 
 
-def _checked_copy(weights: _Weights, n: int) -> _Weights:
-    """Check and copy the weights, so that a later change to the caller's array does not change the order."""
+def _check_weights(weights: _Weights, n: int) -> tuple[_Weights, _Weights]:
+    """Return a copy of the weights, which later changes to the caller's array do not reach, and its cumulative sum."""
     try:
         array = np.array(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -167,26 +167,20 @@ def _checked_copy(weights: _Weights, n: int) -> _Weights:
         )
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
-        first = int(wrong[0])
         raise DataError(
-            f"{wrong.size} of {n} sampling_weights are negative, nan or infinite, first sampling_weights[{first}] = "
-            f"{array[first]}: every weight must be a number >= 0"
+            f"{wrong.size} of {n} sampling_weights are negative, nan or infinite, first sampling_weights[{wrong[0]}] = "
+            f"{array[wrong[0]]}: every weight must be a number >= 0"
         )
-    array.flags.writeable = False
-    return array
-
-
-def _cumulative_sum(weights: _Weights) -> _Weights:
-    n = weights.size
     with np.errstate(over="ignore"):
-        cumulative = np.cumsum(weights)
+        cumulative = np.cumsum(array)
     if cumulative[-1] == 0:
         raise DataError(
             f"all {n} sampling_weights are 0, so no sample can be drawn: give at least one sample a weight above 0"
         )
     if math.isinf(cumulative[-1]):
-        raise DataError(f"the sum of the {n} sampling_weights overflows float64: divide them by {weights.max()}")
-    return cumulative
+        raise DataError(f"the sum of the {n} sampling_weights overflows float64: divide them by {array.max()}")
+    array.flags.writeable = False
+    return array, cumulative
 
 
 def _draw_weighted(cumulative: _Weights, key: int, positions: _Indices) -> _Indices:

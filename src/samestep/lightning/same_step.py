@@ -13,17 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import DataError, StepError
+from samestep.lightning import gradients
 from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, check_source, find_hooks
 from samestep.lightning.epoch_metrics import LoggedValues, reduce_epoch_metrics
-from samestep.lightning.gradients import (
-    GradientWatch,
-    UnfrozenParameters,
-    UnusedParameters,
-    check_strategy,
-    check_unused_parameters,
-    raise_unused,
-    set_zero_gradients,
-)
+from samestep.lightning.gradients import GradientWatch, UnfrozenParameters, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 
@@ -54,7 +47,7 @@ class SameStep(Callback):
         epoch_settings: EpochSettings | None = None,
         unused_parameters: UnusedParameters = "error",
     ) -> None:
-        check_unused_parameters(unused_parameters)
+        gradients.check_unused_parameters(unused_parameters)
         self.unused_parameters = unused_parameters
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
         self._losses: dict[int, Tensor | float] = {}
@@ -140,7 +133,7 @@ class SameStep(Callback):
         # Sharded parameters get their gradients differently, and manual optimization may leave some out on purpose.
         watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
         if self.unused_parameters != "ignore" and pl_module.automatic_optimization and watchable:
-            check_strategy(trainer.model)
+            gradients.check_strategy(trainer.model)
             self._watch = GradientWatch(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -167,9 +160,9 @@ class SameStep(Callback):
             self._scale_hook = None
         unused = self._watch.unused() if self._watch is not None else {}
         if unused and self.unused_parameters == "error":
-            raise_unused(unused, self.batch_info.step, trainer.global_rank)
+            gradients.raise_unused(unused, self.batch_info.step, trainer.global_rank)
         if unused:
-            set_zero_gradients(unused)
+            gradients.set_zero_gradients(unused)
         if self._unfrozen is not None:
             self._unfrozen.average_gradients(trainer.optimizers)
 

@@ -151,7 +151,7 @@ def server_address(world: World) -> ServerAddress:
 
 
 def local_address_toward(host: str, port: int) -> str | None:
-    """Return the local address of the route to `host`; None if there is no route. Sends nothing."""
+    """Return the local address of the route to `host`; None without a route. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, remote in socket.getaddrinfo(host, port or _ANY_PORT, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

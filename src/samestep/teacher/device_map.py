@@ -8,12 +8,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.parallel.submodules import callable_by_itself
 from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device
 from samestep.teacher.single_device import ModuleTeacher, free_device_memory
 
@@ -33,24 +34,24 @@ Split = Callable[[Sequence[int], int, Sequence[DeviceBudget]], list[int]]
 """Given the bytes of each block, the bytes of the rest, and the devices: the index of the device of each block."""
 
 
-def place_balanced(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+def place_balanced(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
     """Split the blocks over the visible GPUs, evenly by bytes; everything else is on this rank's own GPU."""
     return place_on_devices(context, frozen, options, device_budgets(context), split_evenly, "balanced")
 
 
-def place_sequential(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+def place_sequential(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
     """Fill one GPU after another, this rank's own first."""
     return place_on_devices(context, frozen, options, device_budgets(context), split_in_order, "sequential")
 
 
-def place_custom(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+def place_custom(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
     """Put each module on the device that the user's device map names."""
 
     def load() -> nn.Module:
         if not options.device_map:
             raise TeacherError(
                 "placement='custom' needs device_map={module: device, ...}, e.g. device_map={'': 'cuda:0', 'layers.3': "
-                "'cuda:1'}; '' stands for everything that no other name covers"
+                "'cuda:1'}; '' means everything that no other name covers"
             )
         module = frozen.skeleton()
         _check_device_map(module, options.device_map)
@@ -63,7 +64,7 @@ def place_custom(context: Ground, frozen: FrozenModel, options: TeacherOptions) 
 
 
 def place_on_devices(
-    context: Ground,
+    context: RunContext,
     frozen: FrozenModel,
     options: TeacherOptions,
     budgets: Sequence[DeviceBudget],
@@ -87,7 +88,7 @@ def place_on_devices(
     return ModuleTeacher(context, module, context.device, description)
 
 
-def device_budgets(context: Ground) -> list[DeviceBudget]:
+def device_budgets(context: RunContext) -> list[DeviceBudget]:
     """Return this rank's device, then the other visible GPUs; they are divided if each rank gets at least two."""
     if context.device.type != "cuda":
         return [DeviceBudget(context.device, free_device_memory(context.device))]
@@ -187,7 +188,7 @@ def _check_device_map(module: nn.Module, device_map: Mapping[str, str]) -> None:
             close = get_close_matches(str(name), known, n=3, cutoff=0.5) or children
             raise TeacherError(
                 f"device_map names {name!r}, which is not a module of the teacher: its names are like "
-                f"{close[:_SHOWN]}; '' stands for everything that no other name covers"
+                f"{close[:_SHOWN]}; '' means everything that no other name covers"
             )
         if str(device) not in visible:
             raise TeacherError(

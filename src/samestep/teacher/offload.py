@@ -1,4 +1,4 @@
-"""Placements `offload` and `disk`: blocks are copied to the device one at a time, the next while this one computes."""
+"""Placements `offload` and `disk`: blocks are copied to the device one by one, the next while this one computes."""
 
 import os
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from typing import Final
 import torch
 from torch import nn
 
+from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device
 from samestep.teacher.single_device import aligned, copy_to_shared_memory, free_device_memory, map_files
 from samestep.teacher.weight_files import ByteRange
@@ -195,7 +196,7 @@ class OffloadedTeacher:
     that is not in its slot.
     """
 
-    def __init__(self, context: Ground, module: nn.Module, copier: BlockCopier, description: str) -> None:
+    def __init__(self, context: RunContext, module: nn.Module, copier: BlockCopier, description: str) -> None:
         self._module, self._copier, self._device, self._description = module, copier, context.device, description
         self._blocks: list[Block] = []
         self.prefetch = True
@@ -278,7 +279,7 @@ class OffloadedTeacher:
         block.slot.block = number
 
 
-def place_offloaded(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
+def place_offloaded(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
     """Copy blocks from the one copy of the node in host memory."""
     cuda = context.device.type == "cuda"
     if cuda or frozen.needs_conversion(options.dtype):
@@ -300,7 +301,7 @@ def place_offloaded(context: Ground, frozen: FrozenModel, options: TeacherOption
     return placed
 
 
-def place_on_disk(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
+def place_on_disk(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> OffloadedTeacher:
     """Copy blocks from the files, through host memory for two blocks."""
     return offload_blocks(
         context, frozen, options, "disk", host=None, read=file_reader(frozen), location="in its files"
@@ -308,7 +309,7 @@ def place_on_disk(context: Ground, frozen: FrozenModel, options: TeacherOptions)
 
 
 def offload_blocks(
-    context: Ground,
+    context: RunContext,
     frozen: FrozenModel,
     options: TeacherOptions,
     placement: str,
@@ -331,7 +332,7 @@ def offload_blocks(
         copier = BlockCopier(device, largest, host, read)
         description = (
             f"{placement}: {format_bytes(frozen.total_bytes(dtype))} {location}, {format_bytes(on_device)} on "
-            f"{device}, {len(layers)} blocks are copied there one at a time"
+            f"{device}, {len(layers)} blocks are copied there one by one"
         )
         placed = OffloadedTeacher(context, module, copier, description)
         frozen.fill(

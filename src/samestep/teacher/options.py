@@ -1,7 +1,7 @@
 """The options of run.teacher(...): the placements, which option belongs to which placement, and their checks."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
@@ -10,22 +10,7 @@ from typing import Any, Final, Protocol, TypedDict
 
 import torch
 
-from samestep.distributed.communicator import Communicator
 from samestep.errors import TeacherError
-from samestep.planner.teacher_costs import TeacherSetup
-
-
-@dataclass(frozen=True)
-class Ground:
-    """The run as a teacher sees it."""
-
-    comm: Communicator
-    device: torch.device
-    folder: Path
-    print: Callable[[str], None]
-    once: Callable[..., object]
-    teacher_setup: Callable[[int], TeacherSetup] | None = None
-    """Describes the training around the teacher, given the number of ranks per device; used to choose a placement."""
 
 
 class PlacementOptions(TypedDict, total=False):

@@ -11,13 +11,14 @@ from zlib import crc32
 
 import torch
 
+from samestep.context import RunContext
 from samestep.data.sample_rng import SampleIds, current_samples, sample_key_tensor
 from samestep.disk import describe_os_error, write_atomically
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.teacher.cache_files import Entry, RowReader, RowWriter, pack_row, unpack_row
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.options import Ground, PlacedTeacher, TeacherOptions
+from samestep.teacher.options import PlacedTeacher, TeacherOptions
 from samestep.teacher.outputs import TreeSpec, flatten, keep_top_k, to_device, unflatten
 from samestep.teacher.placement_choice import choose_placement
 from samestep.teacher.teacher import placement_function
@@ -39,10 +40,10 @@ class CachedTeacher:
     between epochs raise an error instead of returning the outputs of other inputs.
     """
 
-    def __init__(self, context: Ground, frozen: FrozenModel, options: TeacherOptions) -> None:
+    def __init__(self, context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> None:
         self._context, self._frozen, self._options = context, frozen, options
         folder = Path(options.cache or context.folder / _FOLDER).expanduser()
-        self._folder = Path(str(context.once(folder.absolute)))
+        self._folder = context.once(folder.absolute)
         context.once(_claim_folder, self._folder, _cache_key(frozen, options))
         self._writer, self._reader = RowWriter(self._folder, context.comm.world.rank), RowReader(self._folder)
         run_on_every_rank(context.comm, "reading the teacher's cache", self._reader.refresh)
@@ -193,7 +194,7 @@ def _require_samples() -> SampleIds:
     samples = current_samples()
     if samples is None:
         raise TeacherError(
-            "placement='cached' stores outputs by sample, but there is no current sample: call the teacher inside `for "
+            "placement='cached' stores outputs by sample, but no sample is current: call the teacher inside `for "
             "batch in step:` or `for batch in shard:` of a run.shard(...); the samples of a run.stream(...) have no "
             "permanent numbers"
         )

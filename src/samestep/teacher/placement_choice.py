@@ -13,18 +13,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep.context import RunContext
 from samestep.distributed.device import MemoryShare, smallest_memory_share
+from samestep.environment.world import World
 from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
+from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.plan_report import TEACHER_COLUMNS, teacher_rows
 from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherSetup, compare_placements, placement_cost
 from samestep.teacher.frozen_model import FrozenModel, blocks
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import keep_top_k
 from samestep.teacher.single_device import free_device_memory, free_host_memory
 from samestep.torch_private import without_memory
 
-_ASSUMED_LENGTH: Final = 512  # tokens of a text, if there is no example
+_ASSUMED_LENGTH: Final = 512  # tokens of a text, without an example
 _INDEX_BYTES: Final = torch.int64.itemsize  # of each of the top-k logits
 _SUM_BYTES: Final = torch.float32.itemsize  # of the log-sum-exp of each position
 _TRAINING_FRACTION: Final = 0.5  # of a device's free memory; how much training needs is not known yet
@@ -50,18 +53,17 @@ class PlacementChoice:
         return placement_cost(self.placement, call, self.profile).seconds
 
 
-def choose_placement(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> PlacementChoice:
+def choose_placement(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> PlacementChoice:
     """Choose the fastest placement that fits the rank with the least memory; rank 0 decides, and prints the table."""
     what, comm, device = "choosing a placement", context.comm, context.device
     share = smallest_memory_share(comm, what, device, float(free_device_memory(device)))
     host = int(min(float(part[0]) for part in comm.exchange(what, [float(free_host_memory())])))
 
     def choose() -> PlacementChoice:
-        assert context.teacher_setup is not None, "a placement is chosen for a training setup"
-        return _compare(context.teacher_setup(share.ranks), frozen, options, share, host)
+        setup = teacher_setup(context.world, context.config.global_batch, share.ranks)
+        return _compare(setup, frozen, options, share, host)
 
     choice = context.once(choose)  # on rank 0 only, because nodes and examples may differ
-    assert isinstance(choice, PlacementChoice)
     context.print(_format_table(choice))
     if not choice.placement:
         raise TeacherError(
@@ -69,6 +71,17 @@ def choose_placement(context: Ground, frozen: FrozenModel, options: TeacherOptio
             "dtype=, use larger or more GPUs, or pass a placement= to try it anyway"
         )
     return choice
+
+
+def teacher_setup(world: World, global_batch: int, sharing: int) -> TeacherSetup:
+    """Return the training that a teacher is placed for: the devices of this run, each shared by `sharing` ranks.
+
+    Free memory excludes what this process has already allocated, its CUDA context included.
+    """
+    cluster = cluster_of_ranks(world, sharing)
+    # A rank may see only its own GPU, so a node has at least as many as it has ranks.
+    cluster = replace(cluster, devices_per_node=max(cluster.devices_per_node, world.local_size))
+    return TeacherSetup(cluster, world.size, global_batch, -(-global_batch // world.size))
 
 
 def _compare(

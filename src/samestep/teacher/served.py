@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.teacher.connection import DISCONNECTED, Connection, connect, encode, server_address
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import TreeSpec, to_device, unflatten
 from samestep.teacher.server import Server, ServerConfig, ServerProcess, load_for_server
 
@@ -39,7 +40,7 @@ class ServedTeacher:
     never through the process group of training.
     """
 
-    def __init__(self, context: Ground, frozen: FrozenModel, options: TeacherOptions) -> None:
+    def __init__(self, context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> None:
         self._context, self._options, self._bytes = context, options, frozen.total_bytes(options.dtype)
         comm, world = context.comm, context.comm.world
         self._server_ranks = serving_ranks(world.size, 1 if options.servers is None else options.servers)
@@ -118,7 +119,7 @@ class ServedOutputs:
     """Outputs that were requested from a server."""
 
     def __init__(
-        self, response: Future[Response], context: Ground, server: str, explain_disconnect: Callable[[], str]
+        self, response: Future[Response], context: RunContext, server: str, explain_disconnect: Callable[[], str]
     ) -> None:
         self._response, self._context, self._server = response, context, server
         self._explain_disconnect = explain_disconnect
@@ -149,7 +150,7 @@ class ServedOutputs:
 def serving_ranks(size: int, servers: int) -> list[int]:
     """Return the ranks that run a server: the last of each of `servers` equal parts of the ranks.
 
-    With one server per node, each rank uses the server of its own node.
+    With one server per node, each rank uses the server on its node.
 
     >>> serving_ranks(8, 2)
     [3, 7]

@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.messages import format_bytes
 from samestep.parallel.submodules import repeated_blocks
 from samestep.parallel.wrapped_model import local_tensor
 from samestep.teacher.frozen_model import FrozenModel, set_tensor
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 
 
 class ShardedTeacher:
@@ -26,7 +27,7 @@ class ShardedTeacher:
 
     lockstep = True
 
-    def __init__(self, context: Ground, frozen: FrozenModel, options: TeacherOptions) -> None:
+    def __init__(self, context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> None:
         self._comm, self._bytes = context.comm, frozen.total_bytes(options.dtype)
         self._module: nn.Module | None
         if context.comm.alone:
@@ -58,7 +59,7 @@ class ShardedTeacher:
         self._module = None
 
 
-def _shard(context: Ground, frozen: FrozenModel, dtype: torch.dtype | None) -> nn.Module:
+def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) -> nn.Module:
     """Shard the module and load this rank's part of each tensor from the mapped files, one tensor at a time."""
     device, world = context.device, context.comm.world
     module = frozen.skeleton()

@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import nn
 
+from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.distributed.once import run_on_every_rank
@@ -21,7 +22,7 @@ from samestep.environment.hardware import read_limits
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.teacher.frozen_model import FrozenModel, move_unsaved_buffers
-from samestep.teacher.options import Ground, TeacherOptions
+from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device
 
 _CPU: Final = torch.device("cpu")
@@ -33,7 +34,7 @@ _COPYING: Final = "copying the teacher into shared memory"
 class ModuleTeacher:
     """A module whose weights stay on their devices; inputs move to it, outputs back, gradients the other way."""
 
-    def __init__(self, context: Ground, module: nn.Module, device: torch.device, description: str) -> None:
+    def __init__(self, context: RunContext, module: nn.Module, device: torch.device, description: str) -> None:
         self.module, self._home, self._description = module, context.device, description
         if any(tensor.device != self._home for tensor in (*module.parameters(), *module.buffers())):
             _move_inputs_and_outputs(module, device, self._home)
@@ -51,7 +52,7 @@ class ModuleTeacher:
         self.module = nn.Identity()
 
 
-def place_on_device(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+def place_on_device(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
     """Load a full copy on each rank's device."""
     comm, device, size, what = context.comm, context.device, frozen.total_bytes(options.dtype), "loading the teacher"
     share = memory_shares(comm, what, device, float(free_device_memory(device)))[comm.world.rank]
@@ -66,7 +67,7 @@ def place_on_device(context: Ground, frozen: FrozenModel, options: TeacherOption
     return ModuleTeacher(context, module, device, f"gpu: a copy of {format_bytes(size)} on {device} for each rank")
 
 
-def place_in_host_memory(context: Ground, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
+def place_in_host_memory(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> ModuleTeacher:
     """Keep one copy per node in host memory and compute on the CPU."""
     convert = frozen.needs_conversion(options.dtype)
     copy = copy_to_shared_memory(context, frozen, options.dtype) if convert else map_files(frozen)
@@ -113,7 +114,7 @@ def map_files(frozen: FrozenModel) -> HostCopy:
 
 
 def copy_to_shared_memory(
-    context: Ground, frozen: FrozenModel, dtype: torch.dtype | None, writable: bool = False
+    context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None, writable: bool = False
 ) -> HostCopy:
     """Copy the weights to shared memory: each rank of a node fills a part, and all map it. A collective of all ranks.
 
@@ -130,7 +131,7 @@ def copy_to_shared_memory(
         return path
 
     try:
-        path = str(context.once(reserve, per="node"))
+        path = context.once(reserve, per="node")
         mine = _part_of_rank(starts, total, *_position_on_node(comm))
         run_on_every_rank(comm, _COPYING, _fill_part, frozen, dtype, mine, path, total)
         memory = run_on_every_rank(comm, "mapping the shared teacher", _map_memory, path, total, writable)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_seconds
@@ -18,7 +19,6 @@ from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel
 from samestep.teacher.hugging_face import build_from_folder
 from samestep.teacher.options import (
     PLACEMENTS,
-    Ground,
     PendingOutputs,
     PlacedTeacher,
     TeacherOptions,
@@ -33,11 +33,11 @@ from samestep.teacher.weight_files import open_weights
 _WARM_UP_CALLS: Final = 1  # the first call loads kernels and touches memory
 _TIMED_CALLS: Final = 3
 
-Place = Callable[[Ground, FrozenModel, TeacherOptions], PlacedTeacher]
+Place = Callable[[RunContext, FrozenModel, TeacherOptions], PlacedTeacher]
 
 
 def open_teacher(
-    context: Ground,
+    context: RunContext,
     build: Build | str | Path,
     weights: str | Path | None,
     placement: str | None,

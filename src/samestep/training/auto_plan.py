@@ -20,7 +20,6 @@ from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
 from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
-from samestep.planner.teacher_costs import TeacherSetup
 from samestep.planner.trace import trace_model
 
 _ACTIVATION_MARGIN = 0.5  # of a device's memory stays free for activations if they were not traced
@@ -92,17 +91,6 @@ def plan_run(
         return None
     share = smallest_memory_share(context.comm, "planning", context.device, _free_memory(context.device))
     return context.once(_plan_on_rank0, context, model, options, example, optimizer, share)
-
-
-def teacher_setup(world: World, global_batch: int, sharing: int) -> TeacherSetup:
-    """What a teacher is placed for: the devices of this run, each shared by `sharing` ranks.
-
-    Free memory excludes what this process has already allocated, its CUDA context included.
-    """
-    cluster = cluster_of_ranks(world, sharing)
-    # a rank may see only its own GPU, so a node has at least as many as it has ranks
-    cluster = replace(cluster, devices_per_node=max(cluster.devices_per_node, world.local_size))
-    return TeacherSetup(cluster, world.size, global_batch, -(-global_batch // world.size))
 
 
 def format_comparison(compared: dict[str, object]) -> str:

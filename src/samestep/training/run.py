@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -19,9 +18,8 @@ from samestep.distributed.collectives import Collectives, PaddingFilter
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
-from samestep.teacher.options import Ground, PlacementOptions, TeacherOptions, check_placement_options
+from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
-from samestep.training.auto_plan import teacher_setup
 from samestep.training.lifecycle import Lifecycle
 from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
@@ -233,9 +231,7 @@ class Run(Collectives):
         context = self._lifecycle.context  # raises if the run is not started
         check_placement_options(placement_options)
         options = TeacherOptions(dtype, top_k, temperature, example, **placement_options)
-        setup = partial(teacher_setup, context.world, context.config.global_batch)
-        ground = Ground(context.comm, context.device, context.folder, context.print, context.once, setup)
-        teacher = open_teacher(ground, build, weights, placement, options)
+        teacher = open_teacher(context, build, weights, placement, options)
         context.on_close.append(teacher.close)  # also after a failure: other ranks may wait for what this one serves
         self._lifecycle.teachers.append(teacher)
         return teacher
