@@ -54,12 +54,10 @@ def data(n=50):
     return TensorDataset(torch.randn(n, LENGTH, WIDTH, generator=generator), labels)
 
 
-def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.optim.AdamW, **wrap):
-    """Train on this rank's GPU: weights, losses, gradients' norms, the optimizer and the run's choices."""
+def train(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.optim.AdamW, **wrap):
+    """Train on the GPU of this rank; return weights, losses, gradient norms and the choices of the run."""
     warnings.filterwarnings("ignore", ".*ranks share 1 GPU.*")
-    warnings.filterwarnings(
-        "ignore", "TensorFloat32 tensor cores"
-    )  # fp32 was asked for by name: the advice is not wanted
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 was requested explicitly
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
     with Run(global_batch=12, seed=0, precision=precision, compile=compile) as run:
         torch.manual_seed(5)
@@ -71,9 +69,9 @@ def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
             for step in epoch:
                 for inputs, labels in step:
                     assert inputs.device.type == "cuda"
-                    each = cross_entropy(model(inputs), labels, reduction="none")
-                    assert each.dtype == torch.float32  # whatever the model computes in
-                    step.mean(factor * each).backward()
+                    sample_losses = cross_entropy(model(inputs), labels, reduction="none")
+                    assert sample_losses.dtype == torch.float32  # whatever the dtype of the model
+                    step.mean(factor * sample_losses).backward()
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -89,51 +87,53 @@ def learn(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
         }
 
 
-def largest_difference(a, b):
+def max_difference(a, b):
     return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_on_one_gpu_learn_in_fp32_what_one_learns(ranks, size):
-    alone = ranks(1, learn, "fp32", timeout=100)[0]
-    for result in ranks(size, learn, "fp32", timeout=100):
+def test_several_ranks_on_one_gpu_train_the_same_in_fp32_as_one(ranks, size):
+    single = ranks(1, train, "fp32", timeout=100)[0]
+    for result in ranks(size, train, "fp32", timeout=100):
         assert result["backend"] == "gloo"
-        assert largest_difference(result["weights"], alone["weights"]) < 2e-6
-        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        assert result["norms"] == pytest.approx(alone["norms"], abs=1e-4)
+        assert max_difference(result["weights"], single["weights"]) < 2e-6
+        assert result["losses"] == pytest.approx(single["losses"], abs=1e-5)
+        assert result["norms"] == pytest.approx(single["norms"], abs=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_on_one_gpu_learn_in_bf16_what_one_learns_but_for_its_rounding(ranks, size):
-    alone = ranks(1, learn, "bf16", timeout=100)[0]
-    for result in ranks(size, learn, "bf16", timeout=100):
-        assert result["losses"] == pytest.approx(alone["losses"], abs=0.01)
-        # where a gradient is nearly zero its sign is a matter of rounding, and Adam makes a whole step of it
-        apart = [float((result["weights"][name] - value).abs().mean()) for name, value in alone["weights"].items()]
-        assert max(apart) < 5e-4
+def test_several_ranks_on_one_gpu_train_the_same_in_bf16_as_one_within_rounding(ranks, size):
+    single = ranks(1, train, "bf16", timeout=100)[0]
+    for result in ranks(size, train, "bf16", timeout=100):
+        assert result["losses"] == pytest.approx(single["losses"], abs=0.01)
+        # if a gradient is nearly zero, rounding decides its sign, and Adam makes a full step
+        differences = [
+            float((result["weights"][name] - value).abs().mean()) for name, value in single["weights"].items()
+        ]
+        assert max(differences) < 5e-4
 
 
-def in_an_nccl_group():
+def train_in_an_nccl_group():
     os.environ.update(
         warm.torchrun_variables(0, 2, 1, warm.free_port()), RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1"
     )
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     try:
-        learnt = learn("fp32")
+        result = train("fp32")
         total = torch.ones(3, device="cuda")
         dist.all_reduce(total)
-        return learnt, total.tolist()
+        return result, total.tolist()
     finally:
         dist.destroy_process_group()
 
 
-def test_a_run_lives_in_an_nccl_group_of_one_rank_and_leaves_it_open(ranks):
-    learnt, total = ranks(1, in_an_nccl_group, timeout=100)[0]
+def test_a_run_uses_an_existing_nccl_group_and_leaves_it_open(ranks):
+    result, total = ranks(1, train_in_an_nccl_group, timeout=100)[0]
     assert total == [1, 1, 1]
-    assert largest_difference(learnt["weights"], ranks(1, learn, "fp32", timeout=100)[0]["weights"]) == 0
+    assert max_difference(result["weights"], ranks(1, train, "fp32", timeout=100)[0]["weights"]) == 0
 
 
-def test_auto_is_bf16_with_tf32_and_a_fused_optimizer_and_is_said(capsys):
+def test_auto_chooses_and_logs_bf16_with_tf32_and_a_fused_optimizer(capsys):
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this GPU has no bf16")
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -141,17 +141,17 @@ def test_auto_is_bf16_with_tf32_and_a_fused_optimizer_and_is_said(capsys):
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
     capsys.readouterr()
-    learnt = learn()
-    assert learnt["choices"]["precision"] == "bf16"
-    assert learnt["choices"]["tf32"] is True
-    assert learnt["choices"]["fused"] == ["AdamW"]
-    assert (learnt["fused"], learnt["counts"]) == ([True], {"cuda"})
-    said = capsys.readouterr().out
-    assert said.count("precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off;") == 1
-    assert said.count("optimizer: fused AdamW, one kernel for all parameters (fused=False turns it off)") == 1
+    result = train()
+    assert result["choices"]["precision"] == "bf16"
+    assert result["choices"]["tf32"] is True
+    assert result["choices"]["fused"] == ["AdamW"]
+    assert (result["fused"], result["counts"]) == ([True], {"cuda"})
+    output = capsys.readouterr().out
+    assert output.count("precision: bf16 (auto: the GPU supports it), TF32 for fp32 products; torch.compile off;") == 1
+    assert output.count("optimizer: fused AdamW, one kernel for all parameters (fused=False turns it off)") == 1
 
 
-def test_fp32_by_name_is_full_fp32():
+def test_explicit_fp32_does_not_use_tf32():
     big = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     exact = (big.double() @ big.double()).float()
     with Run(global_batch=4, precision="fp32"):
@@ -162,8 +162,8 @@ def test_fp32_by_name_is_full_fp32():
     assert fast > 20 * strict
 
 
-def test_the_choices_stand_in_the_summary():
-    with Run(global_batch=10, folder="kept") as run:
+def test_the_summary_contains_the_choices():
+    with Run(global_batch=10, folder="out") as run:
         model = run.wrap(nn.Linear(WIDTH, CLASSES))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for epoch in run.shard(data()).epochs(1):
@@ -172,7 +172,7 @@ def test_the_choices_stand_in_the_summary():
                     step.mean(cross_entropy(model(inputs.mean(1)), labels, reduction="none")).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    summary = json.loads(Path("kept/summary.json").read_text())
+    summary = json.loads(Path("out/summary.json").read_text())
     assert summary["choices"]["fused"] == ["SGD"]
     assert summary["metrics"]["train/memory_bytes"] > 0
 
@@ -180,19 +180,19 @@ def test_the_choices_stand_in_the_summary():
 @pytest.mark.parametrize(
     "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"capturable": True, "fused": False}]
 )
-def test_what_the_user_chose_for_an_optimizer_is_left(options):
-    learnt = learn(make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **options))
-    assert learnt["fused"] == [options.get("fused")]
-    assert learnt["choices"]["fused"] == []
+def test_explicit_optimizer_options_are_kept(options):
+    result = train(make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **options))
+    assert result["fused"] == [options.get("fused")]
+    assert result["choices"]["fused"] == []
 
 
-def test_fused_and_default_learn_the_same():
-    fused = learn("fp32")
-    default = learn("fp32", make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=False))
-    assert largest_difference(fused["weights"], default["weights"]) < 1e-5
+def test_fused_and_default_train_the_same():
+    fused = train("fp32")
+    default = train("fp32", make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=False))
+    assert max_difference(fused["weights"], default["weights"]) < 1e-5
 
 
-def test_a_restored_optimizer_is_fused_and_goes_on_where_it_stood():
+def test_a_restored_optimizer_is_fused_and_continues_from_its_state():
     def weights(change):
         torch.manual_seed(0)
         with Run(global_batch=50, seed=0, precision="fp32") as run:
@@ -234,7 +234,7 @@ class Rows(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_copied_ahead_of_their_use_hold_the_right_values(workers):
+def test_prefetched_batches_have_the_right_values(workers):
     with Run(global_batch=8, seed=0) as run:
         slow = torch.randn(4096, 4096, device=DEVICE)
         wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -242,35 +242,35 @@ def test_batches_copied_ahead_of_their_use_hold_the_right_values(workers):
         for epoch in run.shard(Rows(), shuffle=True, num_workers=workers).epochs(2):
             for step in epoch:
                 for values, indices in step:
-                    for _ in range(10):  # the GPU is busy here long after the next batch was asked for
+                    for _ in range(10):  # keep the GPU busy until after the next batch was requested
                         slow = torch.tanh(slow @ slow)
                     expected = torch.as_tensor(step._current.indices, device=DEVICE)
                     wrong += (values != expected[:, None]).sum() + (indices != expected).sum()
                     rows += len(indices)
-                    del values, indices  # their memory is free for the next copy now
+                    del values, indices  # frees their memory for the next copy
         assert rows == 128
         assert int(wrong) == 0
-    gc.collect()  # workers of a DataLoader end with it
+    gc.collect()  # the workers end with their DataLoader
 
 
 def test_an_overflow_in_fp16_drops_the_step_and_halves_the_scale(capsys):
-    learnt = learn("fp16", factor=1e7)
+    result = train("fp16", factor=1e7)
     dropped = capsys.readouterr().out.count("a gradient overflowed in fp16 at loss scale")
     assert dropped > 0
-    assert learnt["choices"]["loss_scale"] == 65536.0 / 2**dropped
-    assert learnt["norms"][:dropped] == [0.0] * dropped
-    assert all(bool(value.isfinite().all()) for value in learnt["weights"].values())
+    assert result["choices"]["loss_scale"] == 65536.0 / 2**dropped
+    assert result["norms"][:dropped] == [0.0] * dropped
+    assert all(bool(value.isfinite().all()) for value in result["weights"].values())
 
 
-def test_fp16_learns_nearly_what_fp32_learns():
-    assert largest_difference(learn("fp16")["weights"], learn("fp32")["weights"]) < 5e-3
+def test_fp16_trains_nearly_the_same_as_fp32():
+    assert max_difference(train("fp16")["weights"], train("fp32")["weights"]) < 5e-3
 
 
-def test_gradient_checkpointing_changes_no_bit_and_saves_memory():
-    plain = learn()
-    again = learn(checkpoint=(Block,))
-    assert largest_difference(plain["weights"], again["weights"]) == 0
-    assert peak(checkpoint=(Block,)) < 0.7 * peak()
+def test_activation_checkpointing_changes_nothing_and_saves_memory():
+    plain = train()
+    checkpointed = train(activation_checkpointing=(Block,))
+    assert max_difference(plain["weights"], checkpointed["weights"]) == 0
+    assert peak(activation_checkpointing=(Block,)) < 0.7 * peak()
 
 
 def peak(**wrap):
@@ -284,13 +284,13 @@ def peak(**wrap):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_compiled_model_learns_the_same(ranks):
-    plain, compiled = ranks(1, learn, "fp32", timeout=100)[0], ranks(1, learn, "fp32", 2, True, timeout=250)[0]
+def test_a_compiled_model_trains_the_same(ranks):
+    plain, compiled = ranks(1, train, "fp32", timeout=100)[0], ranks(1, train, "fp32", 2, True, timeout=250)[0]
     assert compiled["choices"]["compile"] is True
-    assert largest_difference(plain["weights"], compiled["weights"]) < 1e-5
+    assert max_difference(plain["weights"], compiled["weights"]) < 1e-5
 
 
-def test_channels_last_learns_the_same():
+def test_channels_last_trains_the_same():
     def weights(channels_last):
         torch.manual_seed(0)
         with Run(global_batch=8, seed=0, precision="fp32") as run:
@@ -310,4 +310,4 @@ def test_channels_last_learns_the_same():
 
     plain, last = weights(False), weights(True)
     assert last["0.0.weight"].is_contiguous(memory_format=torch.channels_last)
-    assert largest_difference(plain, last) < 1e-4
+    assert max_difference(plain, last) < 1e-4

@@ -1,4 +1,4 @@
-"""What a trace predicts against what a GPU took, for three workloads of different kinds."""
+"""Predicted and actual memory on a GPU, for three different workloads."""
 
 import gc
 
@@ -63,7 +63,7 @@ def wide(samples):
 
 
 class Rows(torch.utils.data.Dataset):
-    """One example over and over."""
+    """Repeats one sample."""
 
     def __init__(self, batch, count):
         self.row, self.count = tuple(tensor[0] for tensor in batch), count
@@ -75,8 +75,8 @@ class Rows(torch.utils.data.Dataset):
         return self.row
 
 
-def took(make, samples, precision, optimizer, checkpoint, channels_last):
-    """PeakMemory of steady steps, beyond what other tests left."""
+def measured_peak(make, samples, precision, optimizer, checkpoint, channels_last):
+    """Peak memory of the steps after the first two, without what other tests left allocated."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -104,26 +104,26 @@ def took(make, samples, precision, optimizer, checkpoint, channels_last):
         (wide, 256, "fp32", torch.optim.AdamW, (), False),
     ],
 )
-def test_a_trace_predicts_the_peak_of_a_run(make, samples, precision, optimizer, checkpoint, channels_last):
+def test_a_trace_predicts_the_peak_memory_of_a_run(make, samples, precision, optimizer, checkpoint, channels_last):
     torch._C._cuda_clearCublasWorkspaces()
-    facts = trace_model(
+    profile = trace_model(
         lambda: make(4), optimizer=optimizer, precision=precision, blocks=checkpoint, channels_last=channels_last
     )
-    working = facts.checkpointed_activations if checkpoint else facts.activations
+    working = profile.checkpointed_activations if checkpoint else profile.activations
     assert working is not None
-    predicted = facts.persistent + working.at(samples)
-    real = took(make, samples, precision, optimizer, checkpoint, channels_last)
+    predicted = profile.persistent + working.at(samples)
+    real = measured_peak(make, samples, precision, optimizer, checkpoint, channels_last)
     assert predicted == pytest.approx(real, rel=CUDA_MARGIN)
 
 
-def test_a_trace_takes_no_memory_of_the_gpu():
+def test_a_trace_needs_no_gpu_memory():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     trace_model(lambda: transformer(64), precision="bf16")
     assert torch.cuda.max_memory_allocated() == before
 
 
-def test_a_model_on_the_gpu_is_refused():
+def test_a_model_built_on_the_gpu_raises():
     def build():
         model, batch = wide(2)
         model.register_buffer("count", torch.zeros(3, dtype=torch.long, device="cuda"))

@@ -1,4 +1,4 @@
-"""How long a step is said to take on the GPU at hand, against how long it takes."""
+"""Estimated and actual step time on the available GPU."""
 
 import json
 import statistics
@@ -21,14 +21,14 @@ WARM, TIMED = 4, 10
 
 
 @pytest.fixture(scope="module")
-def machines():
-    if not torch.cuda.is_available():  # before the fixture of each test says so
+def cluster():
+    if not torch.cuda.is_available():  # this fixture runs before the one that skips tests
         pytest.skip("torch sees no CUDA device here: run tests/gpu on a machine with one")
     return apply_calibration(detect_cluster(1), calibrate(torch.device(GPU, 0)))
 
 
 def small_layers(samples: int):
-    """So little to compute that the GPU waits for the host."""
+    """Layers so small that the GPU waits for the host."""
     layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
     return nn.Sequential(*layers), (torch.randn(samples, 64), torch.zeros(samples, dtype=torch.long))
 
@@ -55,19 +55,19 @@ def real_seconds(workload, samples: int) -> float:
     [(transformer, 64), (convolutions, 64), (small_layers, 16)],
     ids=lambda each: str(each)[:24],
 )
-def test_the_time_of_a_step_is_told_within_a_fifth(machines, workload, samples):
+def test_the_estimated_step_time_is_within_20_percent(cluster, workload, samples):
     def build():
         return workload(samples)
 
-    facts = trace_model(build, precision="bf16")
-    facts = time_on_gpu(facts, build, machines, samples, "bf16", channels_last=False)
-    found = {each.layout.name: each for each in make_plan(machines, facts, samples, "bf16").candidates}["single"]
+    profile = trace_model(build, precision="bf16")
+    profile = time_on_gpu(profile, build, cluster, samples, "bf16", channels_last=False)
+    found = {each.layout.name: each for each in make_plan(cluster, profile, samples, "bf16").candidates}["single"]
     assert found.micro_batch == samples
     real = real_seconds(workload, samples)
     assert found.time.total == pytest.approx(real, rel=0.2)
 
 
-def test_the_command_times_the_gpu_that_is_here(tmp_path, monkeypatch, capsys):
+def test_the_command_times_operations_on_the_local_gpu(tmp_path, monkeypatch, capsys):
     (tmp_path / "lab.py").write_text(
         "import torch\n"
         "def build():\n"
@@ -76,5 +76,5 @@ def test_the_command_times_the_gpu_that_is_here(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", "lab:build", "--global-batch", "64", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["model"]["method"].endswith("operations timed on this device")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"]["method"].endswith("operations timed on this device")

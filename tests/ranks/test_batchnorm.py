@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: statistics averaged or common, and copies that fill a batch kept out of them."""
+"""BatchNorm on several ranks: averaged or synchronized statistics, and padding rows that stay out of them."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from samestep import Run
 from samestep.parallel.batchnorm import CpuSyncBatchNorm, sync_batchnorm
-from tests.ranks.expected import batchnorm_of_one_rank
+from tests.ranks.expected import ignore_batchnorm_warning
 
 LUCK = torch.Generator().manual_seed(4)
 IMAGES = list(torch.randn(20, 2, 3, 3, generator=LUCK))
@@ -59,7 +59,7 @@ def train(make, data, global_batch, micro_batch=None, frozen=False, sync=False):
 def train_on_stream(global_batch):
     """The rows of every forward pass over a stream."""
     with Run(global_batch=global_batch) as run:
-        with batchnorm_of_one_rank():
+        with ignore_batchnorm_warning():
             model = run.wrap(Normed(images()))
         for epoch in run.stream(Images()).epochs(1):
             for step in epoch:
@@ -84,16 +84,16 @@ def vectors():
 
 
 def running_mean(*batches):
-    """What BatchNorm keeps after these batches, by hand."""
+    """The running mean of BatchNorm after these batches, computed by hand."""
     kept = torch.zeros(2)
     for batch in batches:
         kept = 0.9 * kept + 0.1 * torch.stack(batch).mean(dim=(0, 2, 3))
     return kept
 
 
-def test_copies_never_enter_the_statistics_where_a_sample_remains(ranks):
+def test_padding_does_not_enter_the_statistics_if_the_rank_has_a_sample(ranks):
     first, second = ranks(2, train, images, IMAGES[:12], 7)
-    assert first[0] == [4, 3]  # steps of 7 and 5: four and three samples here, three and two there, none filled up
+    assert first[0] == [4, 3]  # steps of 7 and 5: four and three samples here, three and two there, no padding
     assert second[0] == [3, 2]
     assert torch.allclose(first[1], running_mean(IMAGES[:4], IMAGES[7:10]))
     assert torch.allclose(second[1], running_mean(IMAGES[4:7], IMAGES[10:12]))
@@ -101,11 +101,11 @@ def test_copies_never_enter_the_statistics_where_a_sample_remains(ranks):
     assert second[3] == []
 
 
-def test_copies_stay_out_of_a_stream_too(ranks):
+def test_padding_does_not_enter_the_statistics_of_a_stream(ranks):
     assert ranks(2, train_on_stream, 7) == [[4, 3], [3, 2]]
 
 
-def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks):
+def test_running_statistics_are_averaged_over_the_ranks_for_evaluation(ranks):
     first, second = ranks(2, train, images, IMAGES[:12], 7)
     assert not torch.allclose(first[1], second[1])
     for after in (first[2], second[2]):
@@ -113,8 +113,8 @@ def test_statistics_are_averaged_for_evaluation_and_not_those_of_one_rank(ranks)
     assert torch.equal(first[2][1], second[2][1])
 
 
-def learn_from_images(run, model, after_step=lambda: None):
-    """One epoch, of which ranks see different rows."""
+def train_on_images(run, model, after_step=lambda: None):
+    """One epoch in which ranks see different rows."""
     for epoch in run.shard(IMAGES[:12]).epochs(1):
         for step in epoch:
             for x in step:
@@ -122,20 +122,20 @@ def learn_from_images(run, model, after_step=lambda: None):
             after_step()
 
 
-def evaluate_what_sleeps_already():
-    """The running mean of this rank in an evaluation that the user's own model.eval() came before."""
-    with Run(global_batch=7) as run, batchnorm_of_one_rank():
+def evaluate_in_eval_mode():
+    """The running mean of this rank in an evaluation after the user called model.eval()."""
+    with Run(global_batch=7) as run, ignore_batchnorm_warning():
         inner = Normed(images())
         model = run.wrap(inner)
-        learn_from_images(run, model)
+        train_on_images(run, model)
         before = inner.norm.running_mean.clone()
         model.eval()
         with run.evaluate(model):
             return before, inner.norm.running_mean.clone()
 
 
-def evaluate_on_the_first_rank_only():
-    with Run(global_batch=7, start_timeout=20) as run, batchnorm_of_one_rank():
+def evaluate_on_rank_0_only():
+    with Run(global_batch=7, start_timeout=20) as run, ignore_batchnorm_warning():
         model = run.wrap(Normed(images()))
         if run.is_main:
             with run.evaluate(model):
@@ -143,31 +143,31 @@ def evaluate_on_the_first_rank_only():
         run.barrier()
 
 
-def test_an_evaluation_of_one_rank_alone_is_told_and_meets_no_other_collective(ranks):
-    for text in ranks.errors(2, evaluate_on_the_first_rank_only):
+def test_an_evaluation_on_one_rank_only_raises_and_matches_no_other_collective(ranks):
+    for text in ranks.errors(2, evaluate_on_rank_0_only):
         assert "CommunicationError: rank " in text
         assert " called averaging BatchNorm statistics at test_batchnorm.py:" in text
         assert " called run.barrier at test_batchnorm.py:" in text
 
 
-def follow_statistics():
-    """The running mean of a moving average that follows buffers too, before its evaluation and in it."""
-    with Run(global_batch=7) as run, batchnorm_of_one_rank():
+def average_running_mean():
+    """The running mean of a moving average with use_buffers, before its evaluation and during it."""
+    with Run(global_batch=7) as run, ignore_batchnorm_warning():
         inner = Normed(images())
         model = run.wrap(inner)
         averaged = AveragedModel(inner, use_buffers=True)
-        learn_from_images(run, model, lambda: averaged.update_parameters(inner))
+        train_on_images(run, model, lambda: averaged.update_parameters(inner))
         before = averaged.module.norm.running_mean.clone()
         with run.evaluate(averaged) as judged:
             return before, judged.module.norm.running_mean.clone()
 
 
-def keep_statistics_of_instances():
-    """The running mean of an InstanceNorm that keeps one, before an evaluation and in it, with replicas compared."""
+def instance_norm_running_mean():
+    """The running mean of an InstanceNorm, before an evaluation and during it, with replica checks."""
     with Run(global_batch=7, replica_check_every=1) as run:
         inner = Normed(nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
         model = run.wrap(inner)
-        learn_from_images(run, model)
+        train_on_images(run, model)
         before = inner.norm.running_mean.clone()
         with run.evaluate(model):
             return before, inner.norm.running_mean.clone()
@@ -175,19 +175,19 @@ def keep_statistics_of_instances():
 
 @pytest.mark.parametrize(
     "evaluate",
-    [evaluate_what_sleeps_already, follow_statistics, keep_statistics_of_instances],
+    [evaluate_in_eval_mode, average_running_mean, instance_norm_running_mean],
     ids=lambda it: it.__name__,
 )
-def test_an_evaluation_averages_whatever_statistics_ranks_have_of_their_own(ranks, evaluate):
+def test_an_evaluation_averages_all_statistics_that_differ_between_ranks(ranks, evaluate):
     (first, after), (second, other) = ranks(2, evaluate)
     assert not torch.allclose(first, second)
     assert torch.allclose(after, (first + second) / 2)
     assert torch.equal(after, other)
 
 
-def save_what_ranks_learnt(folder):
-    """The running mean of this rank before a checkpoint, and that of the checkpoint, read by all ranks."""
-    with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
+def save_running_mean(folder):
+    """The running mean of this rank before a checkpoint, and the one in the checkpoint."""
+    with Run(global_batch=7, folder="logs") as run, ignore_batchnorm_warning():
         inner = Normed(images())
         model = run.wrap(inner)
         data = run.shard(IMAGES[:12])
@@ -198,14 +198,14 @@ def save_what_ranks_learnt(folder):
                     step.mean(model(x).squeeze(1)).backward()
         before = inner.norm.running_mean.clone()
         checkpoint.save()
-    with Run(global_batch=7, folder="logs") as run, batchnorm_of_one_rank():
+    with Run(global_batch=7, folder="logs") as run, ignore_batchnorm_warning():
         inner = Normed(images())
         run.checkpoint(folder, model=run.wrap(inner), train=run.shard(IMAGES[:12]))
         return before, inner.norm.running_mean.clone()
 
 
-def test_a_checkpoint_holds_the_average_and_not_the_statistics_of_one_rank(ranks, tmp_path):
-    (first, kept), (second, again) = ranks(2, save_what_ranks_learnt, tmp_path / "out")
+def test_a_checkpoint_holds_the_averaged_statistics(ranks, tmp_path):
+    (first, kept), (second, again) = ranks(2, save_running_mean, tmp_path / "out")
     assert not torch.allclose(first, second)
     assert torch.allclose(kept, (first + second) / 2)
     assert torch.equal(kept, again)
@@ -219,14 +219,14 @@ def wrap_twice():
         return [(str(w.message), w.filename) for w in given]
 
 
-def test_batchnorm_of_one_rank_is_warned_of_once_at_the_line_of_the_user(ranks):
+def test_unsynced_batchnorm_is_warned_of_once_at_the_users_line(ranks):
     first, second = ranks(2, wrap_twice)
     assert first == [(PER_RANK, __file__)]
     assert second == []
     assert ranks(1, wrap_twice) == [[]]
 
 
-def test_micro_batches_of_one_rank_are_not_filled_up_either(ranks):
+def test_micro_batches_of_a_single_rank_get_no_padding(ranks):
     rows, kept, _, given = ranks(1, train, images, IMAGES[:7], 7, 4)[0]
     assert rows == [4, 3]
     assert torch.allclose(kept, running_mean(IMAGES[:4], IMAGES[4:7]))
@@ -234,7 +234,7 @@ def test_micro_batches_of_one_rank_are_not_filled_up_either(ranks):
 
 
 @pytest.mark.slow
-def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
+def test_a_rank_with_only_padding_is_warned_of_once(ranks):
     by_rank = ranks(4, train, images, IMAGES[:10], 4)
     assert [rows for rows, *_ in by_rank] == [[1, 1, 1]] * 4
     assert by_rank[0][3] == [
@@ -246,20 +246,20 @@ def test_a_rank_with_nothing_but_copies_is_told_of_once(ranks):
     assert all(given == [] for *_, given in by_rank[1:])
 
 
-def test_one_row_has_no_variance_so_a_copy_joins_it_and_that_is_said(ranks):
+def test_a_single_row_has_no_variance_so_padding_is_added_with_a_warning(ranks):
     (rows0, *_, given), (rows1, *_) = ranks(2, train, vectors, ROWS[:3], 3)
     assert (rows0, rows1) == ([2], [2])
     assert "has 3 sample(s) for 2 rank(s) with 1 micro-batch(es) each, and BatchNorm needs 2 rows at a time" in given[1]
 
 
-def test_without_a_batchnorm_that_learns_all_ranks_have_equal_shapes(ranks):
+def test_without_a_trainable_batchnorm_all_ranks_have_equal_shapes(ranks):
     for rows, kept, _, given in ranks(2, train, images, IMAGES[:12], 7, None, True):
         assert rows == [4, 3]
         assert given == []
         assert not kept.any()
 
 
-def test_common_statistics_are_those_of_one_rank(ranks):
+def test_synchronized_statistics_equal_those_of_a_single_rank(ranks):
     alone = ranks(1, train, images, IMAGES[:12], 7)[0]
     for size in (2, 3):
         for _, before, after, given in ranks(size, train, images, IMAGES[:12], 7, None, False, True):
@@ -276,8 +276,8 @@ CASES = {
 }
 
 
-def normalise(case):
-    """Two uneven batches through a common norm: outputs, gradients and running statistics of this rank."""
+def normalize(case):
+    """Two uneven batches through a synchronized norm: outputs, gradients and running statistics of this rank."""
     with Run(global_batch=1) as run:
         norm = nn.BatchNorm1d(2, dtype=torch.float64, **CASES[case])
         model = sync_batchnorm(nn.Sequential(norm), torch.device("cpu"))
@@ -295,8 +295,8 @@ def normalise(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_norm_over_ranks_on_the_cpu_is_torchs_norm_over_all_rows(ranks, case):
-    (ours, first), (_, second) = ranks(2, normalise, case)
+def test_cpu_sync_batchnorm_equals_torchs_batchnorm_over_all_rows(ranks, case):
+    (ours, first), (_, second) = ranks(2, normalize, case)
     assert ours
     norm = nn.BatchNorm1d(2, dtype=torch.float64, **CASES[case])
     if norm.weight is not None:
@@ -318,7 +318,7 @@ def one_value():
         CpuSyncBatchNorm(2)(torch.ones(1 if torch.distributed.get_rank() == 0 else 0, 2))
 
 
-def test_a_norm_of_one_value_on_all_ranks_is_refused_as_torch_does(ranks):
+def test_a_norm_over_one_value_raises_as_in_torch(ranks):
     for text in ranks.errors(2, one_value):
         assert "ValueError: Expected more than 1 value per channel when training, got input size" in text
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):

@@ -1,4 +1,4 @@
-"""Copies of a wrapped model, such as a moving average or a target network, stand on their own feet."""
+"""Copies of a wrapped model, such as a moving average or a target network, are independent of it."""
 
 import copy
 
@@ -25,12 +25,12 @@ def build():
     return nn.Sequential(Block(), nn.Linear(4, 1))
 
 
-def gap_between(one, other):
+def difference(one, other):
     return (one - other).detach().abs().max().item()
 
 
 def average_while_training(options):
-    """How far a moving average's own results are from those of a new model with its weights."""
+    """The difference between the outputs of a moving average and those of a new model with its weights."""
     with Run(global_batch=4) as run:
         net = build()
         model = run.wrap(net, **options)
@@ -47,19 +47,19 @@ def average_while_training(options):
         fresh.load_state_dict(averaged.module.state_dict())
         x = torch.stack(ROWS)
         with run.evaluate(averaged) as judged:
-            gap = gap_between(judged(x), fresh(x))
-        return gap, gap_between(averaged(x), fresh(x)), gap_between(net(x), fresh(x))
+            gap = difference(judged(x), fresh(x))
+        return gap, difference(averaged(x), fresh(x)), difference(net(x), fresh(x))
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": (Block,)}, {"unused_parameters": "allow"}])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_moving_average_computes_with_its_own_weights(ranks, size, options):
+def test_a_moving_average_uses_its_own_weights(ranks, size, options):
     for evaluated, trained, moved in ranks(size, average_while_training, options):
         assert evaluated == trained == 0.0
         assert moved > 1e-3
 
 
-def follow_a_target():
+def train_with_target_network():
     with Run(global_batch=4) as run:
         net = build()
         model, target = run.wrap(net), copy.deepcopy(net).requires_grad_(False)
@@ -74,12 +74,12 @@ def follow_a_target():
 
 
 def test_a_target_network_may_be_called_in_a_step(ranks):
-    (alone,) = ranks(1, follow_a_target)
-    for weights in ranks(2, follow_a_target):
+    (alone,) = ranks(1, train_with_target_network)
+    for weights in ranks(2, train_with_target_network):
         assert torch.allclose(weights, alone, rtol=0, atol=1e-6)
 
 
-def wake_a_copy():
+def train_mode_of_a_copy():
     with Run(global_batch=4) as run:
         net = nn.Sequential(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Dropout(0.5)), nn.Linear(4, 1))
         run.wrap(net)
@@ -89,5 +89,5 @@ def wake_a_copy():
         return net[0].training, other[0].training, other[1].training
 
 
-def test_frozen_parts_of_a_copy_stay_asleep_too(ranks):
-    assert ranks(1, wake_a_copy) == [(False, False, True)]
+def test_frozen_parts_of_a_copy_stay_in_eval_mode(ranks):
+    assert ranks(1, train_mode_of_a_copy) == [(False, False, True)]

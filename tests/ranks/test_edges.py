@@ -1,4 +1,4 @@
-"""Edges where a training loop easily goes wrong without a word: each is right here, or refused with its reason."""
+"""Edge cases in which a training loop often goes wrong silently: each works, or raises with the reason."""
 
 import warnings
 
@@ -47,11 +47,11 @@ def several_runs():
     return totals
 
 
-def test_several_runs_one_after_the_other_work(ranks):
+def test_several_runs_in_one_process_work(ranks):
     assert ranks(2, several_runs) == [[(3, True)] * 3] * 2
 
 
-def test_a_run_that_is_not_open_says_so():
+def test_calls_on_a_run_that_is_not_open_raise():
     run = Run(global_batch=4)
     with pytest.raises(
         CommunicationError, match=r"run\.barrier at test_edges\.py:\d+ was called on a run that is not started"
@@ -63,13 +63,13 @@ def test_a_run_that_is_not_open_says_so():
         run.agree(True)
 
 
-def unlike_tensors():
+def different_tensors():
     with Run(global_batch=4, start_timeout=20) as run:
         run.all_reduce(torch.ones(3 + run.rank), "sum")
 
 
-def test_tensors_of_other_sizes_are_refused_instead_of_hanging(ranks):
-    for text in ranks.errors(2, unlike_tensors):
+def test_tensors_of_different_sizes_raise_instead_of_hanging(ranks):
+    for text in ranks.errors(2, different_tensors):
         assert "CommunicationError: run.all_reduce got op='sum' and" in text
         assert "pass tensors of the same shape and dtype on all ranks" in text
 
@@ -80,17 +80,17 @@ def test_a_weighted_mean_in_half_precision_does_not_overflow():
         assert (mean.item(), mean.dtype) == (100.0, torch.float16)
 
 
-def unlike_lengths():
+def different_lengths():
     with Run(global_batch=4) as run:
         run.shard(numbers(10 + run.rank))
 
 
-def test_datasets_of_unlike_lengths_are_refused(ranks):
-    for text in ranks.errors(2, unlike_lengths):
+def test_datasets_of_different_lengths_raise(ranks):
+    for text in ranks.errors(2, different_lengths):
         assert "DataError: the dataset does not have the same length on all ranks: 10 on rank 0, 11 on rank 1" in text
 
 
-def send_expanded():
+def broadcast_expanded():
     with Run(global_batch=4) as run:
         model = torch.nn.Linear(1, 1)
         model.register_buffer("mask", torch.full((1,), float(run.rank)).expand(64))
@@ -99,11 +99,11 @@ def send_expanded():
         return model.mask.tolist(), model.turned.flatten().tolist()
 
 
-def test_buffers_that_are_not_dense_arrive_whole(ranks):
-    assert ranks(2, send_expanded) == [([0.0] * 64, [0.0] * 16)] * 2
+def test_non_contiguous_buffers_are_broadcast_correctly(ranks):
+    assert ranks(2, broadcast_expanded) == [([0.0] * 64, [0.0] * 16)] * 2
 
 
-def test_a_model_is_wrapped_once():
+def test_wrapping_a_model_twice_raises():
     with Run(global_batch=4) as run:
         model = torch.nn.Linear(1, 1)
         run.wrap(model)
@@ -115,7 +115,7 @@ def test_a_model_is_wrapped_once():
             run.wrap(model)
 
 
-def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
+def test_breaking_out_of_an_epoch_keeps_the_position_after_the_last_complete_step():
     with Run(global_batch=2, seed=1) as run:
         train = run.shard(numbers())
         seen = []
@@ -133,7 +133,7 @@ def test_leaving_an_epoch_early_leaves_the_position_behind_the_last_step_done():
         assert seen == [float(i) for i in range(10)]
 
 
-def test_an_epoch_and_a_pass_cannot_be_had_twice():
+def test_an_epoch_cannot_be_iterated_twice():
     with Run(global_batch=2) as run:
         train = run.shard(numbers())
         for epoch in train.epochs(1):
@@ -145,7 +145,7 @@ def test_an_epoch_and_a_pass_cannot_be_had_twice():
         assert train.steps_per_epoch == 5
 
 
-def step_within_the_loop(micro_batch):
+def optimizer_step_in_the_loop(micro_batch):
     with Run(global_batch=4) as run:
         model = run.wrap(linear())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,43 +157,43 @@ def step_within_the_loop(micro_batch):
                     optimizer.zero_grad()
 
 
-def test_an_optimizer_that_steps_before_the_gradient_is_complete_is_refused(ranks):
-    for text in ranks.errors(2, step_within_the_loop, 1):
+def test_an_optimizer_step_before_the_gradients_are_complete_raises(ranks):
+    for text in ranks.errors(2, optimizer_step_in_the_loop, 1):
         assert "StepError: SGD.step() was called inside the loop over the micro-batches of step 0" in text
-    ranks(2, step_within_the_loop, None)  # one micro-batch a step: its gradient is complete
+    ranks(2, optimizer_step_in_the_loop, None)  # one micro-batch per step: the gradients are complete
 
 
-def learn(step, model, loss):
+def backward(step, model, loss):
     for (x,) in step:
         loss(step, model(x)[:, 0]).backward()
 
 
-def test_a_masked_mean_over_several_micro_batches_stands_alone():
+def test_a_masked_mean_over_several_micro_batches_needs_cleared_gradients():
     with Run(global_batch=4) as run:
         model = run.wrap(linear())
         train = run.shard(numbers(8), micro_batch=2)
         steps = iter(next(iter(train.epochs(1))))
         with pytest.raises(StepError, match="mixes a masked mean with other means"):
-            learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1) + step.sum(losses))
+            backward(next(steps), model, lambda step, losses: step.mean(losses, losses > -1) + step.sum(losses))
     with Run(global_batch=4) as run:
         model = run.wrap(linear())
         steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
-        learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
+        backward(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
         with pytest.raises(StepError, match=r"starts with gradients of an earlier step.*call optimizer.zero_grad\(\)"):
-            learn(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
+            backward(next(steps), model, lambda step, losses: step.mean(losses, losses > -1))
 
 
-def test_a_loss_that_is_learnt_from_after_its_loop_is_refused():
+def test_backward_after_the_micro_batch_loop_raises():
     with Run(global_batch=4) as run:
         model, held = run.wrap(linear()), []
         steps = iter(next(iter(run.shard(numbers(8), micro_batch=2).epochs(1))))
-        learn(next(steps), model, lambda step, losses: held.append(step.mean(losses)) or step.mean(losses))
+        backward(next(steps), model, lambda step, losses: held.append(step.mean(losses)) or step.mean(losses))
         for loss in held:  # of two micro-batches
             with pytest.raises(StepError, match=r"backward\(\) of a loss of step 0 ran after the loop"):
                 loss.backward()
 
 
-def test_every_generator_of_a_sample_draws_other_numbers():
+def test_each_generator_of_a_sample_draws_different_numbers():
     with Run(global_batch=4) as run:
         for step in next(iter(run.shard(numbers(4)).epochs(1))):
             for _ in step:
@@ -201,7 +201,7 @@ def test_every_generator_of_a_sample_draws_other_numbers():
                 assert len(set(draws)) == 4
 
 
-def test_what_is_logged_is_the_value_at_that_time(tmp_path):
+def test_a_logged_tensor_keeps_its_value_at_the_time_of_the_call(tmp_path):
     with Run(global_batch=4, folder=tmp_path) as run:
         total = torch.tensor(5.0)
         run.log({"train/total": total, "train/count": torch.tensor(16777217)}, step=0)
@@ -210,7 +210,7 @@ def test_what_is_logged_is_the_value_at_that_time(tmp_path):
     assert (record["train/total"], record["train/count"]) == (5.0, 16777217)
 
 
-def test_an_evaluation_of_a_stream_drops_nothing_and_keeps_to_the_micro_batch():
+def test_an_evaluation_of_a_stream_drops_nothing_and_respects_the_micro_batch():
     with Run(global_batch=4) as run:
         batches = [batch.tolist() for batch in run.stream(Count(), drop_last=True, micro_batch=2)]
         assert batches == [[0, 1], [2, 3], [4, 5], [6]]
@@ -229,13 +229,13 @@ def read_uneven(state):
         return states, seen
 
 
-def test_a_stream_in_shards_resumes_where_one_rank_has_nothing_left(ranks):
+def test_a_stream_in_shards_resumes_if_one_rank_has_no_records_left(ranks):
     whole = ranks(2, read_uneven, None)
     rest = ranks(2, read_uneven, whole[0][0][3])
     assert [part[1][8 if rank == 0 else 4 :] for rank, part in enumerate(whole)] == [part[1] for part in rest]
 
 
-def test_a_failed_start_tells_the_other_ranks(ranks):
+def test_a_failed_start_raises_on_the_other_ranks(ranks):
     first, second = ranks.errors(2, fail_in_start)
     assert "RankMissing" in first or "CommunicationError" in first
     assert "OSError: no console" in second
@@ -278,12 +278,12 @@ def train_on(dataset, drop_last):
         (Count(), True, "Count has fewer records than one global batch, and drop_last=True drops them all"),
     ],
 )
-def test_a_stream_without_a_step_is_told_on_every_rank(ranks, dataset, drop_last, message):
+def test_a_stream_without_a_step_raises_on_every_rank(ranks, dataset, drop_last, message):
     for text in ranks.errors(2, train_on, dataset, drop_last):
         assert f"DataError: {message}" in text
 
 
-def test_a_step_that_was_passed_over_is_told():
+def test_reading_a_skipped_step_raises():
     with Run(global_batch=4) as run:
         for epoch in run.shard(numbers()).epochs(1):
             steps = list(epoch)
@@ -295,7 +295,7 @@ def test_a_step_that_was_passed_over_is_told():
     ("losses", "what"),
     [(3.0, "a float"), (torch.ones(4, 0), "shape (4, 0)"), (torch.ones(4).long(), "integers (torch.int64)")],
 )
-def test_what_is_no_loss_is_told(losses, what):
+def test_invalid_losses_raise(losses, what):
     with Run(global_batch=4) as run:
         for epoch in run.shard(numbers(4)).epochs(1):
             for step in epoch:
@@ -305,7 +305,7 @@ def test_what_is_no_loss_is_told(losses, what):
     assert f"one loss for each of the 4 rows of this micro-batch, got {what}" in str(caught.value)
 
 
-def average_by_hand(learn):
+def train_with(learn):
     with Run(global_batch=4) as run, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         model = run.wrap(linear())
@@ -316,7 +316,7 @@ def average_by_hand(learn):
         return [str(warning.message) for warning in given]
 
 
-def by_hand(step, losses):
+def plain_mean(step, losses):
     losses.mean().backward()
 
 
@@ -324,22 +324,22 @@ def by_sum(step, losses):
     step.sum(losses).backward()
 
 
-def not_at_all(step, losses):
+def no_backward(step, losses):
     step.weights.sum()
 
 
-def test_a_mean_that_was_taken_by_hand_is_warned_of_once(ranks):
-    for first, *others in (ranks(1, average_by_hand, by_hand), ranks(2, average_by_hand, by_hand)):
+def test_a_backward_pass_without_step_mean_is_warned_of_once(ranks):
+    for first, *others in (ranks(1, train_with, plain_mean), ranks(2, train_with, plain_mean)):
         assert len(first) == 1
         assert first[0].startswith("a backward pass ran without step.mean or step.sum: a plain mean counts")
         assert first[0].endswith("write step.mean(losses).backward() with one loss per sample (reduction='none')")
         assert not any(others)
-    for learn in (by_sum, not_at_all):
-        assert ranks(1, average_by_hand, learn) == [[]]
+    for learn in (by_sum, no_backward):
+        assert ranks(1, train_with, learn) == [[]]
 
 
-def learn_sparsely(masked):
-    """A table of which each sample uses one row: its weights, and whether each step was finite."""
+def train_sparse(masked):
+    """An embedding of which each sample uses one row: its weights, and whether each step was finite."""
     with Run(global_batch=4) as run, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "step 2 is not finite")
         model = run.wrap(torch.nn.Embedding(12, 2, sparse=True))
@@ -359,16 +359,16 @@ def learn_sparsely(masked):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_sparse_gradients_are_judged_and_scaled_like_others(ranks, masked):
-    (alone,) = ranks(1, learn_sparsely, masked)
+def test_sparse_gradients_are_checked_and_scaled_like_dense_ones(ranks, masked):
+    (alone,) = ranks(1, train_sparse, masked)
     assert alone[1] == [True, True, False]
-    for weights, finite in ranks(2, learn_sparsely, masked):
+    for weights, finite in ranks(2, train_sparse, masked):
         assert finite == alone[1]
         assert torch.allclose(weights, alone[0], rtol=0, atol=1e-6)
 
 
 class Joined(torch.nn.Module):
-    """A dense layer whose output is added to rows of a sparse table: in the backward pass both are given one tensor."""
+    """A dense layer whose output is added to rows of a sparse embedding: both get the same gradient tensor."""
 
     def __init__(self):
         super().__init__()
@@ -378,7 +378,7 @@ class Joined(torch.nn.Module):
         return self.dense(index[:, None].double()) + self.table(index)
 
 
-def gradient_beside_a_sparse_one():
+def gradient_next_to_a_sparse_one():
     torch.manual_seed(0)
     with Run(global_batch=10) as run:
         net = Joined().double()
@@ -389,8 +389,8 @@ def gradient_beside_a_sparse_one():
         return torch.cat([net.dense.weight.grad.T, net.table.weight.grad.to_dense()]).flatten().tolist()
 
 
-def test_a_dense_layer_beside_a_sparse_table_learns_at_full_strength(ranks):
-    (alone,) = ranks(1, gradient_beside_a_sparse_one)
+def test_a_dense_layer_next_to_a_sparse_embedding_gets_the_full_gradient(ranks):
+    (alone,) = ranks(1, gradient_next_to_a_sparse_one)
     for size in (2, 3):
-        for gradient in ranks(size, gradient_beside_a_sparse_one):
+        for gradient in ranks(size, gradient_next_to_a_sparse_one):
             assert gradient == pytest.approx(alone, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once on uneven ranks, nothing that could hang, the model as it was afterwards."""
+"""Evaluation: every sample once on uneven ranks, no hangs, and the model as before afterwards."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def modes(strategy):
-    """Modes inside and after an evaluation that ends well, then one that does not."""
+    """Modes inside and after an evaluation that succeeds, and after one that raises."""
     with Run(global_batch=4) as run:
         model = run.wrap(Net(), strategy)
         inner = getattr(model, "module", model)
@@ -42,7 +42,7 @@ def modes(strategy):
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
-def test_modes_come_back_also_after_an_exception(ranks, size, strategy):
+def test_modes_are_restored_also_after_an_exception(ranks, size, strategy):
     for (inside, after, after_error), grad_enabled in ranks(size, modes, strategy):
         assert inside == ([False] * 4, False, None)
         assert after == after_error == [True, False, True, True]
@@ -50,7 +50,7 @@ def test_modes_come_back_also_after_an_exception(ranks, size, strategy):
 
 
 def count(strategy, micro_batch, n=N, batches_only=False):
-    """How many samples an evaluation sees, their sum, their largest, and the batches of this rank."""
+    """Count, sum and maximum of the samples of an evaluation, and the batches of this rank."""
     with Run(global_batch=8) as run:
         model = run.wrap(nn.Linear(4, 4), strategy)
         test = run.shard(DATA[:n], micro_batch=micro_batch)
@@ -64,7 +64,7 @@ def count(strategy, micro_batch, n=N, batches_only=False):
 
         with run.evaluate(model) as net:
             seen = run.sum(torch.ones_like(index) for index in values(net)), run.mean(values(net)), run.max(values(net))
-        for epoch in test.epochs(1):  # and training goes on as if nothing had been
+        for epoch in test.epochs(1):  # training continues unaffected
             for step in epoch:
                 for x, _ in step:
                     step.mean(model(x).sum(dim=1)).backward()
@@ -78,7 +78,7 @@ def test_uneven_evaluation_counts_every_sample_once(ranks, size, strategy, micro
 
 
 @pytest.mark.parametrize(("n", "micro_batch"), [(N, 1), (N, None), (3, None)])
-def test_a_sharded_model_is_called_equally_often_and_copies_do_not_count(ranks, n, micro_batch):
+def test_ranks_call_a_sharded_model_equally_often_and_padding_does_not_count(ranks, n, micro_batch):
     by_rank = ranks(4, count, "fsdp", micro_batch, n)
     for total, mean, largest, _ in by_rank:
         assert (total, mean, largest) == (n, (n - 1) / 2, n - 1)
@@ -96,11 +96,11 @@ def several(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_copies_do_not_count_in_several_means(ranks, strategy):
+def test_padding_does_not_count_in_run_means(ranks, strategy):
     assert ranks(4, several, strategy) == [{"index": (N - 1) / 2, "one": 1.0}] * 4
 
 
-def test_torchs_own_sampler_counts_twelve_of_ten():
+def test_torchs_distributed_sampler_counts_twelve_of_ten_samples():
     parts = [list(DistributedSampler(range(N), num_replicas=4, rank=rank, shuffle=False)) for rank in range(4)]
     assert sum(map(len, parts)) == 12
 
@@ -122,7 +122,7 @@ def mean_of_batches():
             run.mean(net(x).mean() for x, _ in test)
 
 
-def test_a_copy_that_would_count_is_explained(ranks):
+def test_padding_that_would_count_raises(ranks):
     texts = ranks.errors(4, collect_first)
     for text in texts[2:]:
         assert "DataError: this rank had no sample left and got a padding row, so that all ranks call" in text
@@ -133,7 +133,7 @@ def test_a_copy_that_would_count_is_explained(ranks):
         assert "RankMissing" in text
 
 
-def test_a_value_of_a_whole_batch_cannot_leave_a_copy_out(ranks):
+def test_a_single_value_per_batch_raises_for_padding(ranks):
     for text in ranks.errors(4, mean_of_batches)[2:]:
         assert (
             "CommunicationError: this batch has 1 row(s), all padding, and run.mean, run.sum or run.max got a single"
@@ -150,12 +150,12 @@ def accuracy():
             return run.mean(net(x).argmax(-1).mul(0) == index for x, index in test)
 
 
-def test_a_mean_of_hits_is_a_fraction_and_not_floored(ranks):
+def test_the_mean_of_booleans_is_a_fraction(ranks):
     for size in (1, 3):
         assert ranks(size, accuracy) == [0.1] * size
 
 
-def never_wrapped():
+def not_wrapped():
     with Run(global_batch=8) as run:
         with run.evaluate(nn.Dropout(0.5)) as net:
             value = run.mean(net(torch.ones(100)))
@@ -163,4 +163,4 @@ def never_wrapped():
 
 
 def test_a_model_that_was_not_wrapped_can_be_evaluated(ranks):
-    assert ranks(2, never_wrapped) == [(1.0, True)] * 2
+    assert ranks(2, not_wrapped) == [(1.0, True)] * 2

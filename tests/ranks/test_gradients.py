@@ -1,4 +1,4 @@
-"""Gradients of a step: those of the mean, or sum, over the whole global batch, however it is spread and left."""
+"""Gradients of a step: those of the mean or sum over the global batch, for any partition."""
 
 import re
 import warnings
@@ -15,13 +15,13 @@ SPREADS = [(1, None), (1, 2), (2, None), (2, 2), (3, 1), (4, None)]
 
 
 def rows():
-    """(inputs, how many of four tokens count) of ten samples."""
+    """Inputs of ten samples and how many of their four tokens count."""
     luck = torch.Generator().manual_seed(0)
     return torch.randn(N, 4, 3, generator=luck, dtype=torch.float64), torch.arange(N) % 4 + 1
 
 
 class Weights(nn.Module):
-    """Squares of a linear map, one a token."""
+    """Squares of a linear map, one per token."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def sum_of_tokens(step, losses, mask):
 
 
 def gradients(reduce, global_batch, micro_batch, strategy=None):
-    """For each step of an epoch: the gradient, and the loss that this rank saw."""
+    """For each step of an epoch: the gradient and the loss of this rank."""
     x, counts = rows()
     with Run(global_batch=global_batch) as run:
         model = run.wrap(Weights(), strategy)
@@ -69,7 +69,7 @@ def full_gradient(model):
 
 
 def by_hand(reduce, start, stop):
-    """The same on all samples of a step at once, in plain torch."""
+    """The same on all samples of a step at once, in plain PyTorch."""
     x, counts = (part[start:stop] for part in rows())
     model, mask = Weights(), torch.arange(4) < counts[:, None]
     losses = model(x)
@@ -88,7 +88,7 @@ CASES = {
 
 @pytest.mark.parametrize("reduce", CASES)
 @pytest.mark.parametrize(("size", "micro_batch"), SPREADS)
-def test_the_gradient_is_that_of_the_whole_step(ranks, reduce, size, micro_batch):
+def test_the_gradient_is_that_of_the_global_batch(ranks, reduce, size, micro_batch):
     expected = [by_hand(CASES[reduce], 0, 7), by_hand(CASES[reduce], 7, 10)]
     for seen in ranks(size, gradients, reduce, 7, micro_batch):
         for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_whole_step(ranks, reduce, size, micro_batch
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_sharded_gradients_are_those_of_the_whole_step(ranks, micro_batch):
+def test_sharded_gradients_are_those_of_the_global_batch(ranks, micro_batch):
     expected = [by_hand(CASES[mean_of_tokens], 0, 7), by_hand(CASES[mean_of_tokens], 7, 10)]
     for seen in ranks(2, gradients, mean_of_tokens, 7, micro_batch, "fsdp"):
         for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
@@ -105,8 +105,8 @@ def test_sharded_gradients_are_those_of_the_whole_step(ranks, micro_batch):
             assert loss == pytest.approx(value, rel=1e-12)
 
 
-def pass_twice(model, step, batch, how):
-    """Two losses of one micro-batch, each with a backward pass of its own."""
+def two_backward_passes(model, step, batch, how):
+    """Two losses of one micro-batch, each with its own backward pass."""
     inputs, count = batch
     mask = torch.arange(4) < count[:, None]
     first = model(inputs)
@@ -123,7 +123,7 @@ def gradients_of_two_passes(how, micro_batch, strategy, unused="error"):
         for epoch in run.shard(list(zip(x, counts, strict=True)), micro_batch=micro_batch).epochs(1):
             for step in epoch:
                 for batch in step:
-                    pass_twice(model, step, batch, how)
+                    two_backward_passes(model, step, batch, how)
                 seen.append(full_gradient(model))
                 model.zero_grad()
         return seen
@@ -131,7 +131,7 @@ def gradients_of_two_passes(how, micro_batch, strategy, unused="error"):
 
 @pytest.mark.parametrize("how", ["through one graph", "after both forward passes", "in turns"])
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (3, "ddp"), (2, "fsdp")])
-def test_a_second_backward_pass_counts_on_every_rank(ranks, how, size, strategy):
+def test_a_second_backward_pass_is_averaged_over_the_ranks(ranks, how, size, strategy):
     losses = (CASES[mean_of_samples], CASES[mean_of_all_tokens])
     expected = [
         [a + b for a, b in zip(*(by_hand(loss, *span)[0] for loss in losses), strict=True)]
@@ -143,22 +143,22 @@ def test_a_second_backward_pass_counts_on_every_rank(ranks, how, size, strategy)
                 assert gradient == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_second_backward_pass_of_unknown_gradients_is_refused(ranks):
+def test_a_second_backward_pass_with_unused_parameters_raises(ranks):
     told = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses and call backward"
     for error in ranks.errors(2, gradients_of_two_passes, "through one graph", None, "ddp", "allow"):
         assert re.search(told, error), error
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_last_partial_window_is_not_scaled_too_small(ranks, size):
+def test_the_last_smaller_step_is_scaled_correctly(ranks, size):
     last, wanted = ranks(size, gradients, mean_of_samples, 8, 2)[0][-1], by_hand(CASES[mean_of_samples], 8, 10)[0]
     assert last[0] == pytest.approx(wanted, rel=1e-12)
-    # what dividing each micro-batch's mean by the number of accumulation steps, here 8 / 2 = 4, makes of two samples
+    # the wrong result of dividing each micro-batch mean by the number of accumulation steps, here 8 / 2 = 4
     peers = [value / 4 for value in wanted]
     assert max(abs(a - b) for a, b in zip(last[0], peers, strict=True)) > 0.5
 
 
-def test_uneven_ranks_do_not_make_a_mean_of_means(ranks):
+def test_uneven_ranks_give_the_mean_over_samples_not_a_mean_of_means(ranks):
     ours = ranks(2, gradients, mean_of_samples, 7, None)[1][0][0]
     assert ours == pytest.approx(by_hand(CASES[mean_of_samples], 0, 7)[0], rel=1e-12)
     of_each_rank = [by_hand(CASES[mean_of_samples], *span)[0] for span in ((0, 4), (4, 7))]
@@ -167,7 +167,7 @@ def test_uneven_ranks_do_not_make_a_mean_of_means(ranks):
 
 
 def leave_early(how, strategy, micro_batches_done):
-    """Leave the first step early, go on with the second; the second's gradient and the first's leftovers."""
+    """Leave the first step early and continue: the gradient of the second step and what the first left."""
     x, counts = rows()
     with Run(global_batch=6) as run:
         model = run.wrap(Weights(), strategy)
@@ -196,7 +196,7 @@ def leave_early(how, strategy, micro_batches_done):
 
 @pytest.mark.parametrize("how", ["break", "raise"])
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
-def test_a_step_left_early_leaves_nothing_behind(ranks, how, size, strategy):
+def test_a_step_left_early_leaves_no_gradients(ranks, how, size, strategy):
     last = 6 // size - 1
     for left, gradient, error in ranks(size, leave_early, how, strategy, last):
         assert left == [0.0, 0.0]
@@ -208,7 +208,7 @@ def test_a_step_left_early_leaves_nothing_behind(ranks, how, size, strategy):
 
 
 class Small(nn.Module):
-    """Its bias has one element, so that a rank of a sharded model holds none of it."""
+    """Its bias has one element, so some ranks of a sharded model hold none of it."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Small(nn.Module):
 
 
 def not_finite(strategy, bad, overflow):
-    """Train two steps, the first with a broken sample: what step.finite said, warnings, whether weights are sound."""
+    """Train two steps, the first with a bad sample: results of step.finite, warnings, whether weights are finite."""
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     if bad is not None:
         x[bad] = torch.inf if overflow else torch.nan
@@ -244,7 +244,7 @@ def not_finite(strategy, bad, overflow):
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
-def test_a_step_that_is_not_finite_is_told_alike_on_every_rank(ranks, size, strategy):
+def test_step_finite_agrees_on_every_rank_and_reports_samples(ranks, size, strategy):
     by_rank = ranks(size, not_finite, strategy, 3, False)
     for answers, _, healthy in by_rank:
         assert answers == [False, True]
@@ -256,7 +256,7 @@ def test_a_step_that_is_not_finite_is_told_alike_on_every_rank(ranks, size, stra
     assert all(given == [] for _, given, _ in by_rank[1:])
 
 
-def test_a_gradient_that_is_not_finite_behind_finite_losses_is_told_so(ranks):
+def test_a_non_finite_gradient_of_finite_losses_is_reported(ranks):
     for answers, given, _ in ranks(1, not_finite, None, 3, True):
         assert answers == [False, True]
         assert given[0].startswith(
@@ -264,7 +264,7 @@ def test_a_gradient_that_is_not_finite_behind_finite_losses_is_told_so(ranks):
         )
 
 
-def test_healthy_steps_are_finite_without_a_word(ranks):
+def test_finite_steps_give_no_warning(ranks):
     for answers, given, healthy in ranks(2, not_finite, "fsdp", None, False):
         assert (answers, given, healthy) == ([True, True], [], True)
 
@@ -278,7 +278,7 @@ def one_step(global_batch, micro_batch):
     return run, model, next(iter(next(shard.epochs(1))))
 
 
-def go_through(step, loss):
+def run_step(step, loss):
     for batch in step:
         loss(batch).backward()
 
@@ -290,7 +290,7 @@ def step_of_four():
     run.close()
 
 
-def test_a_scalar_or_another_number_of_losses_is_explained(step_of_four):
+def test_a_scalar_loss_or_a_wrong_number_of_losses_raises(step_of_four):
     model, step = step_of_four
     for x in step:
         with pytest.raises(
@@ -303,7 +303,7 @@ def test_a_scalar_or_another_number_of_losses_is_explained(step_of_four):
             step.mean(torch.ones(2), torch.ones(2, 1, dtype=torch.bool))
 
 
-def test_mean_outside_of_a_micro_batch_is_explained(step_of_four):
+def test_step_mean_outside_of_a_micro_batch_raises(step_of_four):
     _, step = step_of_four
     with pytest.raises(StepError, match="step 0 has no current micro-batch: call this inside `for batch in step:`"):
         step.mean(torch.ones(2))
@@ -312,7 +312,7 @@ def test_mean_outside_of_a_micro_batch_is_explained(step_of_four):
             step.finite()
 
 
-def test_a_step_can_be_iterated_once(step_of_four):
+def test_iterating_a_step_twice_raises(step_of_four):
     _, step = step_of_four
     for _ in step:
         with pytest.raises(StepError, match="step 0 was iterated twice: its micro-batches can be read once"):
@@ -321,22 +321,22 @@ def test_a_step_can_be_iterated_once(step_of_four):
         next(iter(step))
 
 
-def test_masked_and_other_means_cannot_be_mixed_over_several_micro_batches(step_of_four):
+def test_mixing_masked_and_plain_means_over_several_micro_batches_raises(step_of_four):
     model, step = step_of_four
     with pytest.raises(StepError, match="step 0 has 2 micro-batches and mixes a masked mean with other means"):
-        go_through(step, lambda x: step.mean(model(x), x[:, :1] > 0) + step.mean(model(x)))
+        run_step(step, lambda x: step.mean(model(x), x[:, :1] > 0) + step.mean(model(x)))
     assert all(not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("micro_batch", [4, 2])
-def test_a_mean_of_nothing_is_explained(micro_batch):
+def test_a_mask_of_zeros_raises(micro_batch):
     run, model, step = one_step(4, micro_batch)
     with pytest.raises(StepError, match="the masks of step 0 are zero everywhere on all ranks"):
-        go_through(step, lambda x: step.mean(model(x), x[:, :1] < 0))
+        run_step(step, lambda x: step.mean(model(x), x[:, :1] < 0))
     run.close()
 
 
-def mask_one_rank_away():
+def mask_out_one_rank():
     with Run(global_batch=4) as run:
         model = run.wrap(nn.Linear(3, 1))
         for epoch in run.shard([torch.full((3,), float(i)) for i in range(4)]).epochs(1):
@@ -348,11 +348,11 @@ def mask_one_rank_away():
 
 
 def test_a_rank_whose_mask_is_empty_does_not_count(ranks):
-    assert ranks(2, mask_one_rank_away) == [[[2.5, 2.5, 2.5]]] * 2
+    assert ranks(2, mask_out_one_rank) == [[[2.5, 2.5, 2.5]]] * 2
 
 
-def padding_breaks_nothing():
-    """Losses of padded rows are turned into nan and inf: they weigh nothing, and zero times nan would be nan."""
+def nan_losses_of_padding():
+    """Set the losses of padding rows to nan and inf: their weight is 0, but zero times nan would be nan."""
     with Run(global_batch=3) as run:
         model = run.wrap(nn.Linear(3, 1))
         for epoch in run.shard([torch.ones(3) for _ in range(3)]).epochs(1):
@@ -366,4 +366,4 @@ def padding_breaks_nothing():
 
 
 def test_padding_may_be_nan_and_does_not_count(ranks):
-    assert ranks(2, padding_breaks_nothing) == [(True, [[1.0, 1.0, 1.0]])] * 2
+    assert ranks(2, nan_losses_of_padding) == [(True, [[1.0, 1.0, 1.0]])] * 2

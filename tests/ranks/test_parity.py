@@ -1,4 +1,4 @@
-"""One rank against several: the same weights, the same log, whatever the model, the strategy and the split."""
+"""One rank against several: the same weights and the same log for every model, strategy and partition."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def train(name, strategy, dtype, micro_batch):
-    """Learn one task for some epochs: (weights and buffers, mean loss of every step, norm of every gradient)."""
+    """Train one task: (weights and buffers, mean loss of every step, norm of every gradient)."""
     task = TASKS[name]
     folder = Path(f"{name}-{strategy}-{dtype}-{micro_batch}")
     norms = []
@@ -35,23 +35,23 @@ def train(name, strategy, dtype, micro_batch):
                 for batch in step:
                     task.loss(model, step, batch).backward()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                norms.append(float(whole(norm)))
+                norms.append(float(full(norm)))
                 optimizer.step()
                 optimizer.zero_grad()
-        learnt = {key.removeprefix("module."): whole(value) for key, value in model.state_dict().items()}
+        learnt = {key.removeprefix("module."): full(value) for key, value in model.state_dict().items()}
         first = run.is_main
     losses = [r["train/loss"] for r in read_metrics(folder / "metrics.jsonl", by_step=True)] if first else []
     return learnt, losses, norms
 
 
-def whole(tensor):
-    """All of a tensor that may be sharded."""
+def full(tensor):
+    """The full tensor of one that may be sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 @contextmanager
 def one_group():
-    """A process group that stands for a whole job, so that runs in it follow each other on one port."""
+    """One process group for several runs, so that they use the same port one after the other."""
     several = "RANK" in os.environ
     if several:
         dist.init_process_group("gloo")
@@ -62,7 +62,7 @@ def one_group():
 
 
 def train_all(name, strategies):
-    """Both precisions of one task in one job, in micro-batches; where gradients need no gathering, whole slices too."""
+    """Both precisions of one task in one job, in micro-batches; where gradients need no gathering, full slices too."""
     split = None if TASKS[name].one_micro_batch else 2
     cases = list(product(strategies, TOLERANCE, [split]))
     cases += [(strategy, torch.float64, None) for strategy in strategies if split and strategy in (None, "ddp")]
@@ -72,23 +72,23 @@ def train_all(name, strategies):
 
 @cache
 def alone(ranks, name):
-    """What one rank learns; the same for every comparison."""
+    """The result of one rank; the reference of every comparison."""
     return ranks(1, train_all, name, (None,))[0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", TASKS)
-def test_any_number_of_ranks_learns_what_one_learns(ranks, name, size):
+def test_any_number_of_ranks_trains_the_same_as_one(ranks, name, size):
     compare(alone(ranks, name), ranks(size, train_all, name, ("ddp", "fsdp")), name)
 
 
-def test_shards_in_two_nodes_learn_what_one_rank_learns(ranks):
+def test_hybrid_sharding_on_two_nodes_trains_the_same_as_one_rank(ranks):
     name = "masked tokens"
     compare(alone(ranks, name), ranks(4, train_all, name, ("hybrid",), nodes=2), name)
 
 
 def compare(reference, by_rank, name):
-    """Hold every case on every rank against the same case on one rank."""
+    """Compare every case on every rank with the same case on one rank."""
     for rank, cases in enumerate(by_rank):
         for (strategy, dtype, split), (learnt, losses, norms) in cases.items():
             expected, expected_losses, expected_norms = reference[None, dtype, split]

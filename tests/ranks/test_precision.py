@@ -1,4 +1,4 @@
-"""Precision on several ranks: one choice for all, overflow seen by all, sharded weights, checkpointing, compiling."""
+"""Precision on several ranks: one choice for all, overflow on all, sharded weights, activation checkpointing."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A trunk of blocks with a frozen layer in front, and conditioning that is dropped by the luck of each sample."""
+    """A trunk of blocks with a frozen layer in front, and conditioning that is dropped per sample."""
 
     def __init__(self):
         super().__init__()
@@ -47,12 +47,12 @@ def data(n=20):
     return TensorDataset(torch.randn(n, 6, generator=generator), torch.randint(0, CLASSES, (n,), generator=generator))
 
 
-def whole(tensor):
+def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def learn(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3, **wrap):
-    """Train a little; what came out, of interest to the tests below. `blow_up`: (rank, step) whose loss is enormous."""
+def train(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3, **wrap):
+    """Train a few epochs and return what the tests compare. `blow_up`: (rank, step) whose loss is enormous."""
     with Run(global_batch=8, seed=0, precision=precision, compile=compile) as run:
         model = run.wrap(Net(), strategy, **wrap)
         net = getattr(model, "module", model)
@@ -60,7 +60,7 @@ def learn(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3
         steps = []
         for epoch in run.shard(data(), shuffle=True).epochs(epochs):
             for step in epoch:
-                before = [whole(p) for p in model.parameters()]
+                before = [full(p) for p in model.parameters()]
                 for inputs, labels in step:
                     outputs = model(inputs)
                     assert outputs.dtype == torch.float32
@@ -70,13 +70,13 @@ def learn(precision="auto", strategy=None, blow_up=None, compile=False, epochs=3
                 kinds = {p.grad.dtype for p in model.parameters() if p.grad is not None}
                 optimizer.step()
                 optimizer.zero_grad()
-                moved = any(not torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))
+                moved = any(not torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True))
                 steps.append((step.finite(), moved, kinds))
         with run.evaluate(model) as evaluated:
             evaluated(torch.ones(2, 6))
         scale = run._lifecycle.context.acceleration.loss_scale
         return {
-            "weights": {name: whole(p) for name, p in run._lifecycle.context.models[0].inner.named_parameters()},
+            "weights": {name: full(p) for name, p in run._lifecycle.context.models[0].inner.named_parameters()},
             "steps": steps,
             "scale": None if scale is None else scale.factor,
             "computed": {dtype for block in getattr(net, "_orig_mod", net).blocks for dtype in block.dtypes},
@@ -88,15 +88,15 @@ def largest_difference(a, b):
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def wish_unlike():
+def different_precisions():
     import os
 
     with Run(global_batch=8, precision="fp32" if os.environ["RANK"] == "0" else "fp16"):
         pass
 
 
-def test_ranks_that_ask_for_unlike_precisions_are_told_so(ranks):
-    for text in ranks.errors(2, wish_unlike):
+def test_ranks_with_different_precisions_raise(ranks):
+    for text in ranks.errors(2, different_precisions):
         assert (
             "CommunicationError: rank 0 has Run(precision='fp32', compile=False) and rank 1 has Run(precision='fp16'"
             in text
@@ -105,56 +105,56 @@ def test_ranks_that_ask_for_unlike_precisions_are_told_so(ranks):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_overflow_on_one_rank_drops_the_step_on_all(ranks, strategy):
-    for result in ranks(2, learn, "fp16", strategy, (1, 4)):
-        healthy = [finite for finite, _, _ in result["steps"]]
-        assert not healthy[4]
-        assert [moved for _, moved, _ in result["steps"]] == healthy  # a dropped step moves nothing, the others do
-        assert result["scale"] == 65536.0 / 2 ** healthy.count(False)
+    for result in ranks(2, train, "fp16", strategy, (1, 4)):
+        finite = [finite for finite, _, _ in result["steps"]]
+        assert not finite[4]
+        assert [moved for _, moved, _ in result["steps"]] == finite  # a dropped step changes no weight, the others do
+        assert result["scale"] == 65536.0 / 2 ** finite.count(False)
         assert all(bool(value.isfinite().all()) for value in result["weights"].values())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_fp16_computes_in_fp16_and_learns_what_one_rank_learns(ranks, strategy):
-    alone = ranks(1, learn, "fp16")[0]
-    for result in ranks(2, learn, "fp16", strategy):
+def test_fp16_trains_the_same_as_one_rank(ranks, strategy):
+    alone = ranks(1, train, "fp16")[0]
+    for result in ranks(2, train, "fp16", strategy):
         assert result["computed"] == {torch.float16}
         assert {kind for _, _, kinds in result["steps"] for kind in kinds} == {torch.float32}
         assert [finite for finite, _, _ in result["steps"]] == [finite for finite, _, _ in alone["steps"]]
-        assert largest_difference(result["weights"], alone["weights"]) < 0.02  # Adam moves 0.01 a step
+        assert largest_difference(result["weights"], alone["weights"]) < 0.02  # Adam moves 0.01 per step
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(ranks, strategy):
     if probe_bf16().status != "works":
         pytest.skip("bf16 kills processes on this CPU without a setting that must be made before they start")
-    for result in ranks(2, learn, "bf16", strategy):
+    for result in ranks(2, train, "bf16", strategy):
         assert result["computed"] == {torch.bfloat16}
         assert {value.dtype for value in result["weights"].values()} == {torch.float32}
         assert {kind for _, _, kinds in result["steps"] for kind in kinds} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradient_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy):
-    for result, again in zip(ranks(2, learn, "auto", strategy), ranks(2, learn_again, strategy), strict=True):
+def test_activation_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy):
+    for result, again in zip(
+        ranks(2, train, "auto", strategy), ranks(2, train_with_checkpointing, strategy), strict=True
+    ):
         assert largest_difference(result["weights"], again["weights"]) == 0
 
 
-def learn_again(strategy):
-    return learn(strategy=strategy, activation_checkpointing=(Block, ConditioningDropout))
+def train_with_checkpointing(strategy):
+    return train(strategy=strategy, activation_checkpointing=(Block, ConditioningDropout))
 
 
-def learn_compiled():
+def train_compiled():
     import warnings
 
-    warnings.filterwarnings(
-        "ignore", "`torch.jit", DeprecationWarning
-    )  # torch's own, when it first thinks of compiling
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch warns when it first compiles
     with torch.compiler.set_stance("force_eager"):
-        return learn(compile=True)
+        return train(compile=True)
 
 
-def test_a_compiled_model_with_frozen_parts_learns_the_same_on_several_ranks(ranks):
-    plain = ranks(2, learn)[0]
-    for result in ranks(2, learn_compiled):
+def test_a_compiled_model_with_frozen_parts_trains_the_same_on_several_ranks(ranks):
+    plain = ranks(2, train)[0]
+    for result in ranks(2, train_compiled):
         assert not any("_orig_mod" in name for name in result["weights"])
         assert largest_difference(result["weights"], plain["weights"]) == 0

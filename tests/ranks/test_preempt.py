@@ -1,4 +1,4 @@
-"""Runs that are told to end early: agreed by all ranks, saved at a step boundary, gone on with as if nothing was."""
+"""Preemption: a signal ends the run on all ranks at a step boundary after a save, and it resumes exactly."""
 
 import json
 import os
@@ -22,10 +22,10 @@ from tests.ranks.models import TASKS, dataset
 EPOCHS = 3  # of four steps each: 23 samples, 7 at a time
 
 
-def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
-    """Train; the last rank is told to end within step `told_at`. Weights at the end, or how it ended early."""
+def train(folder, strategy, signal_at, keep=True, number=signal.SIGTERM, after=0):
+    """Train; the last rank gets a signal in step `signal_at`. Returns the weights, or how the run ended early."""
     evaluated = []
-    before = signal.signal(number, signal.SIG_DFL)  # warm ranks tell their stacks at SIGUSR1
+    before = signal.signal(number, signal.SIG_DFL)  # warm ranks dump their stacks at SIGUSR1
     try:
         with Run(global_batch=7, seed=2, folder=folder, ledger=True) as run:
             task = TASKS["mlp"]
@@ -38,9 +38,9 @@ def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
                 for step in epoch:
                     for batch in step:
                         task.loss(model, step, batch).backward()
-                    if step.number == told_at and run.rank == run.size - 1:
+                    if step.number == signal_at and run.rank == run.size - 1:
                         os.kill(os.getpid(), number)
-                    run.log({"mark": 1.0}, now=True)  # ranks tell each other now, not within the next second
+                    run.log({"mark": 1.0}, now=True)  # sync now instead of within a second
                     optimizer.step()
                     optimizer.zero_grad()
                 evaluated.append((epoch.number, run.sum(1)))
@@ -57,16 +57,18 @@ def train(folder, strategy, told_at, keep=True, number=signal.SIGTERM, after=0):
 @pytest.mark.parametrize(
     ("strategy", "number"), [("ddp", signal.SIGTERM), ("fsdp", signal.SIGUSR1), ("ddp", signal.SIGUSR2)]
 )
-def test_what_one_rank_is_told_ends_all_at_one_step_and_goes_on_to_the_same_weights(ranks, tmp_path, strategy, number):
+def test_a_signal_on_one_rank_ends_all_at_the_same_step_and_resumes_to_the_same_weights(
+    ranks, tmp_path, strategy, number
+):
     calm, _ = ranks(2, train, tmp_path / "calm", "ddp", None)[0]
     folder = tmp_path / "stormy"
-    for told_at in (1, 7):
-        for code, status, text, _ in ranks(2, train, folder, strategy, told_at, True, number):
-            assert (code, status, text) == (75, "preempted", f"saved step {told_at + 1}")
-        assert (folder / "latest").read_text() == f"step-{told_at + 1:08}\n"
+    for signal_at in (1, 7):
+        for code, status, text, _ in ranks(2, train, folder, strategy, signal_at, True, number):
+            assert (code, status, text) == (75, "preempted", f"saved step {signal_at + 1}")
+        assert (folder / "latest").read_text() == f"step-{signal_at + 1:08}\n"
         assert json.loads((folder / "summary.json").read_text())["status"] == "preempted"
     (weights, evaluated), _ = ranks(2, train, folder, "ddp", None)
-    # step 7 was the last of its epoch: what follows the loop over its steps had not been done, and is
+    # step 7 was the last of its epoch: the code after the loop over steps runs after the resume
     assert evaluated == [(1, 2), (2, 2)]
     assert all(torch.equal(weights[name], calm[name]) for name in calm)
     report = audit(folder)
@@ -76,22 +78,22 @@ def test_what_one_rank_is_told_ends_all_at_one_step_and_goes_on_to_the_same_weig
 
 
 @pytest.mark.slow
-def test_a_run_with_nothing_to_save_goes_on_after_a_warning_and_ends_at_sigterm(ranks, tmp_path):
+def test_a_run_without_checkpoint_continues_after_a_warning_signal_and_ends_at_sigterm(ranks, tmp_path):
     calm, _ = ranks(2, train, tmp_path / "calm", "ddp", None, False)[0]
     warned, evaluated = ranks(2, train, tmp_path / "warned", "ddp", 2, False, signal.SIGUSR2)[0]
     assert all(torch.equal(warned[name], calm[name]) for name in calm)
     assert len(evaluated) == EPOCHS
-    told = (tmp_path / "warned" / "log.txt").read_text()
-    assert told.count("SIGUSR2: this run has no checkpoint to save (run.checkpoint makes one), so it continues") == 1
+    result = (tmp_path / "warned" / "log.txt").read_text()
+    assert result.count("SIGUSR2: this run has no checkpoint to save (run.checkpoint makes one), so it continues") == 1
     for ended in ranks(2, train, tmp_path / "ended", "ddp", 2, False):
         assert ended == (143, "stopped", "ended at step 3 with nothing saved", [])
-    told = (tmp_path / "ended" / "log.txt").read_text()
-    assert "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3 and its" in told
+    result = (tmp_path / "ended" / "log.txt").read_text()
+    assert "SIGTERM: this run has no checkpoint to save (run.checkpoint makes one); it ends at step 3 and its" in result
     assert json.loads((tmp_path / "ended" / "summary.json").read_text())["status"] == "stopped"
 
 
-def number_by_epoch(folder, told_in):
-    """Name checkpoints by the epoch, and be told to end in one of them."""
+def number_by_epoch(folder, signal_in):
+    """Number checkpoints by epoch, and get a signal in one of them."""
     try:
         with Run(global_batch=2, seed=0, folder=folder) as run:
             model = run.wrap(nn.Linear(1, 1))
@@ -101,7 +103,7 @@ def number_by_epoch(folder, told_in):
                 for step in epoch:
                     for (x,) in step:
                         step.mean(model(x).sum(1)).backward()
-                    if epoch.number == told_in:
+                    if epoch.number == signal_in:
                         os.kill(os.getpid(), signal.SIGTERM)
                     run.log({"mark": 1.0}, now=True)
                 checkpoint.save(step=epoch.number)
@@ -112,26 +114,26 @@ def number_by_epoch(folder, told_in):
     return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
-def test_a_checkpoint_of_an_early_end_is_numbered_as_the_script_does(ranks, tmp_path):
+def test_a_checkpoint_before_exit_follows_the_numbers_of_the_script(ranks, tmp_path):
     (names,) = ranks(1, number_by_epoch, tmp_path, 2)
     assert names == ["step-00000000", "step-00000001-2"]
-    (names,) = ranks(1, number_by_epoch, tmp_path, 2)  # told again, right after it was restored
+    (names,) = ranks(1, number_by_epoch, tmp_path, 2)  # another signal, right after it was restored
     assert names == ["step-00000000", "step-00000001-3"]
     (names,) = ranks(1, number_by_epoch, tmp_path, None)
     assert names[-2:] == ["step-00000002", "step-00000003"]
 
 
-def test_an_early_end_before_the_first_number_of_the_script_keeps_nobody_from_going_on(ranks, tmp_path):
+def test_a_checkpoint_before_exit_does_not_block_the_numbers_of_the_script(ranks, tmp_path):
     (names,) = ranks(1, number_by_epoch, tmp_path, 0)
-    assert len(names) == 1  # by the steps done, for the script has not shown yet how it counts
+    assert len(names) == 1  # numbered by steps, since the script has not saved yet
     assert int(names[0].removeprefix("step-")) >= 1
     (names,) = ranks(1, number_by_epoch, tmp_path, None)
     assert names == ["step-00000000", "step-00000001", "step-00000002", "step-00000003"]
     assert (tmp_path / "latest").read_text() == "step-00000003\n"
 
 
-def hear(numbers):
-    """Which handlers stand inside a run and after it, where the script has one of its own for SIGUSR2."""
+def handlers(numbers):
+    """Which handlers are installed inside a run and after it, if the script has one for SIGUSR2."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     mine = signal.signal(signal.SIGUSR2, own)
     try:
@@ -149,8 +151,8 @@ def own(number, frame):
     pass
 
 
-def test_a_signal_with_a_function_of_the_scripts_own_stays_the_scripts_and_all_are_given_back(ranks):
-    ((inside, after),) = ranks(1, hear, [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_handler_of_the_script_is_kept_and_all_handlers_are_restored(ranks):
+    ((inside, after),) = ranks(1, handlers, [signal.SIGTERM, signal.SIGUSR2])
     assert inside == [False, True]
     assert after == [True, True]
 
@@ -162,8 +164,8 @@ def python(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(tmp_path):
-    told = python(
+def test_an_echo_of_a_signal_counts_once_and_a_second_signal_ends_the_process(tmp_path):
+    result = python(
         """
         import os, signal, time
         from samestep.training import preemption
@@ -180,12 +182,12 @@ def test_one_signal_that_comes_twice_counts_once_and_a_second_one_ends_at_once(t
         """,
         tmp_path,
     )
-    assert (told.returncode, told.stdout) == (-signal.SIGTERM, "continues 4\n")
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "continues 4\n")
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
-    told = python(
+def test_a_process_forked_by_the_script_still_ends_at_a_signal(tmp_path):
+    result = python(
         """
         import os, signal, time
         from samestep.training import preemption
@@ -200,10 +202,10 @@ def test_a_fork_of_the_scripts_own_still_dies_of_its_signals(tmp_path):
         """,
         tmp_path,
     )
-    assert told.stdout == "-15 0\n"
+    assert result.stdout == "-15 0\n"
 
 
-def test_a_time_limit_leaves_room_for_saving_twice_and_for_the_longest_pause_yet():
+def test_a_time_limit_reserves_two_saves_and_the_longest_pause():
     limit = TimeLimit(time.time() + 100)  # margin: 5 s
     assert not limit.check(save_seconds=0.0)
     assert not limit.check(save_seconds=45.5)
@@ -217,7 +219,7 @@ class Saver(Preemption):
         return 25.0
 
 
-def test_a_time_limit_leaves_room_for_every_checkpoint_of_a_run():
+def test_a_time_limit_reserves_time_for_every_checkpoint_of_a_run():
     with Run(global_batch=4) as run:
         context = run._lifecycle.context
         context.callbacks.append(Saver(context, None))
@@ -255,8 +257,8 @@ GROUP = """
                         assert len(family) >= 2
                         for each in family:
                             each.send_signal(signal.Signals[sys.argv[2]])
-                        time.sleep(0.5)  # they have it before this process has
-                    if step.number == 12:  # far beyond what was read ahead: the workers still serve
+                        time.sleep(0.5)  # they get it before this process
+                    if step.number == 12:  # far beyond the prefetched batches: the workers still run
                         os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 """
 
@@ -265,12 +267,12 @@ GROUP = """
 @pytest.mark.parametrize(
     ("method", "number"), [("fork", "SIGTERM"), ("spawn", "SIGTERM"), ("forkserver", "SIGTERM"), ("fork", "SIGUSR1")]
 )
-def test_data_workers_serve_on_when_every_process_gets_the_signal(tmp_path, method, number):
+def test_data_workers_keep_running_when_every_process_gets_the_signal(tmp_path, method, number):
     (tmp_path / "train.py").write_text(dedent(GROUP))
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "train.py", method, number],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
-    assert told.returncode == 75, told.stderr
-    assert f"{number}: saved step-000000" in told.stdout
+    assert result.returncode == 75, result.stderr
+    assert f"{number}: saved step-000000" in result.stdout
     assert int((tmp_path / "out" / "latest").read_text().removeprefix("step-")) >= 13

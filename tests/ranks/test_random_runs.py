@@ -1,4 +1,4 @@
-"""Runs that nobody thought of: drawn from a seed, once on one rank, once on several with restarts on others."""
+"""Random runs: drawn from a seed, trained once on one rank and once on several with restarts."""
 
 import random
 import warnings
@@ -16,7 +16,7 @@ from samestep.nn import ConditioningDropout
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(8)  # try more: each takes a second or two
+SEEDS = range(8)  # try more by hand: each takes a second or two
 TOLERANCE = 1e-10
 WORDS, WIDTH = 4, 6
 
@@ -25,38 +25,38 @@ ALONE = SimpleNamespace(size=1, strategy=None, micro_batch=None, workers=0, step
 
 
 def draw(seed):
-    """A run and its layouts: the last one trains to the end, those before it are killed after a save."""
-    luck = random.Random(seed)
-    run = SimpleNamespace(seed=seed, samples=luck.randint(1, 40), global_batch=luck.randint(1, 13))
-    run.epochs, run.tests = luck.randint(1, 3), luck.randint(1, 20)
-    run.shuffle, run.stream, run.clip, run.tied = (luck.random() < 0.4 for _ in range(4))
-    run.drop_last = run.samples >= run.global_batch and luck.random() < 0.3
-    run.bad = luck.randrange(run.samples) if luck.random() < 0.3 else None
-    run.loss, run.optimizer = luck.choice(list(LOSSES)), luck.choice(list(OPTIMIZERS))
-    run.noise = luck.choice(["none", "random", "normal", "rng"])
-    run.schedule = luck.choice(["none", "step", "epoch"])
+    """A run and its layouts: the last trains to the end, those before it are killed after a save."""
+    rng = random.Random(seed)
+    run = SimpleNamespace(seed=seed, samples=rng.randint(1, 40), global_batch=rng.randint(1, 13))
+    run.epochs, run.tests = rng.randint(1, 3), rng.randint(1, 20)
+    run.shuffle, run.stream, run.clip, run.tied = (rng.random() < 0.4 for _ in range(4))
+    run.drop_last = run.samples >= run.global_batch and rng.random() < 0.3
+    run.bad = rng.randrange(run.samples) if rng.random() < 0.3 else None
+    run.loss, run.optimizer = rng.choice(list(LOSSES)), rng.choice(list(OPTIMIZERS))
+    run.noise = rng.choice(["none", "random", "normal", "rng"])
+    run.schedule = rng.choice(["none", "step", "epoch"])
     layouts = [
         SimpleNamespace(
-            size=luck.randint(2, 4),
-            strategy=luck.choice(["ddp", "fsdp", "zero2"]),
-            micro_batch=luck.choice([None, 1, 2, 5]),
-            workers=luck.choice([0, 0, 0, 1]),
-            steps=luck.randint(1, 4),  # after so many it saves, and in the next it is killed
+            size=rng.randint(2, 4),
+            strategy=rng.choice(["ddp", "fsdp", "zero2"]),
+            micro_batch=rng.choice([None, 1, 2, 5]),
+            workers=rng.choice([0, 0, 0, 1]),
+            steps=rng.randint(1, 4),  # it saves after this many and is killed in the next
         )
-        for _ in range(luck.randint(1, 3))
+        for _ in range(rng.randint(1, 3))
     ]
     layouts[-1].steps = None
     return run, layouts
 
 
 class Texts(Dataset):
-    """Rows of words, some of which count, with the luck of their sample."""
+    """Rows of words, some of which count, with random numbers of their sample."""
 
     def __init__(self, n):
-        luck = torch.Generator().manual_seed(n)
-        self.words = torch.randn(n, WORDS, WIDTH, generator=luck, dtype=torch.float64)
-        self.labels = torch.randint(0, 3, (n, WORDS), generator=luck)
-        self.lengths = torch.randint(1, WORDS + 1, (n,), generator=luck)
+        rng = torch.Generator().manual_seed(n)
+        self.words = torch.randn(n, WORDS, WIDTH, generator=rng, dtype=torch.float64)
+        self.labels = torch.randint(0, 3, (n, WORDS), generator=rng)
+        self.lengths = torch.randint(1, WORDS + 1, (n,), generator=rng)
 
     def __len__(self):
         return len(self.words)
@@ -67,7 +67,7 @@ class Texts(Dataset):
 
 
 class Numbers(IterableDataset):
-    """The indices of the samples, which `decode` makes samples of."""
+    """The indices of the samples, which `decode` turns into samples."""
 
     def __init__(self, n):
         self.n = n
@@ -119,8 +119,8 @@ def perturbed(drawn, step, words):
 
 
 def train(drawn, layout, folder):
-    """Go on from the checkpoint in `folder`: (weights, evaluations by epoch), or None where it was killed before."""
-    warnings.simplefilter("ignore")  # a bad sample is told of, and FSDP speaks of views
+    """Resume from `folder`: (weights, evaluations by epoch), or None if it was killed before the end."""
+    warnings.simplefilter("ignore")  # a bad sample and FSDP views cause warnings
     torch.manual_seed(drawn.seed)
     texts, values, done = Texts(drawn.samples), {}, 0
     with Run(global_batch=drawn.global_batch, seed=drawn.seed, ledger=True, replica_check_every=2) as run:
@@ -139,23 +139,23 @@ def train(drawn, layout, folder):
         checkpoint = run.checkpoint(folder, model=model, optimizer=optimizer, schedule=schedule, train=data)
         for epoch in data.epochs(drawn.epochs):
             for step in epoch:
-                learn(drawn, model, step, optimizer)
+                train_step(drawn, model, step, optimizer)
                 if drawn.schedule == "step":
                     schedule.step()
                 done += 1
                 if done == layout.steps:
                     checkpoint.save()
-                elif layout.steps and done > layout.steps:  # one step that nobody has saved
+                elif layout.steps and done > layout.steps:  # one step that was not saved
                     return None
             if drawn.schedule == "epoch":
                 schedule.step()
             with run.evaluate(model) as net:
-                values[epoch.number] = run.means(judge(net, batch) for batch in test)
+                values[epoch.number] = run.means(evaluate(net, batch) for batch in test)
         checkpoint.save()
-        return {name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()}, values
+        return {name.removeprefix("module."): full(value) for name, value in model.state_dict().items()}, values
 
 
-def learn(drawn, model, step, optimizer):
+def train_step(drawn, model, step, optimizer):
     for words, labels, mask, index in step:
         losses = cross_entropy(model(perturbed(drawn, step, words)).transpose(1, 2), labels, reduction="none")
         if drawn.bad is not None and step.position.epoch == 0:
@@ -168,7 +168,7 @@ def learn(drawn, model, step, optimizer):
     optimizer.zero_grad()
 
 
-def judge(net, batch):
+def evaluate(net, batch):
     words, labels, _, _ = batch
     scores = net(words)
     return {
@@ -177,7 +177,7 @@ def judge(net, batch):
     }
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
@@ -190,7 +190,7 @@ def logged(folder):
 
 
 def counted(folder):
-    """How many samples the ledger has of training, once it is found to be sound."""
+    """How many trained samples the ledger has, after an audit without faults."""
     report = audit(folder)
     assert report.exactly_once, [fault.text for shard in report.shards for fault in shard.faults]
     return sum(epoch.samples for shard in report.shards if shard.name != "test" for epoch in shard.epochs)

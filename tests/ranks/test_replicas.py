@@ -1,4 +1,4 @@
-"""Replicas that drift apart: the tensor, the ranks and the step are named, and what may differ is left alone."""
+"""The replica check: names tensor, ranks and step of a difference, and ignores what may differ."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Net(nn.Module):
 
 
 def train(replica_check_every, change, strategy=None):
-    """Six steps; in step 2 rank 1 changes something for itself."""
+    """Six steps; in step 2 rank 1 changes something on its own."""
     with Run(global_batch=8, replica_check_every=replica_check_every, start_timeout=20, step_timeout=20) as run:
         with batchnorm_of_one_rank():
             model = run.wrap(Net(), strategy)
@@ -63,7 +63,7 @@ def nudge_buffer(inner, optimizer):
     [(nudge_weight, "head.weight"), (nudge_moment, "body.bias (exp_avg of AdamW)"), (nudge_buffer, "seen")],
 )
 def test_the_first_difference_is_named_with_ranks_and_step(ranks, change, name):
-    # the nudge of step 2 has been carried into other tensors by the check after step 3; a buffer stays where it is
+    # by step 3 the change would have spread to other tensors, except for a buffer
     for text in ranks.errors(3, train, 1, change):
         assert (
             f"ReplicasDiffer: after step 2, ranks hold different bits in '{name}': ranks [0, 2] differ from ranks [1]."
@@ -76,7 +76,7 @@ def test_the_first_difference_is_named_with_ranks_and_step(ranks, change, name):
         assert "samestep stops the run, since its ranks no longer train the same model" in text
 
 
-def test_ranks_are_compared_every_so_many_steps(ranks):
+def test_replicas_are_compared_every_replica_check_every_steps(ranks):
     for text in ranks.errors(2, train, 2, nudge_buffer):
         assert (
             "ReplicasDiffer: after step 3, ranks hold different bits in 'seen': ranks [0] differ from ranks [1]."
@@ -84,12 +84,12 @@ def test_ranks_are_compared_every_so_many_steps(ranks):
         )
 
 
-def test_nothing_is_compared_where_that_is_switched_off(ranks):
+def test_replica_check_every_zero_turns_it_off(ranks):
     assert [steps for steps, _ in ranks(2, train, 0, nudge_buffer)] == [6, 6]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_statistics_of_each_rank_and_its_own_shards_are_no_difference(ranks, strategy):
+def test_batchnorm_statistics_and_shards_may_differ_between_ranks(ranks, strategy):
     (steps, first), (_, second) = ranks(2, train, 1, nothing, strategy)
     assert steps == 6
     assert first != second

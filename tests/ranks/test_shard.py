@@ -1,4 +1,4 @@
-"""Every sample once, on any number of ranks and workers: shards on real ranks."""
+"""Shards on real ranks: every sample once, on any number of ranks and workers."""
 
 import gc
 import multiprocessing
@@ -15,29 +15,29 @@ N = 23
 
 
 class Numbers(Dataset):
-    """Item i is (i, luck of torch, luck of numpy, the epoch's setting)."""
+    """Item i is (i, a torch random number, a numpy random number, the epoch setting)."""
 
-    def __init__(self, n=N, lucky=False, settled=False):
-        self.n, self.lucky, self.settled = n, lucky, settled
+    def __init__(self, n=N, random=False, settled=False):
+        self.n, self.random, self.settled = n, random, settled
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, index):
-        luck = (
+        numbers = (
             (float(torch.rand(1, generator=sample_rng())), float(sample_numpy_rng().random()))
-            if self.lucky
+            if self.random
             else (0.0, 0.0)
         )
         setting = epoch_setting() if self.settled else 0
-        return torch.tensor([float(index), *luck, float(setting)], dtype=torch.float64)
+        return torch.tensor([float(index), *numbers, float(setting)], dtype=torch.float64)
 
 
-def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=None, dataset=None, settings=None):
-    """What each step learnt: {global step: rows of (index, luck, luck, setting) that counted}, and the last state."""
+def train(epochs, global_batch, micro_batch, workers, state=None, stop_after=None, dataset=None, settings=None):
+    """{global step: rows of (index, random, random, setting) that counted}, and the last position."""
     with Run(global_batch=global_batch, seed=3) as run:
         train = run.shard(
-            dataset or Numbers(lucky=True),
+            dataset or Numbers(random=True),
             shuffle=True,
             micro_batch=micro_batch,
             num_workers=workers,
@@ -62,15 +62,15 @@ def learn(epochs, global_batch, micro_batch, workers, state=None, stop_after=Non
         return seen, train.state_dict()
 
 
-def together(parts):
+def by_step(parts):
     """The rows of all ranks, step by step, in rank order."""
     return {number: [row for seen, _ in parts for row in seen[number]] for number in parts[0][0]}
 
 
 @pytest.mark.parametrize(("size", "micro_batch", "workers"), [(2, None, 0), (3, 2, 1), (4, 1, 0)])
-def test_every_layout_learns_the_same_samples_with_the_same_luck(ranks, size, micro_batch, workers):
-    alone = together(ranks(1, learn, 2, 6, None, 0))
-    spread = together(ranks(size, learn, 2, 6, micro_batch, workers))
+def test_every_layout_trains_the_same_samples_with_the_same_random_numbers(ranks, size, micro_batch, workers):
+    alone = by_step(ranks(1, train, 2, 6, None, 0))
+    spread = by_step(ranks(size, train, 2, 6, micro_batch, workers))
     assert spread == alone
     steps_per_epoch = 4
     for epoch in range(2):
@@ -78,38 +78,38 @@ def test_every_layout_learns_the_same_samples_with_the_same_luck(ranks, size, mi
         assert sorted(indices) == list(range(N))
     first, second = ([row for g in range(4) for row in alone[4 * e + g]] for e in range(2))
     assert [r[0] for r in first] != [r[0] for r in second]
-    luck = {(row[1], row[2]) for row in first + second}
-    assert len(luck) == 2 * N  # its own for every sample and epoch
+    numbers = {(row[1], row[2]) for row in first + second}
+    assert len(numbers) == 2 * N  # different for every sample and epoch
 
 
-def learn_by_spawned_worker():
+def train_with_spawned_worker():
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("spawn", force=True)
     try:
-        return learn(1, 6, None, 1)
+        return train(1, 6, None, 1)
     finally:
         multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.slow
-def test_a_worker_that_inherits_nothing_has_the_same_luck(ranks):
-    alone = together(ranks(1, learn, 1, 6, None, 0))
-    assert together(ranks(1, learn_by_spawned_worker)) == alone
+def test_a_spawned_worker_draws_the_same_random_numbers(ranks):
+    alone = by_step(ranks(1, train, 1, 6, None, 0))
+    assert by_step(ranks(1, train_with_spawned_worker)) == alone
 
 
 def test_the_position_continues_on_another_world_size_and_worker_count(ranks):
-    whole = together(ranks(1, learn, 3, 6, None, 0))
-    parts = ranks(2, learn, 3, 6, 2, 1, None, 5)
+    whole = by_step(ranks(1, train, 3, 6, None, 0))
+    parts = ranks(2, train, 3, 6, 2, 1, None, 5)
     states = [state for _, state in parts]
     assert states[0] == states[1] == {"epoch": 1, "step": 2, "seed": 3, "n": N, "global_batch": 6, "shuffle": True}
-    rest = together(ranks(3, learn, 3, 6, None, 0, states[0]))
-    assert together(parts) | rest == whole
-    assert not set(together(parts)) & set(rest)
+    rest = by_step(ranks(3, train, 3, 6, None, 0, states[0]))
+    assert by_step(parts) | rest == whole
+    assert not set(by_step(parts)) & set(rest)
 
 
 def test_a_dataset_smaller_than_the_world_works(ranks):
-    alone = together(ranks(1, learn, 2, 8, None, 0, None, None, Numbers(3, lucky=True)))
-    spread = together(ranks(4, learn, 2, 8, None, 0, None, None, Numbers(3, lucky=True)))
+    alone = by_step(ranks(1, train, 2, 8, None, 0, None, None, Numbers(3, random=True)))
+    spread = by_step(ranks(4, train, 2, 8, None, 0, None, None, Numbers(3, random=True)))
     assert spread == alone
     assert [sorted(int(row[0]) for row in rows) for rows in spread.values()] == [[0, 1, 2], [0, 1, 2]]
 
@@ -119,10 +119,10 @@ def double(epoch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_setting_reaches_every_sample_of_its_epoch_and_none_of_another(ranks, workers):
-    """Persistent workers with prefetched batches: the value travels with the index."""
-    parts = ranks(2, learn, 3, 4, 1, workers, None, None, Numbers(settled=True), double)
-    for number, rows in together(parts).items():
+def test_an_epoch_setting_reaches_every_sample_of_its_epoch_only(ranks, workers):
+    """Workers are persistent and prefetch batches: the value is sent with the indices."""
+    parts = ranks(2, train, 3, 4, 1, workers, None, None, Numbers(settled=True), double)
+    for number, rows in by_step(parts).items():
         assert {row[3] for row in rows} == {10.0 * (number // 6 + 1)}
 
 
@@ -142,7 +142,7 @@ def test_an_evaluation_counts_each_sample_once(ranks, size, workers):
     assert {mean for _, mean in parts} == {4.5}
 
 
-def evaluate_within_training(workers):
+def evaluate_during_training(workers):
     with Run(global_batch=4, seed=3) as run:
         train = run.shard(Numbers(), shuffle=True, num_workers=workers)
         order = []
@@ -154,8 +154,8 @@ def evaluate_within_training(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_evaluation_in_the_midst_of_an_epoch_does_not_disturb_it(ranks, workers):
-    assert sorted(ranks(1, evaluate_within_training, workers)[0]) == list(range(N))
+def test_an_evaluation_in_the_middle_of_an_epoch_does_not_disturb_it(ranks, workers):
+    assert sorted(ranks(1, evaluate_during_training, workers)[0]) == list(range(N))
 
 
 def lengths():
@@ -170,7 +170,7 @@ def lengths():
     return None
 
 
-def test_lengths_are_right(ranks):
+def test_lengths_of_epochs_and_steps(ranks):
     for count, steps, number in ranks(2, lengths):
         assert number == 0
         assert count == len(steps) == 4
@@ -179,21 +179,21 @@ def test_lengths_are_right(ranks):
 
 def drop(capture):
     with Run(global_batch=6) as run:
-        said = []
-        run._lifecycle.context.print = said.append
+        printed = []
+        run._lifecycle.context.print = printed.append
         train = run.shard(Numbers(), drop_last=True)
         seen = [int(i) for epoch in train.epochs(1) for step in epoch for batch in step for i in batch[:, 0]]
-        return seen, said
+        return seen, printed
 
 
-def test_a_dropped_tail_is_said(ranks):
-    seen, said = ranks(1, drop, True)[0]
+def test_samples_dropped_by_drop_last_are_printed(ranks):
+    seen, printed = ranks(1, drop, True)[0]
     assert seen == list(range(18))
-    assert "drop_last: 5 of 23 samples are left out of every epoch" in said
+    assert "drop_last: 5 of 23 samples are left out of every epoch" in printed
 
 
-def test_position_is_saved_within_the_body_of_the_last_step():
-    """A save in the last step must not lose the evaluation that follows it; one after the epoch must not repeat it."""
+def test_the_position_in_the_body_of_the_last_step_is_before_the_epoch_end():
+    """A save in the last step keeps the evaluation after it; a save after the epoch does not repeat it."""
     with Run(global_batch=12, seed=3) as run:
         train = run.shard(Numbers(), shuffle=True)
         states = []
@@ -223,14 +223,14 @@ def test_position_is_saved_within_the_body_of_the_last_step():
         ({"shuffle": False}, r"shuffle=False and this shard has shuffle=True.*pass run\.shard\(shuffle=False\)"),
     ],
 )
-def test_a_position_of_other_data_is_refused(change, message):
+def test_a_position_of_another_dataset_raises(change, message):
     with Run(global_batch=6, seed=3) as run:
         train = run.shard(Numbers(), shuffle=True)
         with pytest.raises(StateError, match=message):
             train.load_state_dict({**train.state_dict(), **change})
 
 
-def test_a_position_that_does_not_tell_of_a_shuffle_is_taken():
+def test_a_position_without_shuffle_is_accepted():
     with Run(global_batch=6, seed=3) as run:
         train = run.shard(Numbers(), shuffle=True)
         state = {**train.state_dict(), "step": 2}
@@ -262,7 +262,7 @@ def read_all(dataset, workers, collate=None):
             pass
 
 
-def test_bad_datasets_are_explained():
+def test_invalid_datasets_raise():
     with pytest.raises(DataError, match=r"NoLength has no length.*use run.stream"):
         read_all(NoLength(), 0)
     with pytest.raises(DataError, match="Numbers is empty, so there is nothing to shard: check the path"):
@@ -299,7 +299,7 @@ def weighted():
         ]
 
 
-def test_weights_draw_with_replacement_alike_on_any_layout(ranks):
+def test_sampling_weights_draw_the_same_samples_on_any_layout(ranks):
     alone = ranks(1, weighted)[0]
     assert set(alone) == {2, 7}
     assert 0.65 < alone.count(7) / len(alone) < 0.85
@@ -307,8 +307,8 @@ def test_weights_draw_with_replacement_alike_on_any_layout(ranks):
     assert sorted(spread[0] + spread[1]) == sorted(alone)
 
 
-def weigh():
-    """What each rank is told of the rows of a step of five."""
+def row_weights():
+    """step.weights of each rank in a step of five samples."""
     with Run(global_batch=5) as run:
         told = []
         for epoch in run.shard(Numbers(n=5), num_workers=0).epochs(1):
@@ -317,16 +317,16 @@ def weigh():
         return told
 
 
-def test_rows_of_padding_weigh_nothing(ranks):
-    assert ranks(1, weigh) == [[([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])]]
-    (first,), (second,) = ranks(2, weigh)
+def test_padding_rows_have_weight_zero(ranks):
+    assert ranks(1, row_weights) == [[([0, 1, 2, 3, 4], [1, 1, 1, 1, 1])]]
+    (first,), (second,) = ranks(2, row_weights)
     assert first == ([0, 1, 2], [1, 1, 1])
     assert second[0][:2] == [3, 4]
     assert second[1] == [1, 1, 0]
 
 
 class Collecting(Dataset):
-    """Collects all garbage of the process that reads it."""
+    """Runs the garbage collector in the process that reads it."""
 
     def __len__(self):
         return 6
@@ -345,8 +345,8 @@ def train_once():
                     step.mean(model(x)).backward()
 
 
-def read_after_a_run_that_is_garbage():
-    gc.disable()  # what is left of the first run waits for a worker to collect it
+def read_after_an_uncollected_run():
+    gc.disable()  # the first run is garbage that a worker could collect
     try:
         train_once()
         with Run(global_batch=3) as run:
@@ -355,11 +355,11 @@ def read_after_a_run_that_is_garbage():
         gc.enable()
 
 
-def test_workers_do_not_collect_what_an_earlier_run_left(ranks):
-    assert ranks(2, read_after_a_run_that_is_garbage) == [15, 15]
+def test_workers_do_not_collect_garbage_of_an_earlier_run(ranks):
+    assert ranks(2, read_after_an_uncollected_run) == [15, 15]
 
 
-def test_an_evaluation_after_a_restart_has_the_setting_that_it_had_before():
+def test_an_evaluation_after_a_restart_has_the_same_epoch_setting():
     def settings_of(test):
         return {int(batch[0, 3]) for batch in test}
 

@@ -1,4 +1,4 @@
-"""Streams on real ranks: the same global batches on any layout, ended together, resumed exactly."""
+"""Streams on real ranks: the same global batches on any layout, the same end on all ranks, exact resume."""
 
 import multiprocessing
 
@@ -21,7 +21,7 @@ class Count(IterableDataset):
 
 
 class Parts(Count):
-    """The same in three parts that can be read apart: part k holds the numbers that leave k when divided by 3."""
+    """The same in three shards: shard k holds the numbers with remainder k modulo 3."""
 
     num_shards = 3
 
@@ -29,13 +29,13 @@ class Parts(Count):
         return range(index, self.n, 3)
 
 
-def lucky(record):
+def with_random(record):
     return torch.tensor([float(record), float(torch.rand(1, generator=sample_rng()))], dtype=torch.float64)
 
 
-def learn(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_after=None, epochs=2):
+def train(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_after=None, epochs=2):
     with Run(global_batch=global_batch, seed=3) as run:
-        train = run.stream(dataset, decode=lucky, micro_batch=micro_batch, num_workers=workers)
+        train = run.stream(dataset, decode=with_random, micro_batch=micro_batch, num_workers=workers)
         if state is not None:
             train.load_state_dict(state)
         seen = {}
@@ -51,7 +51,7 @@ def learn(dataset, global_batch, micro_batch=None, workers=0, state=None, stop_a
         return seen, train.state_dict()
 
 
-def together(parts):
+def by_step(parts):
     return {place: sorted(row for seen, _ in parts for row in seen[place]) for place in parts[0][0]}
 
 
@@ -60,49 +60,49 @@ def together(parts):
     [(2, None, 0, 22), (2, 2, 2, 22), (3, 2, 0, 22), (4, 1, 0, 22), (4, 1, 0, 1)],
 )
 def test_a_stream_gives_the_same_global_batches_on_any_layout(ranks, size, micro_batch, workers, n):
-    alone = together(ranks(1, learn, Count(n), 5))
-    assert together(ranks(size, learn, Count(n), 5, micro_batch, workers)) == alone
+    alone = by_step(ranks(1, train, Count(n), 5))
+    assert by_step(ranks(size, train, Count(n), 5, micro_batch, workers)) == alone
     for epoch in range(2):
         numbers = [int(row[0]) for place, rows in alone.items() if place[0] == epoch for row in rows]
         assert sorted(numbers) == list(range(n))
 
 
-def learn_by_spawned_worker(dataset, global_batch):
+def train_with_spawned_worker(dataset, global_batch):
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("spawn", force=True)
     try:
-        return learn(dataset, global_batch, workers=1, epochs=1)
+        return train(dataset, global_batch, workers=1, epochs=1)
     finally:
         multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.slow
-def test_a_worker_that_inherits_nothing_reads_the_same(ranks):
-    alone = together(ranks(1, learn, Count(22), 5, None, 0, None, None, 1))
-    assert together(ranks(1, learn_by_spawned_worker, Count(22), 5)) == alone
+def test_a_spawned_worker_reads_the_same(ranks):
+    alone = by_step(ranks(1, train, Count(22), 5, None, 0, None, None, 1))
+    assert by_step(ranks(1, train_with_spawned_worker, Count(22), 5)) == alone
 
 
-def test_a_stream_in_shards_ends_on_all_ranks_together(ranks):
-    alone = together(ranks(1, learn, Parts(23), 6))
-    assert together(ranks(2, learn, Parts(23), 6)) == alone
-    assert together(ranks(3, learn, Parts(23), 6, 1)) == alone
-    # ranks without a sample of their own pad with another's: of two records, and in steps of two
-    assert together(ranks(3, learn, Parts(2), 6)) == together(ranks(1, learn, Parts(2), 6))
-    assert together(ranks(4, learn, Parts(23), 2, None, 2)) == together(ranks(1, learn, Parts(23), 2))
+def test_a_stream_in_shards_ends_at_the_same_step_on_all_ranks(ranks):
+    alone = by_step(ranks(1, train, Parts(23), 6))
+    assert by_step(ranks(2, train, Parts(23), 6)) == alone
+    assert by_step(ranks(3, train, Parts(23), 6, 1)) == alone
+    # ranks without a sample pad with one of another rank
+    assert by_step(ranks(3, train, Parts(2), 6)) == by_step(ranks(1, train, Parts(2), 6))
+    assert by_step(ranks(4, train, Parts(23), 2, None, 2)) == by_step(ranks(1, train, Parts(23), 2))
     first = [int(row[0]) for place, rows in alone.items() if place[0] == 0 for row in rows]
     assert sorted(first) == list(range(23))
 
 
 def test_a_stream_resumes_on_another_world_size(ranks):
-    whole = together(ranks(1, learn, Count(22), 5))
-    parts = ranks(2, learn, Count(22), 5, None, 0, None, 6)
-    rest = together(ranks(3, learn, Count(22), 5, None, 0, parts[0][1]))
-    assert together(parts) | rest == whole
-    assert not set(together(parts)) & set(rest)
+    whole = by_step(ranks(1, train, Count(22), 5))
+    parts = ranks(2, train, Count(22), 5, None, 0, None, 6)
+    rest = by_step(ranks(3, train, Count(22), 5, None, 0, parts[0][1]))
+    assert by_step(parts) | rest == whole
+    assert not set(by_step(parts)) & set(rest)
 
 
 class Restarting(Count):
-    """One that tells where it stands, which at its end is its beginning."""
+    """A stream whose state at its end is that of its beginning."""
 
     at = 0
 
@@ -119,12 +119,12 @@ class Restarting(Count):
         self.at = 0
 
 
-def test_a_stream_that_was_read_to_its_end_is_not_begun_again(ranks):
-    whole = together(ranks(1, learn, Restarting(12), 5))
+def test_a_stream_that_was_read_to_its_end_does_not_restart(ranks):
+    whole = by_step(ranks(1, train, Restarting(12), 5))
     assert len(whole) == 6
-    for stop_after in (1, 2):  # in the midst of the first epoch, and behind its last sample
-        parts = ranks(2, learn, Restarting(12), 5, None, 0, None, stop_after)
-        assert together(parts) | together(ranks(1, learn, Restarting(12), 5, None, 0, parts[0][1])) == whole
+    for stop_after in (1, 2):  # in the middle of the first epoch, and after its last sample
+        parts = ranks(2, train, Restarting(12), 5, None, 0, None, stop_after)
+        assert by_step(parts) | by_step(ranks(1, train, Restarting(12), 5, None, 0, parts[0][1])) == whole
 
 
 def evaluate(dataset):
@@ -139,9 +139,9 @@ def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
         assert set(ranks(size, evaluate, kind(11))) == {(5.0, 11)}
 
 
-def test_what_is_no_stream_is_explained():
+def test_invalid_streams_raise():
     with Run(global_batch=4) as run:
-        with pytest.raises(DataError, match=r"has a length and items, so it is no stream: use run\.shard"):
+        with pytest.raises(DataError, match=r"has a length and items, so it is not a stream: use run\.shard"):
             run.stream(list(range(3)))
         stream = run.stream(Count(3))
         with pytest.raises(
@@ -157,8 +157,8 @@ def test_what_is_no_stream_is_explained():
         run.stream(Parts(3))
 
 
-def go_on(kind, folder):
-    """Start a run whose training stands at its end, or a stream in the midst of one."""
+def resume(kind, folder):
+    """Resume a finished run, or a stream in the middle of an epoch."""
     with Run(global_batch=4, folder=folder) as run:
         for epochs in (1, 2):
             rows = torch.arange(12.0)
@@ -172,13 +172,11 @@ def go_on(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["shard", "stream"])
-def test_what_is_trained_already_and_what_must_be_read_again_is_said_once(ranks, tmp_path, kind):
+def test_finished_epochs_and_rereading_a_stream_are_printed_once(ranks, tmp_path, kind):
     for size in (1, 2):
-        ranks(size, go_on, kind, tmp_path / str(size))
+        ranks(size, resume, kind, tmp_path / str(size))
         told = (tmp_path / str(size) / "log.txt").read_text()
         assert (
             told.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
         )
-        assert told.count("Count cannot jump: to continue at step 1 it is read from its beginning") == (
-            kind == "stream"
-        )
+        assert told.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (kind == "stream")

@@ -1,4 +1,4 @@
-"""What is not torch's public API, held to what we need of it: these fail when torch changes it."""
+"""Private torch API that samestep uses: these tests fail when torch changes it."""
 
 import time
 from datetime import timedelta
@@ -12,28 +12,28 @@ from samestep.torch_private import ignore_in_ddp, no_buffer_broadcast, set_group
 from tests.launch.launched import wait_for
 
 
-def wait_for_nobody(given_up):
+def time_out(timed_out):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     set_group_timeout(1.0, dist.group.WORLD)
     waited = 0.0
     if dist.get_rank() == 1:
-        wait_for(given_up.exists, 35)
+        wait_for(timed_out.exists, 35)
     else:
         began = time.monotonic()
         try:
             dist.all_reduce(torch.ones(1))
         except RuntimeError:
             waited = time.monotonic() - began
-        given_up.touch()
+        timed_out.touch()
     dist.destroy_process_group()
     return waited
 
 
 def test_the_timeout_of_a_group_can_be_changed_after_its_start(ranks, tmp_path):
-    assert 0.9 < ranks(2, wait_for_nobody, tmp_path / "given up")[0] < 30  # and not 60
+    assert 0.9 < ranks(2, time_out, tmp_path / "timed out")[0] < 30  # and not 60
 
 
-def wrap_with_a_stranger():
+def wrap_with_ignored():
     with Run(global_batch=2) as run:
         torch.manual_seed(run.rank)
         model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(1, 1), "trained": torch.nn.Linear(1, 1)})
@@ -43,8 +43,8 @@ def wrap_with_a_stranger():
         return [p.item() for p in model.parameters()]
 
 
-def test_parameters_can_be_kept_out_of_what_ddp_sends_around(ranks):
-    first, second = ranks(2, wrap_with_a_stranger)
+def test_parameters_can_be_excluded_from_ddp(ranks):
+    first, second = ranks(2, wrap_with_ignored)
     assert first[:2] != second[:2]
     assert first[2:] == second[2:]
 
@@ -59,7 +59,7 @@ class Counter(torch.nn.Module):
         return x * self.weight
 
 
-def forward_with_own_buffers():
+def forward_with_different_buffers():
     with Run(global_batch=2) as run:
         model = DistributedDataParallel(Counter(), **no_buffer_broadcast())
         model.module.rank.fill_(run.rank)
@@ -68,8 +68,8 @@ def forward_with_own_buffers():
         return model.module.rank.item()
 
 
-def test_the_forward_pass_of_ddp_can_leave_buffers_alone(ranks):
-    assert ranks(2, forward_with_own_buffers) == [0.0, 1.0]
+def test_the_forward_pass_of_ddp_can_skip_the_buffer_broadcast(ranks):
+    assert ranks(2, forward_with_different_buffers) == [0.0, 1.0]
 
 
 def timeouts():
@@ -83,11 +83,11 @@ def timeouts():
         return before, run._comm.timeout
 
 
-def test_the_long_timeout_ends_with_the_first_step(ranks):
+def test_start_timeout_applies_until_the_first_step(ranks):
     assert ranks(2, timeouts) == [(60, 2), (60, 2)]
 
 
-def fail_and_look():
+def fail():
     try:
         with Run(global_batch=2):
             raise ValueError("no")
@@ -99,4 +99,4 @@ def fail_and_look():
 
 
 def test_a_group_is_not_destroyed_after_an_exception(ranks):
-    assert ranks(2, fail_and_look) == [True, True]
+    assert ranks(2, fail) == [True, True]

@@ -1,4 +1,4 @@
-"""Parameters that a step does not use: what plain DDP makes of them, what is said of them, and the connected graph."""
+"""Unused parameters: plain DDP, the errors of samestep, and conditioning dropout that uses all parameters."""
 
 import gc
 from pathlib import Path
@@ -19,7 +19,7 @@ DROP = 0.5
 
 
 class Encoder(nn.Module):
-    """What is left out. It is no container, so FSDP gathers it with the whole model and all ranks go forward alike."""
+    """The part that is skipped. Not a container, so FSDP gathers it with the root module on all ranks."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Branching(nn.Module):
-    """Leaves its encoder out for a whole batch: the usual way to drop a condition."""
+    """Skips its encoder for a full batch: the usual way to drop a condition."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Blending(nn.Module):
 
 
 def plain_ddp():
-    """Two steps of torch's own DDP, the first of which drops the condition; the error of the second."""
+    """Two steps of plain DDP, the first without the condition; the error of the second."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(Branching())
     x, condition = torch.ones(2, 4), torch.ones(2, 3)
@@ -72,18 +72,18 @@ def plain_ddp():
     return message
 
 
-def test_plain_ddp_fails_in_the_step_after_a_whole_batch_was_dropped(ranks):
+def test_plain_ddp_fails_in_the_step_after_a_batch_without_condition(ranks):
     for message in ranks(2, plain_ddp):
         assert "Expected to have finished reduction in the prior iteration before starting a new one" in message
 
 
 def coin(step, rank):
-    """Whether this rank drops its whole micro-batch: every rank throws its own coin, as scripts do."""
+    """Whether this rank drops the condition of its micro-batch: each rank draws on its own, as scripts do."""
     return bool(torch.rand((), generator=torch.Generator().manual_seed(10 * step + rank)) < DROP)
 
 
 def train(kind):
-    """How often AdamW has stepped the encoder, its weights, and what was said about the search."""
+    """How often AdamW has stepped the encoder, its weights, and what was printed about the search."""
     folder = Path("run")
     with Run(global_batch=4, folder=folder) as run:
         model = run.wrap(kind(), unused_parameters="allow")
@@ -98,24 +98,24 @@ def train(kind):
         weights = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
         stepped = int(optimizer.state[inner.encoder.first.weight]["step"])
         first = run.is_main
-    said = (
+    printed = (
         [line for line in (folder / "log.txt").read_text().splitlines() if "unused_parameters=" in line]
         if first
         else []
     )
-    return stepped, weights, said
+    return stepped, weights, printed
 
 
-def test_searching_for_unused_parameters_makes_the_result_depend_on_the_number_of_ranks(ranks):
+def test_with_allow_the_result_depends_on_the_number_of_ranks(ranks):
     (alone, one, _), (together, two, _) = ranks(1, train, Branching)[0], ranks(2, train, Branching)[0]
-    # one rank skips the encoder in every step whose coin says so, two ranks only where both coins do
+    # one rank skips the encoder if its draw says so, two ranks only if both draws do
     assert alone == sum(not coin(step, 0) for step in range(15)) == 6
     assert together == sum(not (coin(step, 0) and coin(step, 1)) for step in range(15)) == 9
     assert float((one - two).abs().max()) > 1e-2
 
 
 @pytest.mark.slow
-def test_conditioning_dropout_learns_the_same_on_any_number_of_ranks(ranks):
+def test_conditioning_dropout_trains_the_same_on_any_number_of_ranks(ranks):
     stepped, one, _ = ranks(1, train, Blending)[0]
     assert stepped == 15
     for size in (2, 4):
@@ -124,17 +124,17 @@ def test_conditioning_dropout_learns_the_same_on_any_number_of_ranks(ranks):
             assert float((one - weights).abs().max()) < 1e-6
 
 
-def test_the_cost_of_the_search_is_said_once(ranks):
+def test_the_cost_of_the_search_is_printed_once(ranks):
     assert ranks(1, train, Branching)[0][2] == []
-    said = ranks(2, train, Branching)[0][2]
-    assert len(said) == 1
-    assert "unused_parameters='allow': the search for unused parameters takes " in said[0]
-    assert " ms per step (" in said[0]
-    assert "% of the forward pass); whether a parameter is skipped depends on the number of ranks" in said[0]
+    printed = ranks(2, train, Branching)[0][2]
+    assert len(printed) == 1
+    assert "unused_parameters='allow': the search for unused parameters takes " in printed[0]
+    assert " ms per step (" in printed[0]
+    assert "% of the forward pass); whether a parameter is skipped depends on the number of ranks" in printed[0]
 
 
 def branch(strategy, dropping):
-    """A healthy step, then one in which the ranks of `dropping` leave the encoder out."""
+    """A normal step, then one in which the ranks of `dropping` skip the encoder."""
     with Run(global_batch=4, start_timeout=20, step_timeout=20) as run:
         model = run.wrap(Branching(), strategy)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -147,7 +147,7 @@ def branch(strategy, dropping):
                 optimizer.zero_grad()
 
 
-def complains(text, rank, samples):
+def check_message(text, rank, samples):
     assert (
         f"WrapError: step 1 did not use 4 parameter(s) of Encoder at 'encoder' on rank {rank}: encoder.first.weight, "
         "encoder.first.bias, encoder.second.weight, encoder.second.bias. The samples that took the other branch are "
@@ -159,16 +159,16 @@ def complains(text, rank, samples):
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
-def test_parameters_left_out_are_named_with_their_samples_and_the_remedies(ranks, size, strategy):
+def test_unused_parameters_are_named_with_samples_and_remedies(ranks, size, strategy):
     last = {1: [7], 2: [5, 7]}[size]
     for rank, text in enumerate(ranks.errors(size, branch, strategy, {0, 1})):
-        complains(text, rank, last[rank])
+        check_message(text, rank, last[rank])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_that_leaves_them_out_says_so_and_the_others_end_too(ranks, strategy):
+def test_if_one_rank_has_unused_parameters_all_ranks_raise(ranks, strategy):
     with pytest.raises(RankFailed) as failure:
         ranks(2, branch, strategy, {1})
-    complains(failure.value.errors[1], 1, 7)
+    check_message(failure.value.errors[1], 1, 7)
     assert "sent no answer" not in failure.value.errors[0]

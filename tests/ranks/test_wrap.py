@@ -1,4 +1,4 @@
-"""Wrapping: the first rank's weights everywhere, what is frozen left alone, what breaks the wrapper told at once."""
+"""run.wrap: rank 0's weights on all ranks, frozen parts excluded, changes after wrapping raise."""
 
 import re
 
@@ -14,12 +14,12 @@ from tests.ranks.expected import batchnorm_of_one_rank
 DATA = [torch.full((4,), float(i)) for i in range(8)]
 
 
-def whole(tensor):
+def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 class Net(nn.Module):
-    """A frozen body between two layers that train."""
+    """A frozen body between two trainable layers."""
 
     def __init__(self, frozen=False):
         super().__init__()
@@ -37,14 +37,14 @@ def start_from_different_seeds(strategy):
         torch.manual_seed(run.rank)
         model = Net()
         model.body[2].running_mean.uniform_()
-        built = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        built = {name: full(tensor) for name, tensor in model.state_dict().items()}
         with batchnorm_of_one_rank():
             wrapped = run.wrap(model, strategy)
-        return built, {name.removeprefix("module."): whole(t) for name, t in wrapped.state_dict().items()}
+        return built, {name.removeprefix("module."): full(t) for name, t in wrapped.state_dict().items()}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_every_rank_begins_with_the_weights_and_buffers_of_the_first(ranks, strategy):
+def test_every_rank_starts_with_the_weights_and_buffers_of_rank_0(ranks, strategy):
     (first, begun0), (second, begun1) = ranks(2, start_from_different_seeds, strategy)
     assert not torch.equal(first["after.weight"], second["after.weight"])
     for name, tensor in first.items():
@@ -58,7 +58,7 @@ def freeze_different_weights():
         run.wrap(Net(frozen=True))
 
 
-def test_frozen_weights_that_differ_are_told_at_the_start(ranks):
+def test_frozen_weights_that_differ_raise_at_the_start(ranks):
     for text in ranks.errors(2, freeze_different_weights):
         assert "ReplicasDiffer: at the start, ranks hold different bits in 'body.0.weight'" in text
 
@@ -70,7 +70,7 @@ def build_different_models(kind):
         run.wrap(model)
 
 
-def test_ranks_that_build_different_models_are_told_where(ranks):
+def test_ranks_that_build_different_models_raise_with_the_difference(ranks):
     first, second = ranks.errors(2, build_different_models, "shape")
     assert "WrapError: rank 0 and rank 1 built different models: ('0.weight', (3, 4), 'torch.float32') here" in first
     assert (
@@ -83,16 +83,16 @@ def test_ranks_that_build_different_models_are_told_where(ranks):
         assert ("2 here, 4 there" in text) or ("4 here, 2 there" in text)
 
 
-def wrap_wrongly(**wish):
+def wrap_wrongly(**options):
     with Run(global_batch=4) as run:
-        run.wrap(nn.Linear(1, 1), **wish)
+        run.wrap(nn.Linear(1, 1), **options)
 
 
 def single_on_two():
     wrap_wrongly(strategy="single")
 
 
-def test_a_wish_that_cannot_be_is_explained(ranks):
+def test_invalid_options_raise(ranks):
     with pytest.raises(
         WrapError, match=r"run\.wrap: strategy='dpp' is not valid; use one of 'single', 'ddp', 'fsdp', 'hybrid'"
     ):
@@ -109,7 +109,7 @@ def test_a_wish_that_cannot_be_is_explained(ranks):
         assert "strategy='single' needs one rank, got 2: use 'ddp', 'fsdp' or 'hybrid', or omit it" in text
 
 
-def test_a_model_in_which_nothing_trains_is_not_wrapped():
+def test_a_model_without_trainable_parameters_raises():
     with (
         Run(global_batch=4) as run,
         pytest.raises(WrapError, match="Linear has no trainable parameter: call it without"),
@@ -122,7 +122,7 @@ def train_with_frozen_body(strategy):
         model = run.wrap(Net(frozen=True), strategy)
         inner = getattr(model, "module", model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        before = {name: whole(tensor) for name, tensor in inner.body.state_dict().items()}
+        before = {name: full(tensor) for name, tensor in inner.body.state_dict().items()}
         for epoch in run.shard(DATA).epochs(1):
             model.train()
             for step in epoch:
@@ -131,14 +131,14 @@ def train_with_frozen_body(strategy):
                 optimizer.step()
                 modes = [module.training for module in inner.body.modules()]
                 optimizer.zero_grad()
-        moved = [n for n, tensor in inner.body.state_dict().items() if not torch.equal(whole(tensor), before[n])]
+        moved = [n for n, tensor in inner.body.state_dict().items() if not torch.equal(full(tensor), before[n])]
         names = {id(p): name for name, p in inner.named_parameters()}
         stepped = sorted(names[id(p)] for p in optimizer.state)
         return modes, moved, [p.grad is None for p in inner.body.parameters()], stepped
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
-def test_frozen_parts_stay_asleep_without_gradient_or_optimizer_state(ranks, size, strategy):
+def test_frozen_parts_stay_in_eval_mode_without_gradient_or_optimizer_state(ranks, size, strategy):
     for modes, moved, without_gradient, stepped in ranks(size, train_with_frozen_body, strategy):
         assert modes == [False] * 4
         assert moved == []
@@ -163,14 +163,14 @@ def stale_optimizer(strategy):
         one_step(run, model, model, optimizer)
 
 
-def test_an_optimizer_built_before_sharding_is_explained_at_the_first_step(ranks):
+def test_an_optimizer_built_before_sharding_raises_at_the_first_step(ranks):
     for text in ranks.errors(2, stale_optimizer, "fsdp"):
         assert (
             "WrapError: AdamW has 2 parameter(s) that no wrapped model owns: shape (2, 4) in group 0, (2,) in group 0."
             in text
         )
         assert "If it was built before run.wrap, build it after: AdamW(model.parameters(), ...)" in text
-    ranks(2, stale_optimizer, "ddp")  # which keeps the parameters, so that nothing is stale
+    ranks(2, stale_optimizer, "ddp")  # DDP keeps the parameters, so the optimizer is valid
 
 
 def two_modules():
@@ -180,7 +180,7 @@ def two_modules():
         one_step(run, model, lambda x: probe(model(x)), optimizer)
 
 
-def test_an_optimizer_over_a_module_that_was_not_wrapped_is_explained(ranks):
+def test_an_optimizer_with_parameters_of_an_unwrapped_module_raises(ranks):
     for text in ranks.errors(2, two_modules):
         assert "SGD has 2 parameter(s) that no wrapped model owns: shape (1, 2) in group 0, (1,) in group 0." in text
         assert (
@@ -201,7 +201,7 @@ def change_after_wrapping(how):
         one_step(run, model, model, torch.optim.SGD(net[0].parameters(), lr=0.1))
 
 
-def test_a_parameter_changed_after_wrapping_is_explained_at_the_first_step(ranks):
+def test_a_parameter_changed_after_wrapping_raises_at_the_first_step(ranks):
     for size in (1, 2):
         for text in ranks.errors(size, change_after_wrapping, "replace"):
             assert (
@@ -222,7 +222,7 @@ def bypass():
         one_step(run, model, model.module, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_call_past_the_wrapper_is_explained(ranks):
+def test_calling_the_inner_module_in_a_step_raises(ranks):
     for text in ranks.errors(2, bypass):
         assert (
             "WrapError: Linear was called without its wrapper in a training step (model.module(x)?), so its gradients"
@@ -232,7 +232,7 @@ def test_a_call_past_the_wrapper_is_explained(ranks):
 
 
 def skip_backward():
-    """Go forward and not backward in every other step: the whole weights left behind are not mistaken for new ones."""
+    """Skip the backward pass in every other step: gathered weights are not mistaken for new parameters."""
     with Run(global_batch=4) as run:
         model = run.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "fsdp")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -246,10 +246,10 @@ def skip_backward():
                     optimizer.step()
                 optimizer.zero_grad()
                 run._lifecycle.context.models[0].check_unchanged()
-        return float(whole(model[0].weight).sum())
+        return float(full(model[0].weight).sum())
 
 
-def test_a_sharded_model_may_go_forward_without_going_back(ranks):
+def test_a_sharded_model_may_skip_the_backward_pass(ranks):
     first, second = ranks(2, skip_backward)
     assert first == second
 
@@ -309,7 +309,7 @@ def wrap_scaled(strategy):
         run.wrap(Scaled(), strategy)
 
 
-def test_a_parameter_that_cannot_be_cut_is_told_on_one_rank_too(ranks):
+def test_a_scalar_parameter_with_fsdp_raises_on_one_rank_too(ranks):
     told = r"WrapError: parameter 'scale' is a scalar.*torch\.ones\(1\).*or use strategy='ddp'"
     for error in [*ranks.errors(1, wrap_scaled, "fsdp"), *ranks.errors(2, wrap_scaled, "zero2")]:
         assert re.search(told, error), error
@@ -323,14 +323,14 @@ def train_tied(strategy):
         net[2].weight = net[0].weight
         model = run.wrap(net, strategy)
         one_step(run, model, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return [whole(parameter).tolist() for parameter in net.parameters()]
+        return [full(parameter).tolist() for parameter in net.parameters()]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_blocks_with_tied_weights_are_sharded_together(ranks, strategy):
     (alone,) = ranks(1, train_tied, None)
-    for learnt in ranks(2, train_tied, strategy):
-        for weights, expected in zip(learnt, alone, strict=True):
+    for trained in ranks(2, train_tied, strategy):
+        for weights, expected in zip(trained, alone, strict=True):
             assert torch.allclose(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
@@ -340,7 +340,7 @@ def shard_by_class(offload):
         net = nn.Sequential(nn.Linear(4, 4), Part2(), Part2(), nn.Linear(4, 2))
         model = run.wrap(net, "fsdp", blocks=(Part2,), cpu_offload=offload)
         one_step(run, model, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return whole(model[1].layer.weight), whole(model[0].weight)
+        return full(model[1].layer.weight), full(model[0].weight)
 
 
 class Part2(nn.Module):
@@ -355,9 +355,9 @@ class Part2(nn.Module):
 @pytest.mark.parametrize("offload", [False, True])
 def test_blocks_by_class_and_offload_change_nothing(ranks, offload):
     expected = ranks(1, by_hand)[0]
-    for learnt in ranks(2, shard_by_class, offload):
-        for tensor, wanted in zip(learnt, expected, strict=True):
-            assert torch.allclose(tensor, wanted, atol=1e-6)
+    for trained in ranks(2, shard_by_class, offload):
+        for tensor, expected_tensor in zip(trained, expected, strict=True):
+            assert torch.allclose(tensor, expected_tensor, atol=1e-6)
 
 
 def by_hand():
@@ -375,7 +375,7 @@ def hybrid_on_one_node():
     wrap_wrongly(strategy="hybrid")
 
 
-def test_hybrid_on_one_node_is_explained(ranks):
+def test_hybrid_on_one_node_raises(ranks):
     for text in ranks.errors(2, hybrid_on_one_node):
         assert (
             "strategy='hybrid' shards inside a node and replicates between nodes, which 2 rank(s) on 1 node(s) do not"

@@ -1,4 +1,4 @@
-"""zero2: gradients and optimizer state sharded, weights whole from the forward to the backward pass."""
+"""zero2: gradients and optimizer state sharded, weights unsharded from the forward to the backward pass."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
@@ -42,12 +42,12 @@ def train(strategy, offload=False):
                 optimizer.zero_grad()
             with run.evaluate(model) as net:
                 accuracies.append(run.mean(net(inputs).argmax(-1) == labels for inputs, labels in tests))
-        return {name: whole(value) for name, value in model.state_dict().items()}, accuracies
+        return {name: full(value) for name, value in model.state_dict().items()}, accuracies
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
-def test_zero2_learns_what_one_rank_learns(ranks, offload):
+def test_zero2_trains_the_same_as_one_rank(ranks, offload):
     ((expected, accuracies),) = ranks(1, train, None)
     for learnt, seen in ranks(3, train, "zero2", offload):
         assert seen == accuracies
@@ -74,7 +74,7 @@ def _elements(model):
     return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in blocks)
 
 
-def test_zero2_keeps_weights_whole_until_the_backward_pass_and_fsdp_does_not(ranks):
+def test_zero2_keeps_weights_unsharded_until_the_backward_pass_and_fsdp_does_not(ranks):
     size = 2 * (6 * 6 + 6)
     assert ranks(2, bytes_held, "zero2") == [(size, size // 2)] * 2
     assert ranks(2, bytes_held, "fsdp") == [(size // 2, size // 2)] * 2

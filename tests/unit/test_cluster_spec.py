@@ -1,4 +1,4 @@
-"""Machines by words, by JSON, as they are here, in a SLURM job, and calibrated."""
+"""Cluster specifications: names, JSON descriptions, and the hardware of this machine."""
 
 import json
 from dataclasses import replace
@@ -7,13 +7,6 @@ import pytest
 
 from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware
 from samestep.errors import PlanError
-from samestep.planner.calibration import (
-    Calibration,
-    apply_calibration,
-    calibration_path,
-    read_calibration,
-    save_calibration,
-)
 from samestep.planner.cluster_discovery import local_cluster, peer_bandwidth
 from samestep.planner.cluster_spec import EXAMPLE, KNOWN_DEVICES, parse_cluster_spec
 
@@ -21,26 +14,26 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "device", "per_node"),
+    ("gpus", "nodes", "device", "count"),
     [
         *(("h100:4", 1, "h100", 4), ("h100", 1, "h100", 1), ("a100-40gb:2", 3, "a100-40gb", 2)),
         *(("cpu:8", 1, "cpu", 8), ("mps", 1, "mps", 1), ("g5", 1, "a10g", 4), ("p3", 2, "v100", 8)),
         *(("h200:8", 4, "h200", 8), ("rtx4090:4", 1, "rtx4090", 4)),
     ],
 )
-def test_words_name_devices_and_how_many(words, nodes, device, per_node):
-    found = parse_cluster_spec(words, nodes)
-    assert (found.device, found.devices_per_node, found.nodes) == (KNOWN_DEVICES[device].device, per_node, nodes)
-    assert found.devices == per_node * nodes
-    assert found.host_memory == KNOWN_DEVICES[device].host_memory * per_node
+def test_names_and_presets_are_parsed_with_their_counts(gpus, nodes, device, count):
+    found = parse_cluster_spec(gpus, nodes)
+    assert (found.device, found.devices_per_node, found.nodes) == (KNOWN_DEVICES[device].device, count, nodes)
+    assert found.devices == count * nodes
+    assert found.host_memory == KNOWN_DEVICES[device].host_memory * count
 
 
-def test_machines_are_told_in_words():
+def test_a_cluster_has_a_short_label():
     assert parse_cluster_spec("h100:4").label == "4 x h100"
     assert parse_cluster_spec("h100:4", 2).label == "2 x 4 x h100"
 
 
-def test_a_device_of_ones_own_is_given_as_json(tmp_path):
+def test_a_device_can_be_described_in_json(tmp_path):
     found = parse_cluster_spec(EXAMPLE)
     assert (found.device.name, found.device.kind, found.devices_per_node) == ("mygpu", "cuda", 4)
     assert found.device.memory == int(47.5 * GIB)
@@ -54,12 +47,12 @@ def test_a_device_of_ones_own_is_given_as_json(tmp_path):
     )
 
 
-def own(**changes):
+def example_with(**changes):
     return json.dumps({**json.loads(EXAMPLE), **changes})
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("gpus", "message"),
     [
         (
             "x1:4",
@@ -84,31 +77,34 @@ def own(**changes):
             '{"name": "x"}',
             "the JSON of --gpus lacks memory_gib, bandwidth_gbs, tflops. The fields are name, memory_gib, ",
         ),
-        (own(ram=1), "the JSON of --gpus has unknown fields: ram. The fields are "),
-        (own(count=0), "the JSON of --gpus: count must be a positive integer, got 0."),
-        (own(count=1.5), "the JSON of --gpus: count must be a positive integer, got 1.5."),
-        (own(memory_gib="48"), "the JSON of --gpus: memory_gib must be a positive number, got '48'."),
-        (own(interconnect_gbs=True), "the JSON of --gpus: interconnect_gbs must be a positive number, got True."),
-        (own(memory_gib=float("inf")), "the JSON of --gpus: memory_gib must be a positive number, got inf."),
-        (own(kind="mps"), "the JSON of --gpus: a run uses an Apple GPU with one rank only"),
-        (own(kind="tpu"), "the JSON of --gpus: kind must be one of cuda, mps, cpu, got 'tpu'."),
+        (example_with(ram=1), "the JSON of --gpus has unknown fields: ram. The fields are "),
+        (example_with(count=0), "the JSON of --gpus: count must be a positive integer, got 0."),
+        (example_with(count=1.5), "the JSON of --gpus: count must be a positive integer, got 1.5."),
+        (example_with(memory_gib="48"), "the JSON of --gpus: memory_gib must be a positive number, got '48'."),
         (
-            own(tflops={"int8": 5}),
+            example_with(interconnect_gbs=True),
+            "the JSON of --gpus: interconnect_gbs must be a positive number",
+        ),
+        (example_with(memory_gib=float("inf")), "the JSON of --gpus: memory_gib must be a positive number, got inf."),
+        (example_with(kind="mps"), "the JSON of --gpus: a run uses an Apple GPU with one rank only"),
+        (example_with(kind="tpu"), "the JSON of --gpus: kind must be one of cuda, mps, cpu, got 'tpu'."),
+        (
+            example_with(tflops={"int8": 5}),
             "the JSON of --gpus: tflops must map dtypes to dense TFLOP/s, got {'int8': 5}. ",
         ),
         (
-            own(tflops=90),
+            example_with(tflops=90),
             "the JSON of --gpus: tflops must map dtypes to dense TFLOP/s, got 90. Give float32, and tf32, bfloat16, ",
         ),
     ],
 )
-def test_words_that_name_nothing_are_explained(words, complaint):
+def test_invalid_cluster_specs_are_explained(gpus, message):
     with pytest.raises(PlanError) as error:
-        parse_cluster_spec(words)
-    assert str(error.value).startswith(complaint)
+        parse_cluster_spec(gpus)
+    assert str(error.value).startswith(message)
 
 
-def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
+def test_an_unknown_name_lists_the_known_devices_and_a_json_example(tmp_path):
     with pytest.raises(PlanError) as error:
         parse_cluster_spec("x1")
     assert all(name in str(error.value) for name in (*KNOWN_DEVICES, "local", "g5", "p3"))
@@ -118,12 +114,12 @@ def test_an_unknown_name_lists_the_known_ones_and_the_json_to_give(tmp_path):
         parse_cluster_spec(str(tmp_path / "list.json"))
 
 
-def test_several_macs_are_no_machines_of_one_run():
+def test_a_run_cannot_use_several_macs():
     with pytest.raises(PlanError, match=r"^--gpus mps: a run uses an Apple GPU with one rank only"):
         parse_cluster_spec("mps", 2)
 
 
-def test_no_nodes_are_no_machines():
+def test_the_number_of_nodes_must_be_positive():
     with pytest.raises(PlanError, match=r"^--nodes must be at least 1, got 0\.$"):
         parse_cluster_spec("h100:4", 0)
 
@@ -138,35 +134,38 @@ def gpu(index=0, name="NVIDIA H100 80GB HBM3", total=79, free=78, capability=(9,
     return Gpu(index, name, total * GIB, free * GIB, capability)
 
 
-def test_live_memory_is_asked_for_and_rates_come_from_the_sheet():
+def test_a_local_gpu_has_detected_memory_and_tabulated_flops():
     found = local_cluster(hardware([gpu(0, free=40), gpu(1)], [GpuLink(0, 1, "NV18")]))
     assert (found.devices_per_node, found.nodes, found.cores, found.shm) == (2, 1, 16, 8 * GIB)
-    assert (found.device.memory, found.device.memory_free) == (79 * GIB, 40 * GIB)  # others hold half of one of them
+    assert (found.device.memory, found.device.memory_free) == (
+        79 * GIB,
+        40 * GIB,
+    )  # of the fuller GPU
     assert found.device.peak_flops == KNOWN_DEVICES["h100"].device.peak_flops
     assert found.intra_node_bandwidth == 450e9
     assert found.host_memory == 48 * GIB
     assert found.source == "this machine: 2 x NVIDIA H100 80GB HBM3"
-    assert found.device.source == KNOWN_DEVICES["h100"].device.source  # of the rates: the machine is named once
+    assert found.device.source == KNOWN_DEVICES["h100"].device.source  # the source of the FLOP/s, without the machine
 
 
-def test_a_gpu_of_the_same_name_with_other_memory_keeps_its_own():
+def test_the_detected_memory_of_a_known_gpu_is_used():
     assert local_cluster(hardware([gpu(name="NVIDIA H100 NVL", total=94, free=93)])).device.memory == 94 * GIB
 
 
-def test_a_mig_slice_has_its_own_memory_and_its_part_of_the_rates():
+def test_a_mig_instance_has_its_own_memory_and_a_fraction_of_the_flops():
     found = local_cluster(hardware([gpu(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", total=19, free=19)])).device
     assert found.memory == 19 * GIB
     assert found.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
     assert found.peak_flops["bfloat16"] == pytest.approx(312e12 * 3 / 7)
 
 
-def test_an_unknown_gpu_says_what_it_is_reckoned_as():
+def test_an_unknown_gpu_says_what_it_is_estimated_as():
     found = local_cluster(hardware([gpu(name="NVIDIA X1", capability=(8, 6))])).device
     assert found.name == "NVIDIA X1"
     assert "unknown GPU, estimated as a10g; measure it with `samestep plan --calibrate`" in found.source
 
 
-def test_the_slowest_link_counts():
+def test_the_slowest_connection_determines_the_bandwidth():
     links = [GpuLink(0, 1, "NV4"), GpuLink(0, 2, "SYS"), GpuLink(1, 2, "PIX")]
     assert peer_bandwidth(links, [], pcie=32e9) == 16e9
     assert peer_bandwidth(links[:1], [], pcie=32e9) == 100e9
@@ -174,49 +173,14 @@ def test_the_slowest_link_counts():
     assert peer_bandwidth([], [], pcie=32e9) == 32e9
 
 
-def test_without_a_gpu_the_cores_are_one_device():
+def test_without_a_gpu_all_cores_are_one_device():
     found = local_cluster(hardware())
     assert (found.device.kind, found.devices_per_node) == ("cpu", 1)
     assert found.device.peak_flops["float32"] == pytest.approx(16 * 0.1e12)
     assert found.device.memory_free == 48 * GIB
     apple = local_cluster(hardware(), mps=True)
-    assert (apple.device.kind, apple.device.memory) == ("mps", 48 * GIB)  # three quarters of 64; of little, less
+    assert (apple.device.kind, apple.device.memory) == (
+        "mps",
+        48 * GIB,
+    )  # three quarters of 64 GiB
     assert local_cluster(replace(hardware(), memory_total=24 * GIB), mps=True).device.memory == 16 * GIB
-
-
-MEASURED = Calibration(
-    device="NVIDIA H100 80GB HBM3",
-    device_count=2,
-    matmul_flops={"bfloat16": ((1e9, 1e13), (1e12, 6e14))},
-    copy_bandwidth=2.9e12,
-    host_bandwidth=5.2e10,
-    all_reduce_bandwidth=3.1e11,
-    launch_seconds=4e-6,
-    date="2025-01-31",
-)
-
-
-def test_a_calibration_is_kept_and_read_for_its_device_only(tmp_path):
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert read_calibration(MEASURED.device, environ) is None
-    path = save_calibration(MEASURED, environ)
-    assert path == calibration_path(MEASURED.device, environ)
-    assert read_calibration(MEASURED.device, environ) == MEASURED
-    assert read_calibration("cpu", environ) is None
-    path.write_text("{}")
-    assert read_calibration(MEASURED.device, environ) is None
-
-
-def test_what_was_measured_takes_the_place_of_the_sheet():
-    two = parse_cluster_spec("h100:2")
-    found = apply_calibration(two, MEASURED)
-    assert found.device.measured_flops == MEASURED.matmul_flops
-    assert (found.device.copy_bandwidth, found.device.launch_seconds) == (2.9e12, 4e-6)
-    assert (found.host_bandwidth, found.intra_node_bandwidth, found.all_reduce_measured) == (5.2e10, 3.1e11, True)
-    assert found.device.source.endswith("; measured on 2025-01-31")
-    assert apply_calibration(two, None) is two
-
-
-def test_an_all_reduce_of_other_devices_says_nothing_of_these():
-    found = apply_calibration(parse_cluster_spec("h100:4"), MEASURED)
-    assert (found.intra_node_bandwidth, found.all_reduce_measured) == (450e9, False)

@@ -1,4 +1,4 @@
-"""`samestep plan`: what it prints, the function it looks at, and what it says of mistakes."""
+"""`samestep plan`: its tables and JSON, the build function, and its error messages."""
 
 import io
 import json
@@ -51,8 +51,8 @@ def printed(draw):
     return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
 
 
-def taken(on, gib):
-    """Others hold all but so much of each device."""
+def with_free_memory(on, gib):
+    """The cluster with `gib` GiB free on each device; other processes use the rest."""
     return replace(on, device=replace(on.device, memory_free=gib * GIB))
 
 
@@ -69,7 +69,7 @@ CASES = {
         make_plan(parse_cluster_spec("t4:1"), model(gib=20, per_sample=100 * MIB), 8), console
     ),
     "channels_last": lambda console: print_plan(
-        make_plan(taken(cluster(2), 70), model(), 64, options=PlanOptions(channels_last=True)), console
+        make_plan(with_free_memory(cluster(2), 70), model(), 64, options=PlanOptions(channels_last=True)), console
     ),
     "what_if": lambda console: print_what_if(
         [make_plan(parse_cluster_spec(words), model(gib=8), 64) for words in ("h100:1", "h100:8", "a10g:1", "a10g:8")],
@@ -80,8 +80,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_printed_is_what_was_looked_at(name):
-    """`python -m tests.unit.test_plan_cli` writes the files anew, to be looked at."""
+def test_printed_plans_match_the_golden_files(name):
+    """`python -m tests.unit.test_plan_cli` writes the golden files again; review the diff."""
     assert printed(CASES[name]) == (GOLDEN / f"plan_{name}.txt").read_text()
 
 
@@ -103,7 +103,7 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (
             "planlab",
@@ -138,13 +138,13 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
         ("bad.py:build", "bad.py cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all'). A plan"),
     ],
 )
-def test_a_function_that_is_not_there_is_explained(lab, words, complaint):
+def test_a_target_that_cannot_be_imported_is_explained(lab, words, message):
     with pytest.raises(PlanError) as error:
         find_function(words)
-    assert str(error.value).startswith(complaint.replace("HERE", str(lab)))
+    assert str(error.value).startswith(message.replace("HERE", str(lab)))
 
 
-def test_the_command_plans_for_machines_that_are_not_here(lab, capsys):
+def test_the_command_plans_for_gpus_that_are_not_available(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "65536", "--gpus", "h100:4"]) == 0
     out = capsys.readouterr().out
     assert "cluster  4 x h100 (--gpus h100:4;" in out
@@ -152,8 +152,8 @@ def test_the_command_plans_for_machines_that_are_not_here(lab, capsys):
     assert "\ncommand  samestep run train.py\n" in out
 
 
-def test_the_command_tells_a_program_the_same(lab, capsys):
-    typed = [
+def test_the_command_prints_json(lab, capsys):
+    arguments = [
         "plan",
         "planlab:build",
         "--global-batch",
@@ -166,22 +166,22 @@ def test_the_command_tells_a_program_the_same(lab, capsys):
         "SGD",
         "--json",
     ]
-    assert main(typed) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["chosen"]["ranks"] * told["chosen"]["micro_batch"] * told["chosen"]["accumulation"] >= 64
-    assert (told["precision"], told["model"]["optimizer"]) == ("fp32", "SGD")
+    assert main(arguments) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["chosen"]["ranks"] * data["chosen"]["micro_batch"] * data["chosen"]["accumulation"] >= 64
+    assert (data["precision"], data["model"]["optimizer"]) == ("fp32", "SGD")
 
 
-def test_what_if_lists_several_machines(lab, capsys):
+def test_what_if_lists_several_clusters(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "64", "--what-if", "--gpus", "l4:1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out)
     seen = [
-        (row["cluster"]["device"]["name"], row["cluster"]["devices_per_node"] * row["cluster"]["nodes"]) for row in told
+        (row["cluster"]["device"]["name"], row["cluster"]["devices_per_node"] * row["cluster"]["nodes"]) for row in data
     ]
     assert seen == [(kind, count) for kind in ("l4", "h100", "a100", "a10g") for count in (1, 2, 4, 8, 16)]
-    assert all(row["gpu_hours"] > 0 for row in told)
-    assert told[0]["speed_up"] == 1
-    assert all(row["speed_up"] > 0 for row in told)
+    assert all(row["gpu_hours"] > 0 for row in data)
+    assert data[0]["speed_up"] == 1
+    assert all(row["speed_up"] > 0 for row in data)
 
 
 def test_what_if_prints_speed_up_and_hours(lab, capsys):
@@ -194,53 +194,62 @@ def test_what_if_prints_speed_up_and_hours(lab, capsys):
     assert "GPU-hours for 5,000 samples" in out
 
 
-def test_one_of_apples_gpus_is_all_there_is_to_try(lab, capsys):
+def test_what_if_tries_one_apple_gpu_only(lab, capsys):
     assert main(["plan", "planlab:build", "--global-batch", "8", "--what-if", "--gpus", "mps", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["cluster"]["device"]["name"] for row in told].count("mps") == 1
+    data = json.loads(capsys.readouterr().out)
+    assert [row["cluster"]["device"]["name"] for row in data].count("mps") == 1
 
 
-def test_channels_last_and_blocks_are_traced_and_written(lab, capsys):
-    typed = ["plan", "planlab:convolutions", "--global-batch", "64", "--gpus", "h100:2", "--channels-last", "--json"]
-    assert main([*typed, "--blocks", "Block"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["options"] == {"script": "train.py", "channels_last": True, "blocks": True}
-    assert "channels_last=True" in told["code"][0]
-    assert {each["unsupported"] for each in told["candidates"] if each["shards"] > 1} == {
+def test_channels_last_and_blocks_are_traced_and_appear_in_the_code(lab, capsys):
+    arguments = [
+        "plan",
+        "planlab:convolutions",
+        "--global-batch",
+        "64",
+        "--gpus",
+        "h100:2",
+        "--channels-last",
+        "--json",
+    ]
+    assert main([*arguments, "--blocks", "Block"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["options"] == {"script": "train.py", "channels_last": True, "blocks": True}
+    assert "channels_last=True" in data["code"][0]
+    assert {each["unsupported"] for each in data["candidates"] if each["shards"] > 1} == {
         "channels_last=True needs unsharded weights"
     }
 
 
-def test_parameters_of_the_function_are_typed_after_two_dashes(lab, capsys):
+def test_parameters_of_the_function_follow_two_dashes(lab, capsys):
     sizes = []
     for own in ([], ["--", "--depth", "4"], ["--", "--depth", "4", "--wide"]):
         assert main(["plan", "planlab:convolutions", "--global-batch", "8", "--gpus", "t4", "--json", *own]) == 0
-        told = json.loads(capsys.readouterr().out)["model"]
-        sizes.append((told["weights"], told["activations"]["per_sample"]))
+        data = json.loads(capsys.readouterr().out)["model"]
+        sizes.append((data["weights"], data["activations"]["per_sample"]))
     assert sizes[1][0] == 2 * sizes[0][0] == sizes[2][0]
     assert sizes[0][1] < sizes[1][1] < sizes[2][1]
 
 
-def test_a_calibration_alone_is_told_to_a_program_too(lab, capsys, monkeypatch):
+def test_a_calibration_without_a_model_is_printed_as_text_and_as_json(lab, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(lab))
     measured = Calibration("cpu", 1, {"float32": ((1e6, 1e9), (1e9, 1e11))}, 1e10, 2e10, None, 2e-6, "2025-01-31")
     monkeypatch.setattr("samestep.planner.calibration.calibrate", lambda device, report: report("copies") or measured)
     assert main(["plan", "--calibrate", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["device"], told["copy_bandwidth"]) == ("cpu", 1e10)
-    assert Path(told["path"]).is_file()
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it prints to for a terminal
+    data = json.loads(capsys.readouterr().out)
+    assert (data["device"], data["copy_bandwidth"]) == ("cpu", 1e10)
+    assert Path(data["path"]).is_file()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     assert main(["plan", "--calibrate"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("cpu: matrix products in TFLOP/s: float32 0.1; copies 10 GB/s, host to device 20")
     assert "measuring this machine, takes less than a minute: copies" in err
 
 
-def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
+def test_what_if_accepts_device_descriptions_and_presets(lab, capsys):
     figures = '{"name": "mine", "memory_gib": 20, "bandwidth_gbs": 500, "tflops": {"float32": 20}}'
     for words, first in ((figures, "mine"), ("g5", "a10g")):
-        typed = ["plan", "planlab:build", "--global-batch", "64", "--precision", "fp32", "--what-if", "--json"]
-        assert main([*typed, "--gpus", words]) == 0
+        arguments = ["plan", "planlab:build", "--global-batch", "64", "--precision", "fp32", "--what-if", "--json"]
+        assert main([*arguments, "--gpus", words]) == 0
         rows = json.loads(capsys.readouterr().out)
         seen = [
             (row["cluster"]["device"]["name"], row["cluster"]["devices_per_node"] * row["cluster"]["nodes"])
@@ -250,7 +259,7 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
 
 
 @pytest.mark.parametrize(
-    ("typed", "complaint"),
+    ("arguments", "message"),
     [
         (
             "plan planlab:build --global-batch 8 --what-if --gpus x1",
@@ -312,33 +321,28 @@ def test_what_if_takes_figures_of_a_device_and_presets(lab, capsys):
         ),
     ],
 )
-def test_a_mistake_is_one_line(lab, capsys, typed, complaint):
-    assert main(typed.split()) == 2
+def test_an_error_is_printed_in_one_line(lab, capsys, arguments, message):
+    assert main(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"samestep: {complaint}")
+    assert err.startswith(f"samestep: {message}")
     assert err.count("\n") == 1
 
 
-def test_where_nothing_fits_the_command_ends_with_1(lab, capsys):
+def test_the_exit_code_is_1_if_nothing_fits(lab, capsys):
     tiny = '{"name": "tiny", "memory_gib": 0.1, "bandwidth_gbs": 10, "tflops": {"float32": 1}}'
     assert main(["plan", "planlab:build", "--global-batch", "8", "--gpus", tiny]) == 1
     assert "nothing fits" in capsys.readouterr().out
 
 
-if __name__ == "__main__":
-    for case, drawn in CASES.items():
-        (GOLDEN / f"plan_{case}.txt").write_text(printed(drawn))
-
-
-def test_options_of_the_function_among_ours_are_told_where_they_belong(capsys):
+def test_options_of_the_function_before_the_dashes_are_explained(capsys):
     assert main(["plan", "mylab:build", "--global-batch", "8", "--layers", "12"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("samestep: unknown option --layers: use one of --blocks, ")
     assert err.endswith("; put options of the function after `--`\n")
 
 
-def test_what_the_users_module_prints_is_no_part_of_the_json(tmp_path, monkeypatch, capsys):
+def test_output_of_the_users_module_goes_to_stderr(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
     monkeypatch.chdir(tmp_path)
     loud = LAB.replace("def build():", "print('imported')\n\ndef build():\n    print('built')")
@@ -347,3 +351,8 @@ def test_what_the_users_module_prints_is_no_part_of_the_json(tmp_path, monkeypat
     out, err = capsys.readouterr()
     assert json.loads(out)["model"]["name"] == "Sequential"
     assert "imported\nbuilt\n" in err
+
+
+if __name__ == "__main__":
+    for case, draw in CASES.items():
+        (GOLDEN / f"plan_{case}.txt").write_text(printed(draw))

@@ -1,4 +1,4 @@
-"""What a run computes in: the choice and its reason, autocast around the model, the loss scale, recomputation."""
+"""Precision: the choice and its reason, autocast, the loss scale, activation checkpointing, compilation."""
 
 import dataclasses
 import json
@@ -34,14 +34,14 @@ H200 = PrecisionSupport("cuda", bf16=True, tf32=True, requested="auto", compile=
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+def _in_a_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # torch sets this for good when it first thinks of compiling, as gradient checkpointing makes it
+    # torch sets this permanently when it first compiles, which activation checkpointing triggers
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
-def wishing(wish, *ranks):
-    return [dataclasses.replace(rank, requested=wish) for rank in ranks]
+def support(requested, *ranks):
+    return [dataclasses.replace(rank, requested=requested) for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def wishing(wish, *ranks):
         ([H200], "bf16", True, "auto: the GPU supports it"),
         ([H200, H200], "bf16", True, "auto: every GPU supports it"),
         ([H200, V100, H200], "fp32", False, "auto: the GPUs of rank(s) 1 do not support bf16"),
-        (wishing("fp32", H200), "fp32", False, "as requested"),
-        (wishing("fp16", H200), "fp16", True, "as requested"),
-        (wishing("fp16", V100), "fp16", False, "as requested"),
-        (wishing("bf16", CPU), "bf16", False, "as requested"),
+        (support("fp32", H200), "fp32", False, "as requested"),
+        (support("fp16", H200), "fp16", True, "as requested"),
+        (support("fp16", V100), "fp16", False, "as requested"),
+        (support("bf16", CPU), "bf16", False, "as requested"),
     ],
 )
-def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
+def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason):
     chosen = choose_precision(everyone)
     assert (chosen.name, chosen.tf32, chosen.reason) == (name, tf32, reason)
     assert chosen.strict == (everyone[0].requested == "fp32")
@@ -69,30 +69,30 @@ def test_precision_follows_what_every_rank_has(everyone, name, tf32, reason):
     ("everyone", "message"),
     [
         (
-            wishing("bf16", H200, V100),
+            support("bf16", H200, V100),
             r"which the GPUs of rank\(s\) 1 do not have: use precision='fp16' or 'fp32'",
         ),
-        (wishing("fp16", MPS), "precision='fp16' is not supported on Apple GPUs: use precision='fp32', or omit it"),
+        (support("fp16", MPS), "precision='fp16' is not supported on Apple GPUs: use precision='fp32', or omit it"),
         (
-            [*wishing("bf16", H200), *wishing("fp32", H200)],
+            [*support("bf16", H200), *support("fp32", H200)],
             r"rank 0 has Run\(precision='bf16', compile=False\) and rank 1 has Run\(precision='fp32', compile=False\)",
         ),
         ([H200, dataclasses.replace(H200, compile=True)], "pass the same values on all ranks"),
     ],
 )
-def test_what_cannot_be_done_on_every_rank_is_explained(everyone, message):
+def test_an_unsupported_precision_raises(everyone, message):
     with pytest.raises(CommunicationError, match=message):
         choose_precision(everyone)
 
 
-def test_an_unknown_precision_is_told_the_choices():
+def test_an_unknown_precision_raises_with_the_choices():
     with pytest.raises(
         CommunicationError, match="precision='int8' is not valid: use one of 'auto', 'fp32', 'bf16', 'fp16'"
     ):
         Run(global_batch=4, precision="int8")
 
 
-def test_the_choice_is_told_in_one_line():
+def test_the_choice_is_printed_in_one_line():
     fast = ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason="auto: the GPU supports it")
     assert str(fast) == (
         "precision: bf16 (auto: the GPU supports it), TF32 for fp32 products; torch.compile off; "
@@ -108,7 +108,7 @@ def settings():
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def test_tf32_is_allowed_or_forbidden_and_then_as_before():
+def test_tf32_is_set_and_then_restored():
     before = settings()
     restore = set_fp32_products(ComputePrecision("bf16", tf32=True, strict=False, compile=False, reason=""))
     assert settings() == ("high", True)
@@ -119,7 +119,7 @@ def test_tf32_is_allowed_or_forbidden_and_then_as_before():
     assert settings() == before
 
 
-def test_strict_fp32_lasts_as_long_as_the_run_also_after_a_failure():
+def test_strict_fp32_is_restored_at_the_end_of_the_run_also_after_a_failure():
     before = settings()
     with Run(global_batch=4, precision="fp32"):
         assert settings() == ("highest", False)
@@ -130,7 +130,7 @@ def test_strict_fp32_lasts_as_long_as_the_run_also_after_a_failure():
 
 
 @pytest.mark.slow
-def test_settings_that_torch_does_not_mix_are_explained():
+def test_settings_that_torch_does_not_combine_raise():
     script = (
         "import torch; from samestep import Run\n"
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
@@ -147,7 +147,7 @@ class Pair(NamedTuple):
 
 
 class Answer(OrderedDict):
-    """A mapping class of a library's own."""
+    """A mapping class like those of libraries."""
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ class Record:
     note: str
 
 
-def test_results_come_back_in_fp32_in_the_classes_they_had():
+def test_outputs_are_converted_to_fp32_and_keep_their_classes():
     half, double = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float64)
     given = {
         "pair": Pair(half, [half, 3, None]),
@@ -172,7 +172,7 @@ def test_results_come_back_in_fp32_in_the_classes_they_had():
     assert back["answer"]["x"].dtype == torch.float32
     assert (back["record"].logits.dtype, back["record"].note) == (torch.float32, "kept")
     assert back["own"] is double
-    assert given["answer"]["x"] is half  # what the model may have kept for itself is not changed
+    assert given["answer"]["x"] is half  # the original output is not changed
 
 
 class Picky(nn.Module):
@@ -189,7 +189,7 @@ class Picky(nn.Module):
         return out
 
 
-def test_autocast_ends_with_the_call_also_when_it_fails():
+def test_autocast_ends_with_the_call_also_after_an_exception():
     model = Picky()
     compute_in(model, torch.device("cpu"), torch.float16)
     assert model(torch.ones(2, 4)).dtype == torch.float32
@@ -201,7 +201,7 @@ def test_autocast_ends_with_the_call_also_when_it_fails():
 
 
 class Block(nn.Module):
-    """A block with luck of torch's and of the samples'."""
+    """A block with random numbers of torch and of the samples."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -244,7 +244,7 @@ def train(run, model, epochs=2, scale_loss=lambda losses, step: losses, learning
     return seen
 
 
-def learnt(**wrap):
+def trained(**wrap):
     with Run(global_batch=8, seed=0) as run:
         torch.manual_seed(3)
         model = run.wrap(Net(), **wrap)
@@ -254,15 +254,15 @@ def learnt(**wrap):
         return {name: value.clone() for name, value in model.named_parameters()}, calls
 
 
-def test_gradient_checkpointing_changes_no_number_and_no_name():
-    plain, calls = learnt()
-    again, calls_again = learnt(activation_checkpointing=(Block,))
+def test_activation_checkpointing_changes_no_number_and_no_name():
+    plain, calls = trained()
+    again, calls_again = trained(activation_checkpointing=(Block,))
     assert list(again) == list(plain)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert calls_again == [2 * count for count in calls]
 
 
-def test_gradient_checkpointing_does_nothing_without_gradients():
+def test_activation_checkpointing_does_nothing_without_gradients():
     with Run(global_batch=8) as run:
         model = run.wrap(Net(), activation_checkpointing=(Block,))
         with run.evaluate(model) as net:
@@ -285,7 +285,7 @@ def test_a_block_inside_another_is_not_computed_four_times():
         assert (model[0].inner.calls, model[1].calls) == (2, 2)
 
 
-def test_checkpointing_a_class_that_is_not_there_lists_those_that_are():
+def test_activation_checkpointing_of_an_unknown_class_lists_the_known_ones():
     message = (
         r"activation_checkpointing=\(Conv2d,\) matches no module of Net: its submodules are of class Block, LayerNorm, "
         "Linear, ModuleList"
@@ -305,7 +305,7 @@ class Images(nn.Module):
         return self.head(self.conv(x).mean((2, 3)))
 
 
-def test_channels_last_turns_weights_and_inputs_and_keeps_the_values():
+def test_channels_last_converts_weights_and_inputs_and_keeps_the_values():
     torch.manual_seed(0)
     plain, images = Images(), torch.randn(2, 3, 8, 8)
     expected = plain(images, mask=images)
@@ -319,14 +319,14 @@ def test_channels_last_turns_weights_and_inputs_and_keeps_the_values():
             run.wrap(Images(), "fsdp", channels_last=True)
 
 
-def test_all_tensors_are_multiplied_at_once():
+def test_multiply_all_multiplies_every_tensor():
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     multiply_all(tensors, 0.5)
     multiply_all([], 0.5)
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
 
 
-def test_fp16_gradients_come_out_unscaled_and_the_loss_too():
+def test_fp16_gradients_and_loss_are_unscaled():
     def one(precision):
         with Run(global_batch=8, seed=0, precision=precision) as run:
             torch.manual_seed(3)
@@ -350,16 +350,16 @@ def test_a_step_that_overflows_in_fp16_changes_nothing_and_halves_the_scale(caps
         assert not any(grad is None for _, grads in blown[1:] for grad in grads)
         assert scale.factor == 32768.0
         assert [step.number for step, _ in blown] == [0, 1, 2]
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         "step 0: a gradient overflowed in fp16 at loss scale 65536; all ranks drop this step and continue with loss "
-        "scale 32768" in said
+        "scale 32768" in printed
     )
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["choices"]["loss_scale"] == 32768.0
 
 
-def test_a_dropped_step_is_not_finite_and_moves_no_weight():
+def test_a_dropped_step_is_not_finite_and_changes_no_weight():
     with Run(global_batch=20, seed=0, precision="fp16") as run:
         model = run.wrap(nn.Linear(8, 3))
         before = [p.detach().clone() for p in model.parameters()]
@@ -368,7 +368,7 @@ def test_a_dropped_step_is_not_finite_and_moves_no_weight():
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_gradients_left_from_an_earlier_step_are_added_up_rightly_in_fp16():
+def test_gradients_of_an_earlier_step_are_accumulated_correctly_in_fp16():
     def total(precision):
         with Run(global_batch=10, seed=0, precision=precision) as run:
             torch.manual_seed(3)
@@ -382,7 +382,7 @@ def test_gradients_left_from_an_earlier_step_are_added_up_rightly_in_fp16():
     assert torch.allclose(total("fp16"), total("fp32"), rtol=1e-2, atol=1e-3)
 
 
-def test_the_loss_scale_grows_after_2000_good_steps_and_goes_on_from_its_state():
+def test_the_loss_scale_grows_after_2000_finite_steps_and_is_restored_from_its_state():
     with Run(global_batch=8, precision="fp16") as run:
         run.wrap(nn.Linear(8, 3))
         scale, models = run._lifecycle.context.acceleration.loss_scale, run._lifecycle.context.models
@@ -409,20 +409,20 @@ def test_gradients_that_never_become_finite_end_the_run():
             scale.unscale(models, 30)
 
 
-def test_weights_that_are_fp16_themselves_are_refused_with_fp16():
+def test_fp16_weights_raise_with_fp16_precision():
     message = "parameter 'weight' is fp16: pass the model without .half\\(\\), or model.float\\(\\)"
     with Run(global_batch=8, precision="fp16") as run, pytest.raises(WrapError, match=message):
         run.wrap(nn.Linear(8, 3).half())
 
 
-def test_optimizers_of_cpu_parameters_are_left_as_they_are():
+def test_optimizers_of_cpu_parameters_are_not_changed():
     model = nn.Linear(2, 2)
     for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.Adagrad(model.parameters())):
         assert not turn_on_fused(optimizer)
         assert optimizer.param_groups[0]["fused"] is None
 
 
-def test_what_was_chosen_is_said_once_and_kept(capsys):
+def test_the_choices_are_printed_once_and_kept_in_the_summary(capsys):
     with Run(global_batch=8, seed=0) as run:
         train(run, run.wrap(nn.Linear(8, 3)), epochs=1)
         run.wrap(nn.Linear(2, 2))
@@ -482,7 +482,7 @@ with Run(global_batch=8, seed=0, compile=True) as run:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_model_is_really_compiled_and_the_smaller_last_step_of_an_epoch_compiles_it_once_more():
+def test_a_model_is_compiled_and_recompiled_once_for_the_smaller_last_step():
     told = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     assert [line for line in told.stdout.splitlines() if line.startswith("graphs")] == ["graphs 2"] * 4

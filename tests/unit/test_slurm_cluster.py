@@ -1,4 +1,4 @@
-"""The machines of a SLURM job, seen from its nodes and from a login node."""
+"""The cluster of a SLURM job, seen from its nodes and from a login node."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def one_gpu(name="NVIDIA A100-SXM4-80GB"):
     return local_cluster(hardware([gpu(name=name, free=60)]))
 
 
-def test_from_a_login_node_the_named_gpus_of_all_nodes_count():
+def test_on_a_login_node_the_requested_gpus_of_all_nodes_count():
     job = {**JOB, "SLURM_GPUS_PER_NODE": "a100:4", "SLURM_MEM_PER_NODE": "1024", "SLURM_CPUS_ON_NODE": "24"}
     found = slurm_job_cluster(CPU, job, 3)
     assert (found.device.name, found.devices_per_node, found.nodes, found.cores) == ("a100", 4, 3, 24)
@@ -23,38 +23,38 @@ def test_from_a_login_node_the_named_gpus_of_all_nodes_count():
     assert found.source == "SLURM job 7: 4 GPU(s) on each of 3 node(s)"
 
 
-def test_a_gpu_of_the_login_node_is_not_one_of_the_job():
+def test_a_gpu_of_the_login_node_does_not_belong_to_the_job():
     found = slurm_job_cluster(one_gpu("Tesla T4"), {**JOB, "SLURM_GPUS_PER_NODE": "h100:8"}, 3)
     assert (found.device.name, found.devices_per_node, found.nodes) == ("h100", 8, 3)
 
 
-def test_inside_the_job_all_its_gpus_count_and_memory_is_what_this_node_shows():
+def test_inside_a_job_all_its_gpus_count_with_the_memory_of_this_node():
     found = slurm_job_cluster(one_gpu(), {**INSIDE, "SLURM_GPUS_ON_NODE": "4"}, 3)
     assert (found.device.name, found.devices_per_node, found.nodes) == ("a100", 4, 3)
     assert found.device.memory_free == 60 * GIB
-    assert found.intra_node_bandwidth == 300e9  # one GPU shows no link: the sheet tells
+    assert found.intra_node_bandwidth == 300e9  # a single visible GPU has no connection: from the table
     assert found.source.startswith("SLURM job 7: 4 GPU(s) on each of 3 node(s); this machine: 1 x NVIDIA A100")
 
 
-def test_on_a_login_node_gpus_without_a_name_are_reckoned_as_those_that_are_here():
+def test_on_a_login_node_gpus_without_a_name_are_assumed_to_be_like_the_local_ones():
     found = slurm_job_cluster(one_gpu(), {**JOB, "SLURM_GPUS_PER_NODE": "2"}, 3)
     assert (found.device.name, found.devices_per_node, found.nodes) == ("a100", 2, 3)
     assert "assumed to be like those of this machine" in found.source
 
 
-def test_gpus_that_nobody_names_and_nobody_sees_must_be_typed():
-    told = (
+def test_gpus_without_a_known_name_must_be_given_with_the_gpus_option():
+    message = (
         "SLURM job 7: 4 GPU(s) on each of 3 node(s), but the job does not name a known device. Pass --gpus NAME:4 "
         "--nodes 3, for example --gpus a100:4 --nodes 3."
     )
-    for asked in ("4", "x1:4"):
+    for requested in ("4", "x1:4"):
         with pytest.raises(PlanError) as error:
-            slurm_job_cluster(CPU, {**JOB, "SLURM_GPUS_PER_NODE": asked}, 3)
-        assert str(error.value) == told
+            slurm_job_cluster(CPU, {**JOB, "SLURM_GPUS_PER_NODE": requested}, 3)
+        assert str(error.value) == message
 
 
 @pytest.mark.parametrize("environ", [{}, JOB, {"SLURM_GPUS_PER_NODE": "a100:4"}])
-def test_without_a_job_or_gpus_in_it_what_is_here_counts(environ):
+def test_without_a_job_or_without_gpus_in_it_the_local_cluster_is_used(environ):
     assert slurm_job_cluster(CPU, environ, 1) is CPU
 
 
@@ -72,10 +72,10 @@ def test_without_a_job_or_gpus_in_it_what_is_here_counts(environ):
         ({}, 0, None),
     ],
 )
-def test_gpus_are_counted_however_they_were_asked_for(variables, gpus, name):
+def test_gpus_per_node_are_counted_for_every_way_to_request_them(variables, gpus, name):
     found = read_allocation({**JOB, **variables})
     assert (found.gpus, found.name, found.inside) == (gpus, name, False)
 
 
-def test_nodes_are_one_outside_of_a_job():
+def test_outside_of_a_job_there_is_one_node():
     assert [slurm_nodes(each) for each in ({}, JOB, {"SLURM_NNODES": "2"})] == [1, 3, 2]

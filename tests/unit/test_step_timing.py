@@ -1,4 +1,4 @@
-"""Operations of a traced step run for real, one by one: all of them, and together about as long as the step."""
+"""Step timing: every operation of a traced step runs alone, and all together take about as long as the step."""
 
 import time
 from dataclasses import replace
@@ -21,12 +21,12 @@ FP32 = choose_precision([detect_support(CPU, "fp32", False)])
 
 
 @pytest.fixture(autouse=True)
-def _torch_keeps_its_folder(tmp_path, monkeypatch):
+def _torch_cache_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
 
 
 class Images(nn.Module):
-    """Convolutions, and norms that a GPU has kernels of its own for."""
+    """Convolutions, and norms for which a GPU has its own kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Images(nn.Module):
 
 
 class Words(nn.Module):
-    """A table that is read here and there, attention with shared heads, dropout."""
+    """An embedding, attention with shared heads, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def score(model, batch):
 
 @pytest.mark.parametrize(("build", "loss"), [(images, None), (words, score)])
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_every_operation_of_a_step_can_be_run_alone(build, loss, target):
+def test_every_operation_of_a_step_can_run_alone(build, loss, target):
     (work,) = trace_calls(build, [4], precision="fp32", loss=loss, target=target)
     assert work.calls
     assert sum(cost.count for cost in work.calls.values()) == sum(op.count for op in work.ops())
@@ -86,7 +86,7 @@ def test_every_operation_of_a_step_can_be_run_alone(build, loss, target):
     assert all(seconds > 0 for seconds in found.values())
 
 
-def test_operations_for_which_there_is_no_memory_are_reckoned():
+def test_operations_that_do_not_fit_in_memory_are_estimated():
     here, work = parse_cluster_spec("cpu:1"), OpCounter(record_calls=True)
     huge = TensorShape((2**46,), (1,), torch.float32)
     assert work.calls is not None
@@ -97,60 +97,60 @@ def test_operations_for_which_there_is_no_memory_are_reckoned():
     )
 
 
-def test_together_they_take_about_as_long_as_the_step():
+def test_measured_operations_add_up_to_the_time_of_a_step():
     build = lambda: (nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(256, 512))  # noqa: E731
-    facts = trace_model(build, precision="fp32", target="cpu")
+    profile = trace_model(build, precision="fp32", target="cpu")
     model, batch = build()
-    told, came = [], []
-    for _ in range(30):  # the least of several, and of more while others that compute at the same time are in the way
-        timed = time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 256, FP32).measured_time
+    estimated, measured = [], []
+    for _ in range(30):  # the minimum of several, and of more while other processes disturb the measurement
+        timed = time_model(profile, build, parse_cluster_spec("cpu:1"), CPU, 256, FP32).measured_time
         assert timed is not None
         assert [samples for samples, _ in timed.points] == [128, 256]
-        told.append(timed.at(256))
+        estimated.append(timed.at(256))
         for _ in range(5):
             since = time.perf_counter()
             model(batch).sum().backward()
-            came.append(time.perf_counter() - since)
-        if len(told) >= 4 and min(came) / 3 < min(told) < 3 * min(came):
+            measured.append(time.perf_counter() - since)
+        if len(estimated) >= 4 and min(measured) / 3 < min(estimated) < 3 * min(measured):
             break
-    assert min(came) / 3 < min(told) < 3 * min(came)
+    assert min(measured) / 3 < min(estimated) < 3 * min(measured)
 
 
-def test_the_device_is_named_so_that_times_count_for_it_alone():
+def test_measured_times_name_their_device():
     here = parse_cluster_spec("cpu:2")
     timed = time_model(trace_model(images, precision="fp32", target="cpu"), images, here, CPU, 4, FP32).measured_time
     assert timed is not None
     assert timed.device == here.device.name
 
 
-class Looks(nn.Linear):
-    """Asks for a value, which a trace has not."""
+class NeedsValues(nn.Linear):
+    """Needs a value, which a trace does not have."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return super().forward(batch * (2 if batch.sum().item() > 0 else 1))
 
 
-def test_a_model_that_looks_at_values_is_not_timed():
-    build = lambda: (Looks(4, 4), torch.randn(2, 4))  # noqa: E731
-    facts = trace_model(build, precision="fp32", target="cpu")
-    assert time_model(facts, build, parse_cluster_spec("cpu:1"), CPU, 4, FP32) == facts
+def test_a_model_that_needs_values_is_not_timed():
+    build = lambda: (NeedsValues(4, 4), torch.randn(2, 4))  # noqa: E731
+    profile = trace_model(build, precision="fp32", target="cpu")
+    assert time_model(profile, build, parse_cluster_spec("cpu:1"), CPU, 4, FP32) == profile
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
-def test_a_norm_over_the_batch_is_timed_with_more_rows_than_one(micro_batch):
-    facts = trace_model(images, precision="fp32", target="cpu")
-    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).measured_time
+def test_batch_norm_is_timed_with_more_than_one_sample(micro_batch):
+    profile = trace_model(images, precision="fp32", target="cpu")
+    timed = time_model(profile, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).measured_time
     assert timed is not None
     assert [samples for samples, _ in timed.points] == [2, 4]
 
 
-def test_the_host_is_timed_with_a_few_samples_and_without_weights():
+def test_host_time_is_measured_with_a_few_samples_and_zero_weights():
     found = host_seconds(words, CPU, None, score, channels_last=False)
     assert found is not None
     assert 0 < found < 10
 
 
-def test_a_model_that_cannot_be_run_with_zeros_has_no_time_of_the_host():
+def test_a_model_that_cannot_run_with_zeros_has_no_host_time():
     def build():
         model = nn.Linear(4, 4)
         model.register_forward_pre_hook(lambda module, _: 1 / module.weight.abs().sum().item())
@@ -159,8 +159,8 @@ def test_a_model_that_cannot_be_run_with_zeros_has_no_time_of_the_host():
     assert host_seconds(build, CPU, None, None, channels_last=False) is None
 
 
-def test_facts_with_times_are_still_facts():
-    facts = trace_model(images, precision="fp32", target="cpu")
-    timed = time_model(facts, images, parse_cluster_spec("cpu:1"), CPU, 4, FP32)
-    assert timed.method == f"{facts.method}; operations timed on this device"
-    assert replace(timed, measured_time=None, method=facts.method) == facts
+def test_timing_changes_nothing_else_in_the_profile():
+    profile = trace_model(images, precision="fp32", target="cpu")
+    timed = time_model(profile, images, parse_cluster_spec("cpu:1"), CPU, 4, FP32)
+    assert timed.method == f"{profile.method}; operations timed on this device"
+    assert replace(timed, measured_time=None, method=profile.method) == profile

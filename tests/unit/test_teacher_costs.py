@@ -1,4 +1,4 @@
-"""Where a teacher goes: bytes and seconds of every placement, and which wins when."""
+"""Placements of a teacher: memory and time of each, and which one is chosen."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, compare
 from tests.unit.plan_examples import GIB, cluster
 
 TEN = {"gpu", "cpu", "balanced", "sequential", "offload", "disk", "sharded", "served", "cached", "custom"}
-# 60 billion parameters in bfloat16, 60 layers, 1,024 tokens of 2 operations a parameter, logits of 50,000 words
+# 60 billion parameters in bfloat16, 60 layers, 1,024 tokens with 2 FLOPs per parameter, a vocabulary of 50,000
 SIXTY = TeacherProfile(
     bytes=120 * 10**9,
     largest_layer=2 * 10**9,
@@ -22,8 +22,8 @@ SIXTY = TeacherProfile(
 SMALL = TeacherProfile(bytes=2 * GIB, largest_layer=GIB // 10, flops_per_sample=1e12, output_per_sample=1000)
 
 
-def weighed(words, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **rest):
-    on = parse_cluster_spec(words, nodes) if isinstance(words, str) else words
+def compare(gpus, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **rest):
+    on = parse_cluster_spec(gpus, nodes) if isinstance(gpus, str) else gpus
     found = compare_placements(TeacherSetup(on, ranks, global_batch, micro_batch, **rest), teacher)
     assert {placement.name for placement in found.placements} == TEN
     assert all(placement.reason for placement in found.placements)
@@ -31,7 +31,7 @@ def weighed(words, teacher, ranks, global_batch=64, micro_batch=2, nodes=1, **re
 
 
 def test_a_teacher_that_fits_is_copied_to_every_gpu():
-    found, each = weighed("h100:4", SMALL, 4)
+    found, each = compare("h100:4", SMALL, 4)
     assert found.chosen is each["gpu"] is found.placements[0]
     assert each["gpu"].per_gpu == 2 * GIB + 2 * 1000
     assert each["gpu"].reason == "fastest placement that fits"
@@ -39,12 +39,12 @@ def test_a_teacher_that_fits_is_copied_to_every_gpu():
     assert not each["custom"].fits
 
 
-def test_sixty_billion_parameters_are_sharded_not_computed_on_the_cpu():
+def test_sixty_billion_parameters_are_sharded_instead_of_computed_on_the_cpu():
     on = replace(parse_cluster_spec("h100:4"), host_memory=1000 * GIB)
-    found, each = weighed(on, SIXTY, 4)
+    found, each = compare(on, SIXTY, 4)
     assert found.chosen.name == "sharded"
     assert each["cpu"].fits
-    # 64 samples of 1.2e14 operations on 32 cores of 5e10 a second: more than an hour a step
+    # 64 samples of 1.2e14 FLOPs on 32 cores with 5e10 FLOP/s: more than an hour per step
     assert each["cpu"].seconds == pytest.approx(64 * SIXTY.flops_per_sample / (32 * 5e10), rel=0.01)
     assert each["cpu"].seconds > 3600
     assert each["cpu"].reason.endswith("times as slow as sharded")
@@ -52,13 +52,13 @@ def test_sixty_billion_parameters_are_sharded_not_computed_on_the_cpu():
     assert each["sharded"].per_gpu == pytest.approx(30e9 + 4e9 + 2 * SIXTY.output_per_sample)
 
 
-def test_the_cpu_holds_one_copy_a_node_however_many_ranks():
+def test_cpu_placement_needs_one_copy_per_node_for_any_number_of_ranks():
     for ranks in (1, 2, 4):
-        assert weighed("h100:4", SMALL, ranks)[1]["cpu"].per_node == pytest.approx(2 * GIB, rel=1e-4)
+        assert compare("h100:4", SMALL, ranks)[1]["cpu"].per_node == pytest.approx(2 * GIB, rel=1e-4)
 
 
-def test_one_rank_with_several_gpus_spreads_its_layers():
-    found, each = weighed("h100:4", SIXTY, 1)
+def test_one_rank_with_several_gpus_distributes_the_layers():
+    found, each = compare("h100:4", SIXTY, 1)
     assert found.chosen.name == "balanced"
     assert each["balanced"].per_gpu == pytest.approx(30e9 + 2e9 + 2 * SIXTY.output_per_sample)
     assert each["sequential"].per_gpu > each["balanced"].per_gpu
@@ -66,74 +66,74 @@ def test_one_rank_with_several_gpus_spreads_its_layers():
     assert each["served"].reason == "needs at least 2 ranks"
 
 
-def test_spreading_means_nothing_where_each_rank_has_one_gpu():
-    each = weighed("h100:4", SMALL, 4)[1]
+def test_device_maps_do_not_apply_if_each_rank_has_one_gpu():
+    each = compare("h100:4", SMALL, 4)[1]
     assert each["balanced"].reason == each["sequential"].reason == "each rank has one device: the same as gpu"
 
 
-def test_offload_wins_where_one_gpu_is_all_there_is():
+def test_offload_is_chosen_with_a_single_gpu():
     on = replace(parse_cluster_spec("h100:1"), host_memory=500 * GIB)
-    found, each = weighed(on, SIXTY, 1)
+    found, each = compare(on, SIXTY, 1)
     assert found.chosen.name == "offload"
-    # 32 forward passes, each as long as 120 GB over PCIe
+    # 32 forward passes, each bound by the transfer of 120 GB over PCIe
     assert each["offload"].seconds == pytest.approx(32 * 120e9 / (64e9 * 0.8))
     assert each["offload"].per_node == SIXTY.bytes
 
 
 def test_the_disk_is_for_teachers_larger_than_host_memory():
-    found, each = weighed(replace(parse_cluster_spec("h100:1"), host_memory=64 * GIB), SIXTY, 1)
+    found, each = compare(replace(parse_cluster_spec("h100:1"), host_memory=64 * GIB), SIXTY, 1)
     assert found.chosen.name == "disk"
     assert each["offload"].reason == "does not fit: 111.8 GiB of host memory needed, 57.6 GiB free per node"
     assert each["disk"].seconds == pytest.approx(32 * 120e9 / 2e9)
 
 
-def test_a_served_teacher_is_computed_by_one_for_all():
-    each = weighed("h100:4", SMALL, 4)[1]
+def test_a_served_teacher_computes_for_all_ranks_on_one_rank():
+    each = compare("h100:4", SMALL, 4)[1]
     assert each["served"].seconds > 3.9 * each["gpu"].seconds
 
 
-def test_what_training_takes_is_not_there_for_the_teacher():
-    assert weighed("h100:4", SMALL, 4, used_per_gpu=73 * GIB)[0].chosen.name != "gpu"
+def test_memory_that_training_uses_is_not_free_for_the_teacher():
+    assert compare("h100:4", SMALL, 4, used_per_gpu=73 * GIB)[0].chosen.name != "gpu"
 
 
-def test_a_cache_is_never_chosen_and_tells_what_later_epochs_would_take():
-    found, each = weighed("h100:2", SMALL, 2)
+def test_cached_is_never_chosen_and_states_the_time_of_later_epochs():
+    found, each = compare("h100:2", SMALL, 2)
     assert each["cached"].seconds == found.chosen.seconds
     assert not each["cached"].fits
-    # 64 samples on a node of 1000 bytes each, from a disk of 2 GB/s
-    said = "choose it yourself if a sample has the same inputs in every epoch"
-    assert each["cached"].reason == f"{said}: later epochs take 0.032 ms per step"
-    assert weighed("h100:2", replace(SMALL, output_per_sample=0), 2)[1]["cached"].reason == said
+    # 64 samples per node with 1000 bytes each, from a disk with 2 GB/s
+    reason = "choose it yourself if a sample has the same inputs in every epoch"
+    assert each["cached"].reason == f"{reason}: later epochs take 0.032 ms per step"
+    assert compare("h100:2", replace(SMALL, output_per_sample=0), 2)[1]["cached"].reason == reason
 
 
 def test_without_a_gpu_one_copy_serves_all_ranks_of_the_node():
-    found, each = weighed(replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB), SMALL, 4)
+    found, each = compare(replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB), SMALL, 4)
     assert found.chosen.name == "cpu"
     assert each["gpu"].reason.startswith("does not fit: 8.0 GiB of host memory needed")
     assert each["offload"].reason == "needs a GPU to load layers to"
 
 
-def test_without_a_gpu_a_served_teacher_lies_in_memory_once():
+def test_without_a_gpu_a_served_teacher_is_in_memory_once():
     on = replace(parse_cluster_spec("cpu:4"), host_memory=6 * GIB)
-    each = weighed(on, SMALL, 4)[1]
+    each = compare(on, SMALL, 4)[1]
     assert each["served"].fits
     assert (each["served"].per_gpu, each["served"].per_node) == (0, 2 * GIB + 2 * 1000)
-    too_small = weighed(replace(on, host_memory=GIB), SMALL, 4)[1]
+    too_small = compare(replace(on, host_memory=GIB), SMALL, 4)[1]
     assert too_small["served"].reason.startswith("does not fit: 2.0 GiB of host memory needed, 921.6 MiB free per node")
 
 
-def test_nothing_fits():
-    found, each = weighed(cluster(1, gib=1, host_memory=GIB), replace(SIXTY, largest_layer=100 * GIB), 1)
+def test_no_placement_is_chosen_if_nothing_fits():
+    found, each = compare(cluster(1, gib=1, host_memory=GIB), replace(SIXTY, largest_layer=100 * GIB), 1)
     assert found.chosen is None
     assert each["cached"].reason == "no placement fits for the first epoch, which fills the cache"
 
 
-def test_rows_and_plain_data():
-    found, _ = weighed("h100:4", SMALL, 4)
+def test_a_teacher_plan_can_be_printed_and_converted_to_json():
+    found, _ = compare("h100:4", SMALL, 4)
     assert teacher_rows(found)[0][:3] == ("gpu", "2.0 GiB", "0 B")
     assert json.loads(json.dumps(found.to_json()))["chosen"] == "gpu"
 
 
-def test_a_teacher_for_nobody_is_refused():
+def test_an_empty_setup_raises():
     with pytest.raises(PlanError, match="A teacher needs at least 1 rank"):
         compare_placements(TeacherSetup(cluster(1), 1, 0, 1), SMALL)

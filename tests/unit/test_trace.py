@@ -1,4 +1,4 @@
-"""What a model needs, by trace: bytes that can be counted by hand, and the same from real tensors."""
+"""Traced profiles: bytes and FLOPs calculated by hand, and compared with real tensors."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ LENGTH = 48
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path_factory, monkeypatch):
-    # torch sets this for good when it first thinks of compiling, as gradient checkpointing makes it
+def _torch_cache_elsewhere(tmp_path_factory, monkeypatch):
+    # torch sets this permanently when activation checkpointing first imports its compiler
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
@@ -67,24 +67,24 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def peak(facts: ModelProfile) -> PeakMemory:
-    assert isinstance(facts.activations, PeakMemory)
-    return facts.activations
+def peak(profile: ModelProfile) -> PeakMemory:
+    assert isinstance(profile.activations, PeakMemory)
+    return profile.activations
 
 
-def test_activations_of_an_mlp_are_those_counted_by_hand():
-    facts = trace_model(mlp, optimizer="SGD", precision="fp32", target="cpu")
+def test_activations_of_an_mlp_match_a_calculation_by_hand():
+    profile = trace_model(mlp, optimizer="SGD", precision="fp32", target="cpu")
     weights = 4 * (A * H + H * C)
-    assert (facts.weights, facts.gradients, facts.optimizer_state) == (weights, weights, 0)
-    # the fullest moment with many samples is ReLU's backward: the input, ReLU's output, the gradients of its output and
-    # input; besides stand the loss, its gradient, the micro-batch's keys of 8 bytes a sample, and one weight's gradient
+    assert (profile.weights, profile.gradients, profile.optimizer_state) == (weights, weights, 0)
+    # the peak with many samples is ReLU's backward: the input, ReLU's output, the gradients of its output and input,
+    # the loss, its gradient, 8 bytes per sample of keys for the sample RNG, and one weight's gradient
     per_sample = 4 * (A + 3 * H) + 8
-    assert peak(facts).per_sample == per_sample
-    worst = max(peak(facts).points, key=lambda m: m.per_sample)
-    assert worst.gradients == 4 * H * C
-    assert worst.fixed == 2 * 4
+    assert peak(profile).per_sample == per_sample
+    largest = max(peak(profile).points, key=lambda m: m.per_sample)
+    assert largest.gradients == 4 * H * C
+    assert largest.fixed == 2 * 4
     samples = 1000
-    assert facts.persistent + facts.activations.at(samples) == weights + 4 * H * C + 2 * 4 + per_sample * samples
+    assert profile.persistent + profile.activations.at(samples) == weights + 4 * H * C + 2 * 4 + per_sample * samples
 
 
 def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte():
@@ -93,20 +93,20 @@ def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte():
         model[0].requires_grad_(False).half()
         return model, torch.zeros(4, A), lambda model, batch: model[1:](model[0](batch.half()).double()).sum()
 
-    facts = trace_model(build, optimizer="AdamW", precision="fp32")
+    profile = trace_model(build, optimizer="AdamW", precision="fp32")
     trained, parts = 2 * H + H * C + C, 4
-    assert facts.trainable == {"float64": 8 * trained}
-    assert facts.frozen == {"float16": 2 * (A * H + H)}
-    assert facts.buffers == 8 * 2 * H + 8  # mean, variance and a counter
-    assert facts.gradients == 8 * trained
-    assert facts.optimizer_state == 2 * 8 * trained + 4 * parts  # two moments, and a count of steps
-    assert [(part.name, part.trainable, part.frozen) for part in facts.frozen_parts] == [("0", 0, 2 * (A * H + H))]
-    assert facts.weights == sum(facts.trainable.values()) + sum(facts.frozen.values()) + facts.buffers
+    assert profile.trainable == {"float64": 8 * trained}
+    assert profile.frozen == {"float16": 2 * (A * H + H)}
+    assert profile.buffers == 8 * 2 * H + 8  # mean, variance and a counter
+    assert profile.gradients == 8 * trained
+    assert profile.optimizer_state == 2 * 8 * trained + 4 * parts  # two states per parameter, and a step counter
+    assert [(part.name, part.trainable, part.frozen) for part in profile.frozen_parts] == [("0", 0, 2 * (A * H + H))]
+    assert profile.weights == sum(profile.trainable.values()) + sum(profile.frozen.values()) + profile.buffers
 
 
-def test_momentum_of_sgd_takes_as_much_as_the_weights():
-    facts = trace_model(mlp, optimizer=sgd, precision="fp32")
-    assert (facts.optimizer, facts.optimizer_state) == ("SGD", facts.weights)
+def test_momentum_of_sgd_needs_as_much_memory_as_the_weights():
+    profile = trace_model(mlp, optimizer=sgd, precision="fp32")
+    assert (profile.optimizer, profile.optimizer_state) == ("SGD", profile.weights)
 
 
 def test_tied_weights_count_once():
@@ -115,10 +115,10 @@ def test_tied_weights_count_once():
     assert apart.weights - tied.weights == apart.gradients - tied.gradients == 50 * 16 * 4
 
 
-def test_a_model_far_larger_than_memory_is_traced():
-    facts = trace_model(lambda: (nn.Linear(500_000, 500_000), torch.zeros(2, 500_000)), precision="fp32")
-    assert facts.weights == 4 * (500_000**2 + 500_000)
-    assert facts.method == "traced without memory"
+def test_a_model_larger_than_memory_can_be_traced():
+    profile = trace_model(lambda: (nn.Linear(500_000, 500_000), torch.zeros(2, 500_000)), precision="fp32")
+    assert profile.weights == 4 * (500_000**2 + 500_000)
+    assert profile.method == "traced without memory"
 
 
 def test_a_model_may_be_converted_and_tied_while_it_is_built():
@@ -126,16 +126,16 @@ def test_a_model_may_be_converted_and_tied_while_it_is_built():
         model = Words().bfloat16()
         return model.to(memory_format=torch.contiguous_format), torch.zeros(2, 6, dtype=torch.long)
 
-    facts = trace_model(build, precision="fp32")
-    assert set(facts.trainable) == {"bfloat16"}
-    assert facts.method == "traced without memory"
+    profile = trace_model(build, precision="fp32")
+    assert set(profile.trainable) == {"bfloat16"}
+    assert profile.method == "traced without memory"
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target):
-    """The same tracker over real steps of another micro-batch: what was predicted from 4 and 8 samples is there."""
+def test_the_trace_predicts_the_memory_of_real_tensors(precision, checkpointed, target):
+    """The same tracker over a real step of 24 samples finds the memory that was predicted from 4 and 8 samples."""
     from contextlib import nullcontext
 
     from samestep.planner.cuda_emulation import emulate_cuda
@@ -143,53 +143,53 @@ def test_the_trace_predicts_what_real_tensors_take(precision, recomputed, target
     def build():
         return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
 
-    facts = trace_model(build, optimizer=sgd, precision=precision, target=target)
-    subject = build_model(build, None)
+    profile = trace_model(build, optimizer=sgd, precision=precision, target=target)
+    traced = build_model(build, None)
     with emulate_cuda() if target == "cuda" else nullcontext():
         dtype = {"fp32": None, "fp16": torch.float16}[precision]
-        stepping = StepTracer(subject, StepConfig(sgd, dtype, target), 4)
-        if recomputed:
-            checkpoint_activations(subject.model, (Block,))
-        real = max(sample.used for sample in stepping.trace(24).timeline)
-    working = facts.checkpointed_activations if recomputed else facts.activations
+        tracer = StepTracer(traced, StepConfig(sgd, dtype, target), 4)
+        if checkpointed:
+            checkpoint_activations(traced.model, (Block,))
+        real = max(sample.used for sample in tracer.trace(24).timeline)
+    working = profile.checkpointed_activations if checkpointed else profile.activations
     assert working is not None
-    predicted = facts.persistent + working.at(24)
-    if target == "cuda":  # libraries, and the batch that is copied ahead
+    predicted = profile.persistent + working.at(24)
+    if target == "cuda":  # cuBLAS, and the next batch
         predicted -= 64 * 2**20 + 24 * 2 * LENGTH * 8
     assert predicted == pytest.approx(real, rel=0.002 if target == "cpu" else 0.02)  # rounding is not linear
 
 
-def test_recomputation_needs_less_memory_and_more_work():
-    facts = trace_model(lambda: words(depth=8), precision="fp32")
-    assert facts.checkpointed_activations is not None
-    assert facts.checkpointed_activations.per_sample < 0.6 * facts.activations.per_sample
-    blocks = sum(block.forward_flops for block in facts.blocks)
-    last = facts.blocks[-1]
-    assert len(facts.blocks) == 8
+def test_activation_checkpointing_needs_less_memory_and_more_flops():
+    profile = trace_model(lambda: words(depth=8), precision="fp32")
+    assert profile.checkpointed_activations is not None
+    assert profile.checkpointed_activations.per_sample < 0.6 * profile.activations.per_sample
+    blocks = sum(block.forward_flops for block in profile.blocks)
+    last = profile.blocks[-1]
+    assert len(profile.blocks) == 8
     assert blocks == pytest.approx(8 * last.forward_flops)
-    assert facts.step_flops < facts.checkpointed_step_flops <= facts.step_flops + blocks
+    assert profile.step_flops < profile.checkpointed_step_flops <= profile.step_flops + blocks
 
 
-def test_a_model_without_blocks_has_nothing_to_recompute():
-    facts = trace_model(mlp, precision="fp32")
-    assert facts.checkpointed_activations is None
-    assert facts.checkpointed_step_flops == facts.step_flops
+def test_a_model_without_blocks_has_no_checkpointed_activations():
+    profile = trace_model(mlp, precision="fp32")
+    assert profile.checkpointed_activations is None
+    assert profile.checkpointed_step_flops == profile.step_flops
 
 
-def test_work_is_told_for_one_sample_and_by_operation():
-    facts = trace_model(mlp, optimizer="SGD", precision="fp32")
+def test_flops_are_counted_per_sample_and_per_operator():
+    profile = trace_model(mlp, optimizer="SGD", precision="fp32")
     forward = 2 * (A * H + H * C)
-    assert facts.forward_flops == forward
-    assert facts.step_flops == 2 * forward + 2 * H * C  # of the first layer the weight's gradient only
-    products = [op for op in facts.ops if op.flops]
+    assert profile.forward_flops == forward
+    assert profile.step_flops == 2 * forward + 2 * H * C  # the first layer computes the gradient of its weight only
+    products = [op for op in profile.ops if op.flops]
     assert {op.name for op in products} == {"aten.mm"}
-    assert sum(op.flops for op in products) == facts.step_flops * facts.traced_samples
+    assert sum(op.flops for op in products) == profile.step_flops * profile.traced_samples
     assert all(op.dtype == "float32" for op in products)
-    relu = next(op for op in facts.ops if op.name == "aten.relu")
-    assert (relu.count, relu.bytes_moved) == (1, 2 * 4 * H * facts.traced_samples)
+    relu = next(op for op in profile.ops if op.name == "aten.relu")
+    assert (relu.count, relu.bytes_moved) == (1, 2 * 4 * H * profile.traced_samples)
 
 
-def test_an_optimizer_that_torch_steps_at_once_takes_temporaries():
+def test_a_foreach_optimizer_needs_temporaries():
     def large():
         return nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)
 
@@ -197,7 +197,7 @@ def test_an_optimizer_that_torch_steps_at_once_takes_temporaries():
     assert at_once.activations.at(1) - fused.activations.at(1) >= 0.99 * 4 * 1000**2
 
 
-def test_a_loss_of_the_model_is_used_and_labels_are_scored():
+def test_the_loss_is_the_models_own_or_the_cross_entropy_or_the_sum():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -216,8 +216,8 @@ def test_a_loss_of_the_model_is_used_and_labels_are_scored():
     assert not any(op.name == "aten.nll_loss_forward" for op in summed.ops)
 
 
-class Looks(nn.Module):
-    """Looks at values, in one of two ways."""
+class NeedsValues(nn.Module):
+    """Needs the values of its output."""
 
     def __init__(self, how):
         super().__init__()
@@ -233,37 +233,37 @@ class Looks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("item", ".item(), float() or `if` of a tensor"),
         ("nonzero", "nonzero(), or a mask as an index"),
         ("numpy", ".numpy() of a tensor"),
     ],
 )
-def test_a_model_that_looks_at_values_is_measured_and_it_says_so(how, told):
-    facts = trace_model(lambda: (Looks(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
-    assert facts.method.startswith(
+def test_a_model_that_needs_values_is_measured_and_the_profile_says_so(how, message):
+    profile = trace_model(lambda: (NeedsValues(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
+    assert profile.method.startswith(
         "measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs values, which a trace "
-        f"does not have ({told})"
+        f"does not have ({message})"
     )
-    assert facts.weights == 4 * (A * C + C)
-    assert facts.activations.per_sample > 4 * (A + C)
+    assert profile.weights == 4 * (A * C + C)
+    assert profile.activations.per_sample > 4 * (A + C)
 
 
 def test_half_precision_is_measured_in_fp16():
-    facts = trace_model(lambda: (Looks("item"), torch.ones(16, A)), precision="bf16")
-    assert facts.method.startswith("measured with real micro-batches")
-    assert {op.dtype for op in facts.ops if op.flops} == {"float16"}
+    profile = trace_model(lambda: (NeedsValues("item"), torch.ones(16, A)), precision="bf16")
+    assert profile.method.startswith("measured with real micro-batches")
+    assert {op.dtype for op in profile.ops if op.flops} == {"float16"}
 
 
-def test_whole_numbers_keep_their_values_in_a_trace():
+def test_integers_keep_their_values_in_a_trace():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(A, C)
 
         def forward(self, x, mask):
-            if mask.all().item():  # nothing is masked: the short way
+            if mask.all().item():  # nothing is masked
                 return self.layer(x)
             return torch.cat([self.layer(x)] * 100)
 
@@ -278,11 +278,11 @@ def test_whole_numbers_keep_their_values_in_a_trace():
     assert long.activations.per_sample > 10 * short.activations.per_sample
 
 
-def test_a_build_that_asks_for_values_is_built_with_its_memory():
+def test_a_build_function_that_needs_values_is_run_with_memory():
     def build():
         rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
         return nn.Sequential(nn.Linear(A, C), nn.Dropout(rates[2])), torch.zeros(4, A)
 
-    facts = trace_model(build, precision="fp32")
-    assert facts.method.startswith("traced, but built with memory, since it cannot be built without (")
-    assert facts.weights == 4 * (A * C + C)
+    profile = trace_model(build, precision="fp32")
+    assert profile.method.startswith("traced, but built with memory, since it cannot be built without (")
+    assert profile.weights == 4 * (A * C + C)

@@ -1,4 +1,4 @@
-"""CUDA's habits on the CPU: what autocast casts, what dropout keeps, what kernels take; and the moments of a step."""
+"""Emulated CUDA on the CPU: autocast, dropout, workspace of kernels; and the memory timeline of a step."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ HALF = torch.float16
 
 
 @pytest.fixture(autouse=True)
-def _caches_elsewhere(tmp_path_factory, monkeypatch):
-    # torch sets this for good when it first thinks of compiling
+def _torch_cache_elsewhere(tmp_path_factory, monkeypatch):
+    # torch sets this permanently when it first imports its compiler
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
@@ -47,39 +47,39 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_autocast_widens_what_it_widens_on_cuda(name):
-    """The dtypes are those of a GPU under autocast."""
+def test_autocast_computes_the_same_operators_in_fp32_as_on_cuda(name):
+    """The dtypes are those that autocast uses on a GPU."""
     before = under_autocast(CASES[name])
     with emulate_cuda():
         assert under_autocast(CASES[name]) == torch.float32
         assert under_autocast(lambda x: linear(x.float(), torch.zeros(3, 8))) == HALF
         assert under_autocast(lambda x: torch.cat([x, x])) == HALF
-    assert under_autocast(CASES[name]) == before  # torch's own kernels stand again
+    assert under_autocast(CASES[name]) == before  # torch's own kernels are back
 
 
-def test_a_dtype_that_was_asked_for_is_kept():
+def test_a_requested_dtype_is_kept():
     with emulate_cuda():
         assert under_autocast(lambda x: softmax(x, -1, dtype=HALF)) == HALF
 
 
-def kept_bytes(build, target):
-    """Bytes that one sample adds."""
+def bytes_per_sample(build, target):
+    """Additional bytes per sample."""
     return trace_model(build, optimizer="SGD", precision="fp32", target=target).activations.per_sample
 
 
-def test_dropout_keeps_one_byte_an_element_on_cuda_and_four_on_the_cpu():
+def test_dropout_saves_one_byte_per_element_on_cuda_and_four_on_the_cpu():
     def build(p):
         def loss(model, batch):
             return (nn.functional.dropout(model(batch), p) * 1.0).sum()
 
         return nn.Linear(1, 4096, bias=False), torch.zeros(4, 1), loss
 
-    on_cuda, on_cpu = (kept_bytes(lambda: build(0.5), target) for target in ("cuda", "cpu"))
-    assert on_cpu - on_cuda == 3 * 4096 - 4  # on CUDA the next batch is there too
+    on_cuda, on_cpu = (bytes_per_sample(lambda: build(0.5), target) for target in ("cuda", "cpu"))
+    assert on_cpu - on_cuda == 3 * 4096 - 4  # on CUDA the next batch counts too
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_attention_keeps_no_matrix_of_all_pairs_on_cuda(dropout):
+def test_attention_saves_no_attention_matrix_on_cuda(dropout):
     length = 256
 
     class Attention(nn.Module):
@@ -91,7 +91,7 @@ def test_attention_keeps_no_matrix_of_all_pairs_on_cuda(dropout):
             q, k, v = self.qkv(x)[:, None].chunk(3, -1)
             return scaled_dot_product_attention(q, k, v, dropout_p=dropout)
 
-    assert kept_bytes(lambda: (Attention(), torch.zeros(4, length, 8)), "cuda") < 4 * length * length
+    assert bytes_per_sample(lambda: (Attention(), torch.zeros(4, length, 8)), "cuda") < 4 * length * length
 
 
 def test_attention_with_shared_heads_and_masks_runs_with_and_without_memory():
@@ -112,7 +112,7 @@ def test_attention_with_shared_heads_and_masks_runs_with_and_without_memory():
 @pytest.mark.parametrize(
     ("dtype", "channels_last", "kernel", "forward", "backward"),
     [
-        (torch.bfloat16, True, 3, 0, 2),  # two times the wide gradient for the bias: 2 x y
+        (torch.bfloat16, True, 3, 0, 2),  # the gradient for the bias in fp32: twice the size
         (torch.bfloat16, False, 3, 2, 2),
         (torch.bfloat16, False, 1, 0, 0),
         (torch.float32, False, 3, 0, 4.6),
@@ -120,8 +120,8 @@ def test_attention_with_shared_heads_and_masks_runs_with_and_without_memory():
         (torch.float32, False, 1, 0, 2),
     ],
 )
-def test_convolutions_take_what_was_seen_on_a_gpu(dtype, channels_last, kernel, forward, backward):
-    """In units of the image, which is as large as the result; weights are small beside it."""
+def test_the_workspace_of_convolutions_matches_measurements_on_a_gpu(dtype, channels_last, kernel, forward, backward):
+    """In units of the image, which is as large as the result; the size of the weights is negligible."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     with without_memory():
         image = torch.zeros(8, 64, 128, 128, dtype=dtype).contiguous(memory_format=layout)
@@ -136,7 +136,7 @@ def test_convolutions_take_what_was_seen_on_a_gpu(dtype, channels_last, kernel, 
     assert cuda_workspace("aten.mm", [image, weight], [image]) == 0
 
 
-def test_group_norms_keep_images_with_their_channels_first_on_cuda():
+def test_group_norm_saves_contiguous_images_on_cuda():
     image = torch.randn(2, 8, 4, 4, requires_grad=True)
     turned = image.contiguous(memory_format=torch.channels_last)
     expected = torch.group_norm(turned, 4)
@@ -148,14 +148,14 @@ def test_group_norms_keep_images_with_their_channels_first_on_cuda():
     torch.testing.assert_close(found, expected)
 
 
-def test_images_are_turned_where_weights_have_their_channels_last():
+def test_images_are_copied_if_the_weights_are_channels_last():
     with without_memory():
         image = torch.zeros(8, 64, 128, 128, dtype=torch.bfloat16)
         weight = torch.zeros(64, 64, 3, 3, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     assert cuda_workspace("aten.convolution", [image, weight], [image]) == image.numel() * 2
 
 
-def test_a_storage_counts_from_its_first_tensor_to_its_last():
+def test_a_storage_counts_until_its_last_tensor_is_freed():
     tracker = MemoryTracker(cuda=False)
     with tracker:
         first = torch.zeros(100)
@@ -173,28 +173,39 @@ def test_a_storage_counts_from_its_first_tensor_to_its_last():
     assert [sample.used for sample in tracker.timeline] == [400, 760]
 
 
+def test_only_cuda_kernels_need_a_workspace():
+    image = torch.zeros(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    weight = torch.zeros(8, 8, 3, 3)
+    peaks = {}
+    for cuda in (False, True):
+        with MemoryTracker(cuda=cuda) as tracker:
+            result = torch.conv2d(image, weight, padding=1)
+        peaks[cuda] = max(sample.exact for sample in tracker.timeline)
+    assert peaks == {False: result.nbytes, True: 2 * result.nbytes + image.nbytes}
+
+
 def test_sparse_gradients_are_not_as_large_as_their_parameter():
     def build():
         return nn.Embedding(1000, 8, sparse=True), torch.zeros(4, 2, dtype=torch.long)
 
-    facts = trace_model(build, optimizer="SGD", precision="fp32")
-    assert (facts.weights, facts.gradients) == (4 * 8000, 0)
+    profile = trace_model(build, optimizer="SGD", precision="fp32")
+    assert (profile.weights, profile.gradients) == (4 * 8000, 0)
 
 
 lines = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 50), st.integers(0, 400)), min_size=1, max_size=30)
 
 
 @given(lines, st.integers(1, 5000), st.sampled_from([1, 2, 3, 4, 8, 16, 64, 1024]))
-def test_the_moments_that_are_kept_are_the_worst_of_all(points, samples, shards):
+def test_the_fitted_peak_is_the_maximum_of_all_points(points, samples, shards):
     sizes, total = (4, 8), 400
     timelines = [[MemorySample("op", used := f + p * size + g, used, g) for f, p, g in points] for size in sizes]
     peak = fit_peak_memory(*timelines, sizes, 0, total, MemoryPoint(0, 0, 0))
-    whole = max(f + p * samples + g // shards for f, p, g in points)
-    assert peak.at(samples, shards) == pytest.approx(whole - total // shards, abs=1)
+    peak_bytes = max(f + p * samples + g // shards for f, p, g in points)
+    assert peak.at(samples, shards) == pytest.approx(peak_bytes - total // shards, abs=1)
     assert peak.at_with_all_gradients(samples) == max(f + p * samples for f, p, _ in points)
 
 
-def test_peaks_are_joined_where_what_runs_depends_on_the_micro_batch():
+def test_only_peaks_are_fitted_if_operations_depend_on_the_micro_batch():
     small = [MemorySample("a", 100, 100, 0)]
     large = [MemorySample("a", 150, 150, 0), MemorySample("b", 200, 200, 10)]
     assert fit_peak_memory(small, large, (4, 8), 0, 10, MemoryPoint(7, 1, 0)) == PeakMemory(
@@ -202,7 +213,7 @@ def test_peaks_are_joined_where_what_runs_depends_on_the_micro_batch():
     )
 
 
-def test_whole_numbers_are_real_where_floats_have_no_memory():
+def test_integers_have_values_while_floats_have_no_memory():
     with without_memory(), RealIntegers():
         ids = torch.arange(6).view(2, 3)
         assert not has_no_memory(ids)
@@ -217,7 +228,7 @@ def test_whole_numbers_are_real_where_floats_have_no_memory():
             assert torch.ones(3).sum().item() == 3
 
 
-def test_kernels_of_ours_are_gone_when_they_are_closed():
+def test_replaced_kernels_are_removed_when_they_are_closed():
     kernels = OtherKernels()
     kernels.put("dropout", lambda inputs, p, train: inputs + 7, "AutogradCPU")
     assert torch.dropout(torch.zeros(1), 0.0, True).item() == 7

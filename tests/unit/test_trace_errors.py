@@ -1,4 +1,4 @@
-"""Build functions that a plan cannot use: each error says what is, what should be and what to type."""
+"""Errors of traces: each says what is wrong and what to do."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ A, C = 8, 3
 
 
 @pytest.fixture(autouse=True)
-def _caches_elsewhere(tmp_path_factory, monkeypatch):
-    # torch sets this for good when it first thinks of compiling
+def _torch_cache_elsewhere(tmp_path_factory, monkeypatch):
+    # torch sets this permanently when it first imports its compiler
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
@@ -78,21 +78,21 @@ def asking_for_cuda():
         ),
     ],
 )
-def test_a_build_that_cannot_be_used_says_why(build, text):
+def test_an_invalid_build_function_is_explained(build, text):
     with pytest.raises(PlanError, match=text):
         trace_model(build, precision="fp32")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the model is built there, and refused for that")
-def test_a_build_on_cuda_without_cuda_is_told_to_leave_the_device_out():
+def test_a_build_function_that_needs_cuda_is_explained():
     with pytest.raises(
         PlanError, match=r"on_cuda\(\) needs CUDA \(.*\)\. Build the model and its batch without a device"
     ):
         trace_model(on_cuda, precision="fp32")
 
 
-def test_outputs_that_lead_nowhere_are_told():
-    class Silent(nn.Module):
+def test_outputs_without_gradients_raise():
+    class NoGradient(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(A, C)
@@ -101,11 +101,11 @@ def test_outputs_that_lead_nowhere_are_told():
             return self.layer(x).argmax(1)
 
     with pytest.raises(PlanError, match=r"The model returned a tensor of shape .*, which has no gradients"):
-        trace_model(lambda: (Silent(), batch()), precision="fp32")
+        trace_model(lambda: (NoGradient(), batch()), precision="fp32")
 
 
 @pytest.mark.parametrize(
-    ("wish", "text"),
+    ("options", "text"),
     [
         ({"optimizer": "Adamw"}, r"optimizer='Adamw' is not in torch.optim. Use one of .*AdamW"),
         (
@@ -116,13 +116,13 @@ def test_outputs_that_lead_nowhere_are_told():
         ({"target": "tpu"}, "Unknown target 'tpu'. Use one of 'cuda', 'cpu'"),
     ],
 )
-def test_wishes_that_are_not_known_list_the_choices(wish, text):
+def test_unknown_options_list_the_choices(options, text):
     with pytest.raises(PlanError, match=text):
-        trace_model(lambda: (net(), batch()), **wish)
+        trace_model(lambda: (net(), batch()), **options)
 
 
 @pytest.mark.parametrize(
-    ("wish", "text"),
+    ("options", "text"),
     [
         (
             {"optimizer": "LBFGS"},
@@ -142,20 +142,22 @@ def test_wishes_that_are_not_known_list_the_choices(wish, text):
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_optimizer_that_cannot_step_so_is_told_in_one_line(wish, text, precision):
+def test_an_optimizer_that_cannot_step_is_explained_in_one_line(options, text, precision):
     with pytest.raises(PlanError, match=text) as error:
-        trace_model(lambda: (net(), batch()), precision=precision, **wish)
+        trace_model(lambda: (net(), batch()), precision=precision, **options)
     assert "\n" not in str(error.value)
 
 
-def test_every_other_optimizer_of_torch_steps():
+def test_the_other_optimizers_of_torch_can_be_traced():
     for name in ("Adam", "SGD", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adamax"):
         assert trace_model(lambda: (net(), batch()), optimizer=name, precision="fp32").optimizer == name
 
 
-def test_an_optimizer_that_looks_at_values_is_measured():
-    facts = trace_model(lambda: (net(), batch()), optimizer="Adafactor", precision="fp32")
-    assert facts.method.startswith("measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs")
+def test_an_optimizer_that_needs_values_is_measured():
+    profile = trace_model(lambda: (net(), batch()), optimizer="Adafactor", precision="fp32")
+    assert profile.method.startswith(
+        "measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs"
+    )
 
 
 def lazy():
@@ -168,7 +170,7 @@ def lazy_called_once():
     return model, rows
 
 
-def test_a_lazy_layer_must_have_been_called():
+def test_lazy_layers_must_be_initialized():
     with pytest.raises(
         PlanError,
         match=r"^Parameter '0.weight' of Sequential belongs to a lazy layer and has no shape yet\. Call the model once "
@@ -179,17 +181,17 @@ def test_a_lazy_layer_must_have_been_called():
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "error_text"),
     [
         (lambda model, batch: model(batch)["loss"], "IndexError: "),
         (lambda model: model, "TypeError: "),
         (lambda model, batch: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_loss_function_that_fails_is_told_with_its_error(loss, said):
+def test_a_loss_function_that_fails_is_reported_with_its_error(loss, error_text):
     with pytest.raises(PlanError) as error:
         trace_model(lambda: (net(), batch(), loss), precision="fp32")
-    assert str(error.value).startswith(f"the loss function failed ({said}")
+    assert str(error.value).startswith(f"the loss function failed ({error_text}")
     assert str(error.value).endswith(
         "). It is called with the model and a batch like the example: lambda model, batch: "
         "cross_entropy(model(batch[0]), batch[1])"
@@ -197,12 +199,12 @@ def test_a_loss_function_that_fails_is_told_with_its_error(loss, said):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to move to")
-def test_a_loss_that_moves_to_cuda_is_told_to_leave_the_device_out():
+def test_a_loss_function_that_needs_cuda_is_explained():
     with pytest.raises(PlanError, match=r"^the loss function needs CUDA \(.*\)\. Build the model and its batch with"):
         trace_model(lambda: (net(), batch(), lambda model, batch: model(batch.cuda()).sum()), precision="fp32")
 
 
-class Stumbles(torch.autograd.Function):
+class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
         return x.clone()
@@ -212,17 +214,20 @@ class Stumbles(torch.autograd.Function):
         raise KeyError("no such tensor")
 
 
-def test_a_backward_pass_that_fails_is_told_with_its_error():
+def test_a_backward_pass_that_fails_is_reported_with_its_error():
+    def loss(model, batch):
+        return FailsInBackward.apply(model(batch)).sum()
+
     with pytest.raises(
         PlanError,
         match=r"^the backward pass of Linear failed \(KeyError: .no such tensor.\)\. Call loss.backward\(\) on its "
         r"own to see the traceback\.$",
     ):
-        trace_model(lambda: (net(), batch(), lambda model, batch: Stumbles.apply(model(batch)).sum()), precision="fp32")
+        trace_model(lambda: (net(), batch(), loss), precision="fp32")
 
 
 class Experts(nn.Module):
-    """Rows go to one of two experts; what they give is put into a tensor of the input's dtype."""
+    """Each row goes to one of two experts; a tensor of the input's dtype collects the results."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +241,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_what_fails_in_half_precision_alone_is_told_as_that(target):
+def test_a_failure_in_half_precision_only_is_explained(target):
     with pytest.raises(
         PlanError,
         match=r"^The model fails in bf16 but not in fp32 \(RuntimeError: Index put requires the source and destination "
@@ -244,11 +249,11 @@ def test_what_fails_in_half_precision_alone_is_told_as_that(target):
         r"with .to\(other.dtype\), or use precision fp32\.$",
     ):
         trace_model(lambda: (Experts(), torch.randn(4, A)), precision="bf16", target=target)
-    facts = trace_model(lambda: (Experts(), torch.randn(4, A)), precision="fp32", target=target)
-    assert facts.method.endswith("(nonzero(), or a mask as an index)")
+    profile = trace_model(lambda: (Experts(), torch.randn(4, A)), precision="fp32", target=target)
+    assert profile.method.endswith("(nonzero(), or a mask as an index)")
 
 
-def test_a_build_that_ends_the_process_is_told():
+def test_a_build_function_that_exits_is_reported():
     def leave():
         raise SystemExit("usage: train.py")
 
@@ -256,7 +261,7 @@ def test_a_build_that_ends_the_process_is_told():
         trace_model(leave, precision="fp32")
 
 
-def test_blocks_are_named_by_their_class():
+def test_blocks_can_be_given_by_class_name():
     def stacked():
         return nn.Sequential(*(nn.Sequential(nn.Linear(A, A), nn.ReLU()) for _ in range(3))), batch()
 

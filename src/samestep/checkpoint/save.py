@@ -139,20 +139,16 @@ class BackgroundSave:
         fsync_folder(self.writing)
         self.writing.rename(self.published)
         fsync_folder(self.published.parent)
-        try:
+        is_latest = False
+        with suppress(OSError):  # perhaps the disk is full, and removing old checkpoints frees space
             checkpoint_folder.write_latest(self.published)
-        except OSError:  # perhaps the disk is full, and removing old checkpoints frees space
-            self.message = self.retention.apply(self.published)
-            self._write_latest_again()
-        else:
-            self.message = self.retention.apply(self.published)
-
-    def _write_latest_again(self) -> None:
+            is_latest = True
+        self.message = self.retention.apply(self.published)
         try:
-            checkpoint_folder.write_latest(self.published)
+            if not is_latest:
+                checkpoint_folder.write_latest(self.published)
         except OSError as error:
-            action = f"{self.published} is published, but writing `{checkpoint_folder.LATEST_FILE}`"
-            raise disk_error(error, action) from error
+            raise disk_error(error, f"{self.published} is published, but writing `latest`") from error
 
     def _post(self, key: str, value: str) -> None:
         if self.store is not None:

@@ -22,7 +22,8 @@ Position = tuple[int, int]
 """(epoch, step)."""
 
 FaultKind = Literal[
-    "never counted", "counted more than once", "wrong step", "wrong weight", "wrong rank", "corrupt file", "truncated file"
+    "never counted", "counted more than once", "wrong step", "wrong weight", "wrong rank",
+    "corrupt file", "truncated file",
 ]  # fmt: skip
 
 _RANK_FILE = re.compile(r"rank-(\d{5})\.bin")

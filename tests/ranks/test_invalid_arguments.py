@@ -1,4 +1,4 @@
-"""Wishes that cannot be: numbers, weights and models of the wrong kind are refused before anything starts."""
+"""Invalid arguments of Run, run.shard, run.wrap and run.evaluate raise before anything starts."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def numbers():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         ({"global_batch": "256"}, "global_batch='256' must be an integer of at least 1, e.g. global_batch="),
         ({"global_batch": 2.5}, "global_batch=2.5 must be an integer of at least 1"),
@@ -33,9 +33,9 @@ def numbers():
         ({"step_timeout": "5m"}, "step_timeout='5m' must be a number of seconds above 0, e.g. step_timeout="),
     ],
 )
-def test_numbers_that_a_run_cannot_use_are_refused_before_it_starts(wish, message):
+def test_invalid_numbers_raise_before_the_run_starts(options, message):
     with pytest.raises(CommunicationError) as caught:
-        Run(**{"global_batch": 4, **wish})
+        Run(**{"global_batch": 4, **options})
     assert str(caught.value).startswith(message)
 
 
@@ -45,7 +45,7 @@ def test_a_run_that_is_not_started_has_no_folder():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or omit it to pass each"),
         ({"micro_batch": 2.5}, "micro_batch=2.5 is not a number of rows: pass 1 or more"),
@@ -53,15 +53,15 @@ def test_a_run_that_is_not_started_has_no_folder():
         ({"num_workers": "2"}, "num_workers='2' is not a number of data workers: pass 0 or more"),
     ],
 )
-def test_rows_and_workers_that_are_no_numbers_are_refused(wish, message):
+def test_invalid_micro_batch_and_num_workers_raise(options, message):
     with Run(global_batch=4) as run:
         for take, data in ((run.shard, numbers()), (run.stream, Count())):
             with pytest.raises(DataError) as caught:
-                take(data, **wish)
+                take(data, **options)
             assert str(caught.value).startswith(message)
 
 
-def test_weights_of_samples_are_a_tensor():
+def test_sampling_weights_must_be_a_tensor():
     with Run(global_batch=4) as run:
         with pytest.raises(
             DataError, match=r"sampling_weights is a list and must be a tensor .*sampling_weights=torch\.as_tensor\("
@@ -70,14 +70,14 @@ def test_weights_of_samples_are_a_tensor():
         assert len(run.shard(numbers(), sampling_weights=torch.ones(10, requires_grad=True))) == 3
 
 
-def test_what_is_no_module_cannot_be_evaluated():
+def test_evaluating_something_else_than_a_module_raises():
     message = r"run\.evaluate needs a torch\.nn\.Module, got int: pass the model that run\.wrap returned"
     with Run(global_batch=4) as run, pytest.raises(WrapError, match=message), run.evaluate(3):
         pass
 
 
 @pytest.mark.parametrize("name", ["blocks", "activation_checkpointing"])
-def test_one_class_instead_of_a_tuple_of_them_is_told(name):
+def test_a_class_instead_of_a_tuple_raises(name):
     message = rf"{name}=Linear must be a tuple of classes: pass {name}=\(Block,\), with a comma"
     with Run(global_batch=4) as run, pytest.raises(WrapError, match=message):
         run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1)), "fsdp", **{name: torch.nn.Linear})

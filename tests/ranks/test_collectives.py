@@ -1,4 +1,4 @@
-"""What ranks do together: values, one for all, agreement, and what is said when a rank is not there."""
+"""Collectives: reductions, once, agreement, and errors that name the missing rank."""
 
 import re
 import time
@@ -18,7 +18,7 @@ def reduce_uneven():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_mean_weighs_every_element_alike_however_ranks_are_filled(ranks, size):
+def test_mean_gives_every_element_the_same_weight(ranks, size):
     values = [float(r) for r in range(size) for _ in range(2 * r + 1)]
     for mean, total, top, again in ranks(size, reduce_uneven):
         assert mean == again == sum(values) / len(values)
@@ -26,15 +26,15 @@ def test_mean_weighs_every_element_alike_however_ranks_are_filled(ranks, size):
         assert top == size - 1
 
 
-def reduce_whole_numbers():
+def reduce_integers():
     with Run(global_batch=8) as run:
         big = (1 << 60) + run.rank
         whole = run.all_reduce(torch.tensor([1 + run.rank, 2]), "mean")
         return run.sum(big), run.max(big), run.mean(1 + run.rank), whole.tolist(), str(whole.dtype)
 
 
-def test_whole_numbers_are_summed_exactly_and_never_floored(ranks):
-    for total, top, mean, whole, dtype in ranks(2, reduce_whole_numbers):
+def test_integers_are_summed_exactly(ranks):
+    for total, top, mean, whole, dtype in ranks(2, reduce_integers):
         assert total == (1 << 61) + 1
         assert top == (1 << 60) + 1
         assert mean == 1.5
@@ -59,7 +59,7 @@ def reduce_by_name():
         return run.means(iter(batches))
 
 
-def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
+def test_several_means_come_from_one_pass_even_if_a_rank_has_no_batch(ranks):
     for size in (1, 2):
         assert ranks(size, reduce_by_name) == [{"loss": 1.5, "right": 0.25}] * size
 
@@ -67,7 +67,7 @@ def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
 @pytest.mark.parametrize(
     ("batches", "text"),
     [
-        ([], "run.means got no values on any rank, so there is no mean: is the dataset empty?"),
+        ([], "run.means got no values on any rank, so the mean is undefined: is the dataset empty?"),
         ([{"loss": []}], "run.means got no values for 'loss' on any rank"),
         (
             [torch.ones(2)],
@@ -75,7 +75,7 @@ def test_several_means_come_from_one_pass_also_where_a_rank_has_none(ranks):
         ),
     ],
 )
-def test_means_of_nothing_and_values_without_names_are_explained(batches, text):
+def test_means_without_values_or_names_raise(batches, text):
     with Run(global_batch=8) as run, pytest.raises(CommunicationError, match=re.escape(text)):
         run.means(batches)
 
@@ -90,13 +90,13 @@ def reduce_tensors():
         return answers, weighted
 
 
-def test_all_reduce_gives_a_new_tensor_for_each_op(ranks):
+def test_all_reduce_returns_a_new_tensor_for_each_op(ranks):
     for answers, weighted in ranks(2, reduce_tensors):
         assert answers == [[3, 6], [1.5, 3], [2, 4], [1, 2]]
         assert weighted == [1.25, 2.5]
 
 
-def test_empty_and_wrong_values_are_explained():
+def test_empty_and_invalid_values_raise():
     with Run(global_batch=8) as run:
         with pytest.raises(CommunicationError, match=r"run\.mean got no values on any rank"):
             run.mean([])
@@ -121,7 +121,7 @@ def test_empty_and_wrong_values_are_explained():
             run.all_reduce(torch.ones(1), "mean", weight=0.0)
 
 
-def test_not_a_number_is_not_hidden_by_max():
+def test_max_returns_nan_if_any_value_is_nan():
     with Run(global_batch=8) as run:
         assert run.max([float("nan"), 1.0]) != run.max([float("nan"), 1.0])
         assert run.max([1.0, float("nan")]) != run.max([1.0, float("nan")])
@@ -134,7 +134,7 @@ def once_value(per):
         return value["from"], len(value["blob"]), len(calls)
 
 
-def test_once_runs_on_the_first_rank_and_all_get_its_value(ranks):
+def test_once_runs_on_rank_0_and_all_ranks_get_its_value(ranks):
     assert ranks(3, once_value, "run") == [(0, 9_000_000, 1), (0, 9_000_000, 0), (0, 9_000_000, 0)]
 
 
@@ -152,7 +152,7 @@ def once_raises(per="run"):
         run.once(download_missing, per=per)
 
 
-def test_once_that_raises_raises_the_same_error_on_every_rank(ranks):
+def test_an_exception_in_once_is_raised_on_every_rank(ranks):
     for text in ranks.errors(2, once_raises):
         assert "FileNotFoundError: no such shard: part-7" in text
         assert "raised on rank 0 in run.once(download_missing), for every rank:" in text
@@ -164,18 +164,18 @@ class Unportable(Exception):
         super().__init__(f"{a} and {b}")
 
 
-def raise_unportable():
+def raise_unpicklable():
     raise Unportable(1, 2)
 
 
-def once_raises_unportable():
+def once_raises_unpicklable():
     with Run(global_batch=8) as run:
-        run.once(raise_unportable)
+        run.once(raise_unpicklable)
 
 
-def test_an_error_that_cannot_travel_arrives_as_its_text(ranks):
-    for text in ranks.errors(2, once_raises_unportable):
-        assert "samestep.errors.OnceFailed: raised on rank 0 in run.once(raise_unportable)" in text
+def test_an_error_that_cannot_be_pickled_arrives_as_text(ranks):
+    for text in ranks.errors(2, once_raises_unpicklable):
+        assert "samestep.errors.OnceFailed: raised on rank 0 in run.once(raise_unpicklable)" in text
         assert "Unportable: 1 and 2" in text
 
 
@@ -202,13 +202,13 @@ def once_under_condition():
         run.barrier()
 
 
-def test_once_under_a_rank_condition_is_explained_on_every_rank_at_once(ranks):
+def test_once_under_a_rank_condition_raises_on_every_rank(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, once_under_condition)
-    assert "CommunicationError: rank 0 called run.once(int) at test_group.py:" in first
-    assert "while rank 1 called run.barrier at test_group.py:" in first
+    assert "CommunicationError: rank 0 called run.once(int) at test_collectives.py:" in first
+    assert "while rank 1 called run.barrier at test_collectives.py:" in first
     assert "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)" in first
-    assert "rank 1 called run.barrier at test_group.py:" in second
+    assert "rank 1 called run.barrier at test_collectives.py:" in second
     assert time.monotonic() - began < 15  # far less than the timeout of 30 s
 
 
@@ -219,9 +219,9 @@ def mean_under_condition():
         run.mean(2.0)
 
 
-def test_the_same_act_from_another_line_is_not_mixed_up(ranks):
+def test_the_same_collective_from_different_lines_raises(ranks):
     for text in ranks.errors(2, mean_under_condition):
-        assert "called run.mean at test_group.py:" in text
+        assert "called run.mean at test_collectives.py:" in text
 
 
 def skip_last_call():
@@ -230,7 +230,7 @@ def skip_last_call():
             run.agree(False)
 
 
-def test_a_rank_that_ends_early_is_told_from_one_that_waits(ranks):
+def test_a_rank_that_skips_a_collective_is_named(ranks):
     first, second = ranks.errors(2, skip_last_call)
     assert "rank 0 called run.agree" in first
     assert "rank 1 called" in second
@@ -242,15 +242,15 @@ def nested_once():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nested_once_is_refused_with_its_reason(ranks, size):
+def test_nested_once_raises(ranks, size):
     for text in ranks.errors(size, nested_once):
-        assert "CommunicationError: run.once(int) at test_group.py:" in text
+        assert "CommunicationError: run.once(int) at test_collectives.py:" in text
         assert (
             "was called inside run.once(<lambda>): only one rank runs that function, so the others never reach" in text
         )
 
 
-def late_rank(missed):
+def slow_rank(missed):
     with Run(global_batch=8, start_timeout=2, step_timeout=2) as run:
         if run.rank == 1:
             wait_for(missed.exists, 30)
@@ -260,9 +260,9 @@ def late_rank(missed):
             missed.touch()
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_last_place(ranks, tmp_path):
-    first = ranks.errors(2, late_rank, tmp_path / "missed")[0]
-    assert "RankMissing: rank 0 waits in run.barrier at test_group.py:" in first
+def test_a_rank_that_times_out_is_named_with_its_last_call(ranks, tmp_path):
+    first = ranks.errors(2, slow_rank, tmp_path / "missed")[0]
+    assert "RankMissing: rank 0 waits in run.barrier at test_collectives.py:" in first
     assert "rank 1 was last in" in first
     assert "raise the timeout with Run(start_timeout=...)" in first
 
@@ -274,7 +274,7 @@ def failing_rank():
         run.barrier()
 
 
-def test_the_failure_of_a_peer_is_told_within_seconds(ranks):
+def test_the_failure_of_a_peer_is_reported_within_seconds(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, failing_rank)
     assert "ValueError: bad luck in rank 1" in second
@@ -311,22 +311,22 @@ def seeds():
         return alike, torch.rand(2).tolist()
 
 
-def test_weights_begin_alike_and_noise_differs(ranks):
+def test_initial_weights_are_equal_and_noise_differs_between_ranks(ranks):
     (alike0, noise0), (alike1, noise1) = ranks(2, seeds)
     assert alike0 == alike1
     assert noise0 != noise1
     assert ranks(1, seeds)[0] == (alike0, noise0)
 
 
-def unlike_settings():
+def different_configs():
     import os
 
     with Run(global_batch=8 + int(os.environ["RANK"])):
         pass
 
 
-def test_ranks_with_unlike_settings_do_not_start(ranks):
-    for text in ranks.errors(2, unlike_settings):
+def test_ranks_with_different_configs_do_not_start(ranks):
+    for text in ranks.errors(2, different_configs):
         assert "CommunicationError: rank " in text
         assert "Run(global_batch=8, seed=0)" in text
         assert "Run(global_batch=9, seed=0)" in text
@@ -340,7 +340,7 @@ def start_and_close():
     return value
 
 
-def test_start_and_close_serve_scripts_without_with(ranks):
+def test_start_and_close_work_without_with(ranks):
     assert ranks(2, start_and_close) == [2, 2]
     with pytest.raises(CommunicationError, match="this run is not started: use `with Run"):
         Run(global_batch=8).wrap(torch.nn.Linear(1, 1))
@@ -350,7 +350,7 @@ def test_start_and_close_serve_scripts_without_with(ranks):
     run.close()
 
 
-def adopt():
+def use_existing_group():
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -361,8 +361,8 @@ def adopt():
     return total, alive
 
 
-def test_a_group_that_stands_already_is_used_and_left_standing(ranks):
-    assert ranks(2, adopt) == [(3, True), (3, True)]
+def test_an_existing_process_group_is_used_and_kept(ranks):
+    assert ranks(2, use_existing_group) == [(3, True), (3, True)]
 
 
 def leave_with_exit():
@@ -371,12 +371,12 @@ def leave_with_exit():
         raise SystemExit(0)
 
 
-def exit_quietly():
+def exit_with_success():
     try:
         leave_with_exit()
     except SystemExit:
         return "left"
 
 
-def test_an_exit_with_success_closes_the_run(ranks):
-    assert ranks(2, exit_quietly) == ["left", "left"]
+def test_sys_exit_with_success_closes_the_run(ranks):
+    assert ranks(2, exit_with_success) == ["left", "left"]
