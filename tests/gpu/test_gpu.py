@@ -147,7 +147,7 @@ def test_auto_chooses_and_logs_bf16_with_tf32_and_a_fused_optimizer(capsys):
     assert result["choices"]["fused"] == ["AdamW"]
     assert (result["fused"], result["counts"]) == ([True], {"cuda"})
     output = capsys.readouterr().out
-    assert output.count("precision: bf16 (auto: the GPU has it), TF32 for what stays fp32; torch.compile off;") == 1
+    assert output.count("precision: bf16 (auto: the GPU supports it), TF32 for fp32 products; torch.compile off;") == 1
     assert output.count("optimizer: fused AdamW, one kernel for all parameters (fused=False turns it off)") == 1
 
 

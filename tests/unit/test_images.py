@@ -94,7 +94,7 @@ def test_scenes_are_written_completely_or_not_at_all(tmp_path, monkeypatch):
         return scene(number, width, height)
 
     with monkeypatch.context() as patch:
-        patch.setattr("samestep.assets.example_data.scene", interrupted)
+        patch.setattr("samestep.assets.scene", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_scenes(tmp_path / "new" / "scenes", 3, 16, 12)
     assert list((tmp_path / "new").iterdir()) == []

@@ -371,7 +371,7 @@ def _sample_ids(micro_batch: MicroBatch, position: StepPosition) -> SampleIds | 
 def _check_count(count: float, number: int) -> float:
     if count == 0:
         raise StepError(
-            f"the masks of step {number} are zero everywhere on all ranks, so there is no mean: check how the mask is "
-            "computed, or leave such samples out of the dataset"
+            f"the masks of step {number} are zero everywhere on all ranks, so the mean is undefined: check how the "
+            "mask is computed, or leave such samples out of the dataset"
         )
     return count
