@@ -67,7 +67,7 @@ def test_several_means_come_from_one_pass_even_if_a_rank_has_no_batch(ranks):
 @pytest.mark.parametrize(
     ("batches", "text"),
     [
-        ([], "run.means got no values on any rank, so there is no mean: is the dataset empty?"),
+        ([], "run.means got no values on any rank, so the mean is undefined: is the dataset empty?"),
         ([{"loss": []}], "run.means got no values for 'loss' on any rank"),
         (
             [torch.ones(2)],

@@ -203,14 +203,14 @@ def test_losses_reject_an_output_object_and_name_its_attribute():
     with torch.random.fork_rng():
         given = model("Llama")(input_ids=TOKENS)
     for student, teacher, whose in ((given, given.logits, "student"), (given.logits, given, "teacher")):
-        message = f"distill_loss got a CausalLMOutputWithPast for the {whose}'s logits: pass .logits of it"
+        message = f"distill_loss got a CausalLMOutputWithPast for the {whose}'s logits: pass its .logits"
         with pytest.raises(StepError, match=message):
             distill_loss(student, teacher)
-    with pytest.raises(StepError, match=r"top_k got a CausalLMOutputWithPast for logits: pass .logits of it"):
+    with pytest.raises(StepError, match=r"top_k got a CausalLMOutputWithPast for logits: pass its .logits"):
         top_k(given, 2)
     with torch.random.fork_rng():
         given = model("Bert")(input_ids=TOKENS)
-    message = "match_features got a BaseModelOutput.* for the teacher's features: pass .last_hidden_state of it"
+    message = "match_features got a BaseModelOutput.* for the teacher's features: pass its .last_hidden_state"
     with pytest.raises(StepError, match=message):
         match_features(given.last_hidden_state, given)
 

@@ -170,9 +170,9 @@ def test_every_placement_returns_the_top_k_logits(tmp_path, placement):
 def test_a_top_k_above_the_vocabulary_is_rejected_by_the_call(tmp_path):
     with Run(global_batch=4, folder=tmp_path / "run") as run:
         teacher = run.teacher(TinyLM, weights=save(tiny_lm(), "one.safetensors"), placement="cpu", top_k=99)
-        with pytest.raises(SamestepError, match=f"99 of {VOCABULARY} classes: give k from 1 to {VOCABULARY}"):
+        with pytest.raises(SamestepError, match=f"k=99 for {VOCABULARY} classes: pass k from 1 to {VOCABULARY}"):
             teacher(random_tokens())
-        with pytest.raises(SamestepError, match=f"99 of {VOCABULARY} classes"):
+        with pytest.raises(SamestepError, match=f"k=99 for {VOCABULARY} classes"):
             run.teacher(lm_with_example, weights="one.safetensors", top_k=99)
 
 

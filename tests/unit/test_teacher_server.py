@@ -29,7 +29,7 @@ from samestep.teacher.connection import (
 )
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.served import Endpoint, ServedOutputs, connect_to
-from samestep.teacher.server import Server, ServerConfig, ServerProcess
+from samestep.teacher.server import Server, ServerProcess
 from tests.warm import free_port
 
 LOCAL = ServerAddress("127.0.0.1", "127.0.0.1")
@@ -104,15 +104,15 @@ def build_that_exits():
 @pytest.mark.slow
 def test_a_process_that_ends_before_it_serves_is_reported_with_its_exit_code(tmp_path):
     save_file({"weight": torch.zeros(1)}, tmp_path / "teacher.safetensors")
-    config = ServerConfig(tmp_path / "teacher.safetensors", torch.device("cpu"), TeacherOptions(), LOCAL, 1)
+    config = (tmp_path / "teacher.safetensors", torch.device("cpu"), TeacherOptions(), LOCAL, 1)
     with pytest.raises(TeacherError, match=r"the teacher's server process \(pid \d+\) ended with exit code 3 before"):
-        ServerProcess(build_that_exits, config)
+        ServerProcess(build_that_exits, *config)
 
 
 def test_a_build_that_cannot_be_pickled_is_rejected_before_a_process_starts(tmp_path):
-    config = ServerConfig(tmp_path, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
+    config = (tmp_path, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
     with pytest.raises(TeacherError, match=r"the server process cannot import build=.*<lambda> \("):
-        ServerProcess(lambda: torch.nn.Linear(1, 1), config)
+        ServerProcess(lambda: torch.nn.Linear(1, 1), *config)
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def weights(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_process_ignores_job_signals_and_stops_on_request(weights):
-    config = ServerConfig(weights, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
-    serving = ServerProcess(partial(torch.nn.Linear, 1, 1), config)
+    config = (weights, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
+    serving = ServerProcess(partial(torch.nn.Linear, 1, 1), *config)
     held = os.dup(serving._process.stdin.fileno())  # as a forked data worker does
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -298,6 +298,6 @@ def build_with_missing_import():
 
 @pytest.mark.slow
 def test_an_import_error_inside_build_is_raised_unchanged(weights):
-    config = ServerConfig(weights, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
+    config = (weights, torch.device("cpu"), TeacherOptions(), LOCAL, 1)
     with pytest.raises(TeacherError, match=r"^ModuleNotFoundError: No module named 'nowhere_to_be_found'"):
-        ServerProcess(build_with_missing_import, config)
+        ServerProcess(build_with_missing_import, *config)

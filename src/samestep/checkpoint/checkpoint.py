@@ -1,8 +1,9 @@
 """Checkpoints of a run, saved on request, every N steps or every N minutes, while training continues.
 
 The way of a tensor: `Checkpoint.save` collects the state of all parts (parts.py, state_encoding.py) and copies this
-rank's chunks to host memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the folder
-with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size (restore.py).
+rank's chunks to host memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the
+folder with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size
+(restore.py).
 """
 
 import json
@@ -23,6 +24,7 @@ from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
+from samestep.distributed.metric_sync import StepCallback
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
@@ -42,7 +44,7 @@ _NO_POSITION: Final = (
 )
 
 
-class Checkpoint:
+class Checkpoint(StepCallback):
     """Saves the parts that run.checkpoint received; created by run.checkpoint."""
 
     def __init__(
@@ -124,7 +126,7 @@ class Checkpoint:
         if save.error is not None:
             raise CheckpointError(save.error)
 
-    # StepCallback
+    # what a StepCallback does
 
     def on_step_end(self, steps: int) -> None:
         """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
@@ -327,6 +329,6 @@ def _check_same_number(comm: Communicator, number: int) -> None:
     for rank, other in enumerate(comm.exchange("checkpoint.save", [float(number)])):
         if int(other[0]) != number:
             raise CheckpointError(
-                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other[0])}: all ranks must "
-                "save the same step; call checkpoint.save at the same point on every rank"
+                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other[0])}: all ranks "
+                "must save the same step; call checkpoint.save at the same point on every rank"
             )

@@ -169,7 +169,7 @@ class Retention:
     """Names of checkpoints found corrupt: they do not count, and are removed when they are older than all that stay."""
 
     def apply(self, published: Path) -> str | None:
-        """Remove old checkpoints after one was published, which always stays; return a message for the user, or None."""
+        """Remove old checkpoints after one was published, which always stays; return a message or None."""
         try:
             best = self._remove_old(published)
         except OSError as error:  # does not end training: the state is saved
@@ -185,7 +185,7 @@ class Retention:
         current = next(found for found in existing if found.path == published)
         manifests = _read_manifests(existing, self.corrupt)
         best = _best(manifests, self.keep_best) if self.keep_best is not None else None
-        # A preempted run numbered its checkpoint by the steps done, the script numbers otherwise: it is older than this.
+        # A preempted run numbered its checkpoint by the steps done, unlike the script: it is older than this one.
         outdated = [
             found for found, manifest in manifests.items() if found > current and NUMBERED_ON_PREEMPTION in manifest.run
         ]

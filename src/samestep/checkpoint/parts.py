@@ -71,7 +71,7 @@ class Parts:
         return values, tensors
 
     def prepare_load(self, values: Mapping[str, object], index: Index) -> tuple[Tensors, Callable[[], None]]:
-        """Check that a checkpoint fits; return the tensors to fill from it, and a function to call when they are filled.
+        """Check that a checkpoint fits; return the tensors to fill, and a function to call when they are filled.
 
         The parameters of models are filled in place, with sharding as it is now. Other tensors are newly allocated.
         """
@@ -198,8 +198,8 @@ def _check_same_parameters(part: str, current: Tensors, saved: set[str], index: 
     if differences:
         more = f" and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
         raise CheckpointError(
-            f"the checkpoint was saved with a different {part}: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; pass "
-            "another folder to run.checkpoint, or build the model as it was"
+            f"the checkpoint was saved with a different {part}: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; "
+            "pass another folder to run.checkpoint, or build the model as it was"
         )
 
 
@@ -233,8 +233,8 @@ def _load_optimizer_state(optimizer: Optimizer, part: str, names: list[str], sav
     """Load what `_optimizer_state` returned; the order of the parameters may differ."""
     if (kind := type(optimizer).__name__) != saved["class"]:
         raise CheckpointError(
-            f"{part} is {kind} and the checkpoint has the state of {saved['class']}, which {kind} cannot use: create it "
-            "as it was, or start in another folder from the weights that `samestep checkpoint export` writes"
+            f"{part} is {kind} and the checkpoint has the state of {saved['class']}, which {kind} cannot use: create "
+            "it as it was, or start in another folder from the weights that `samestep checkpoint export` writes"
         )
     positions = {name: at for at, name in enumerate(names)}
     current = optimizer.state_dict()["param_groups"]

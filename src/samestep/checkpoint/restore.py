@@ -1,7 +1,7 @@
 """Restore: lock the folder, find the newest valid checkpoint together, and load it on any world size.
 
-Every rank reads the slices that it needs from the files of all ranks. The RNG states are restored only on the world size
-on which they were saved.
+Every rank reads the slices that it needs from the files of all ranks. The RNG states are restored only on the world
+size on which they were saved.
 """
 
 import json

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
-from uuid import uuid4
 
 import click
 
@@ -32,18 +31,7 @@ from samestep.launch.job import (
 )
 from samestep.launch.launcher import Launcher
 from samestep.launch.processes import launcher_variable
-from samestep.launch.rendezvous import (
-    Rendezvous,
-    RendezvousOptions,
-    can_listen,
-    can_resolve,
-    check_port,
-    choose_rendezvous,
-    find_endpoint,
-    host_on_this_node,
-    join_command,
-    serve_own_endpoint,
-)
+from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
 
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
@@ -116,7 +104,7 @@ def command(
     check_target(target, module)
     cores = read_hardware().cores.usable
     count_processes(processes, gpus=1, cores=cores)  # reports a mistake before torch is imported, which takes seconds
-    rendezvous = _find_rendezvous(RendezvousOptions(**rendezvous_options))
+    rendezvous = find_rendezvous(RendezvousOptions(**rendezvous_options), _echo)
     gpus = count_gpus(quiet=not verbose)
     job = Job(
         target=target,
@@ -133,23 +121,6 @@ def command(
     )
     with SignalHandler(_timeout(_SHUTDOWN_TIMEOUT), _timeout(_GRACE_PERIOD) if grace is None else grace) as signals:
         return _run(job, signals, cores, gpus, deadline)
-
-
-def _find_rendezvous(options: RendezvousOptions) -> Rendezvous:
-    """Decide how the launchers find each other; if this node hosts the rendezvous, print how other nodes join it."""
-    generated_id = uuid4().hex
-    hosted = host_on_this_node(options, generated_id, lambda: find_endpoint(options.local_address))
-    if options.local_address is not None and not can_resolve(options.local_address):
-        raise LaunchError(
-            f"--local-addr {options.local_address} cannot be resolved: pass an address of this machine at which other "
-            "nodes reach it"
-        )
-    rendezvous = serve_own_endpoint(choose_rendezvous(hosted, generated_id), can_listen)
-    if rendezvous.hosted_port is not None:
-        check_port(rendezvous.hosted_port)
-    if hosted != options:
-        _echo(f"samestep: this node hosts the rendezvous; to join, run on another node: {join_command(hosted)}")
-    return rendezvous
 
 
 def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: float | None) -> int:

@@ -66,7 +66,9 @@ class Collectives:
         parts = self._comm.exchange("run.mean", [tally.total(), float(tally.count)])
         count = sum(int(part[1]) for part in parts)
         if count == 0:
-            raise CommunicationError("run.mean got no values on any rank, so there is no mean: is the dataset empty?")
+            raise CommunicationError(
+                "run.mean got no values on any rank, so the mean is undefined: is the dataset empty?"
+            )
         return math.fsum(float(part[0]) for part in parts) / count
 
     def means(self, batches: Iterable[Mapping[str, Values]]) -> dict[str, float]:
@@ -103,7 +105,9 @@ class Collectives:
         packed = torch.cat([_pack(best if best is not None else -math.inf), flags])
         parts = [part for part in self._comm.exchange("run.max", packed) if bool(part[2])]
         if not parts:
-            raise CommunicationError("run.max got no values on any rank, so there is no maximum: is the dataset empty?")
+            raise CommunicationError(
+                "run.max got no values on any rank, so the maximum is undefined: is the dataset empty?"
+            )
         if all(bool(part[3]) for part in parts):
             return max(int(part[:1].view(torch.int64)) for part in parts)
         best = float(parts[0][1])
@@ -218,7 +222,7 @@ def _means(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
     if not sums or 0 in counts.values():
         names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
         raise CommunicationError(
-            f"run.means got no values{names} on any rank, so there is no mean: is the dataset empty?"
+            f"run.means got no values{names} on any rank, so the mean is undefined: is the dataset empty?"
         )
     return {name: math.fsum(part for part, _ in values) / counts[name] for name, values in sums.items()}
 

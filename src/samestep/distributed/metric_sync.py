@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -23,36 +23,33 @@ _HEADER: Final = 3  # interval, hash of the metric names, number of metrics
 _SCALAR: Final = torch.Size(())
 
 
-class StepCallback(Protocol):
+class StepCallback:
     """Follows the steps of a run; every rank must register the same callbacks in the same order."""
 
     def sync_value(self) -> float:
         """The control value that this rank sends with the next sync."""
-        ...
+        return 0.0
 
     def on_sync(self, values: Sequence[float]) -> None:
         """Called with the control values of all ranks, in rank order."""
-        ...
 
     def wants_sync(self) -> bool:
         """Whether this rank has a control value that should not wait; called from another thread."""
-        ...
+        return False
 
     def on_step_end(self, steps: int) -> None:
         """Called at every step boundary, after the sync if there is one; `steps` steps are complete."""
-        ...
 
     def on_run_end(self, failed: bool) -> None:
         """Called when the run ends. If it failed, do not wait for other ranks."""
-        ...
 
     def save_before_exit(self) -> str | None:
         """Called at a step boundary before the run ends early: save, and return the name of what was saved."""
-        ...
+        return None
 
     def save_seconds(self) -> float:
         """The estimated duration of `save_before_exit`."""
-        ...
+        return 0.0
 
 
 class MetricSync:

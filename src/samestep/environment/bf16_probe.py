@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -43,12 +44,15 @@ class Bf16Support:
 def probe_bf16(environ: Mapping[str, str] | None = None) -> Bf16Support:
     """Run one bfloat16 product in a child process, which takes seconds; the result is cached per CPU and torch."""
     variables = read_environ() if environ is None else environ
-    cached = _cache_path(variables)
-    support = _read_cache(cached)
-    if support is None:
+    cache = _cache_path(variables)
+    try:
+        return Bf16Support(**json.loads(cache.read_text()))
+    except (OSError, ValueError, TypeError):  # not probed yet, or not our file
         support = _probe(variables)
-        if support.status != "unknown":
-            _write_cache(cached, support)
+    if support.status != "unknown":
+        with suppress(OSError):  # without a writable home the next launch probes again, which costs two seconds
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cache, json.dumps(asdict(support)))
     return support
 
 
@@ -101,19 +105,3 @@ def _cpu() -> str:
         return platform.processor()
     names = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
     return "\n".join(sorted({line for line in lines if line.partition("\t")[0].strip() in names}))
-
-
-def _read_cache(path: Path) -> Bf16Support | None:
-    try:
-        cached = json.loads(path.read_text())
-        return Bf16Support(cached["status"], cached["detail"])
-    except (OSError, ValueError, KeyError, TypeError):  # not probed yet, or not our file: probe again
-        return None
-
-
-def _write_cache(path: Path, support: Bf16Support) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"status": support.status, "detail": support.detail}))
-    except OSError:  # without a writable home the next launch probes again, which costs two seconds
-        return

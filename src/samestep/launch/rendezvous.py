@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from uuid import uuid4
 
 import psutil
 
@@ -52,6 +53,23 @@ class Rendezvous:
         is_host = str(self.settings.get("is_host", "")).lower() in ("1", "true")
         hosts = single or is_host or self.settings.get("rank") == 0
         return _parse_port(self.endpoint) or None if hosts else None
+
+
+def find_rendezvous(options: RendezvousOptions, echo: Callable[[str], None]) -> Rendezvous:
+    """Decide how the launchers find each other; if this node hosts the rendezvous, print how other nodes join it."""
+    generated_id = uuid4().hex
+    hosted = host_on_this_node(options, generated_id, lambda: find_endpoint(options.local_address))
+    if options.local_address is not None and not can_resolve(options.local_address):
+        raise LaunchError(
+            f"--local-addr {options.local_address} cannot be resolved: pass an address of this machine at which other "
+            "nodes reach it"
+        )
+    rendezvous = serve_own_endpoint(choose_rendezvous(hosted, generated_id), can_listen)
+    if rendezvous.hosted_port is not None:
+        check_port(rendezvous.hosted_port)
+    if hosted != options:
+        echo(f"samestep: this node hosts the rendezvous; to join, run on another node: {join_command(hosted)}")
+    return rendezvous
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -17,7 +17,6 @@ from samestep.torch_private import multiply_all
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DEVICES = ("cpu", "cuda", "mps")
 _FIRST_WITH_TF32 = 8  # compute capability of Ampere
 
 
@@ -25,10 +24,8 @@ _FIRST_WITH_TF32 = 8  # compute capability of Ampere
 class PrecisionSupport:
     """What the device of one rank supports, and what its script requested."""
 
-    device: str
-    """"cpu", "cuda" or "mps"."""
-    bf16: bool
-    """Whether the device has native bf16; emulation does not count."""
+    device: str  # "cpu", "cuda" or "mps"
+    bf16: bool  # whether the device has native bf16; emulation does not count
     tf32: bool
     requested: Precision
     compile: bool
@@ -38,12 +35,9 @@ class PrecisionSupport:
 class ComputePrecision:
     """The precision of a run, the same on every rank, with the reason."""
 
-    name: str
-    """The precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype."""
-    tf32: bool
-    """Whether fp32 products may use TF32."""
-    strict: bool
-    """Whether TF32 is forbidden, since the script requested fp32 by name."""
+    name: str  # the precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype
+    tf32: bool  # whether fp32 products may use TF32
+    strict: bool  # whether TF32 is forbidden, since the script requested fp32 by name
     compile: bool
     reason: str
 
@@ -78,12 +72,7 @@ def detect_support(device: torch.device, requested: Precision, compile: bool) ->
 
 def agree_on_precision(comm: Communicator, mine: PrecisionSupport) -> ComputePrecision:
     """One precision for all ranks, so that a rank whose GPU lacks bf16 does not use another one than its peers."""
-    code = [_DEVICES.index(mine.device), mine.bf16, mine.tf32, _PRECISIONS.index(mine.requested), mine.compile]
-    ranks: list[PrecisionSupport] = []
-    for part in comm.exchange("Run.start, agreeing on precision", [float(value) for value in code]):
-        device, bf16, tf32, requested, compiled = (int(value) for value in part.tolist())
-        ranks.append(PrecisionSupport(_DEVICES[device], bool(bf16), bool(tf32), _PRECISIONS[requested], bool(compiled)))
-    return choose_precision(ranks)
+    return choose_precision(comm.exchange_objects("Run.start, agreeing on precision", mine))
 
 
 def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:

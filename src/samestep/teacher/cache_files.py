@@ -19,7 +19,7 @@ import torch
 
 from samestep.disk import describe_os_error
 from samestep.errors import TeacherError
-from samestep.teacher.outputs import TreeSpec, signature, tensor_bytes, tensor_from_bytes
+from samestep.teacher.outputs import TreeSpec, encode_parts, tensor_from_bytes
 
 _RECORD: Final = np.dtype(
     [
@@ -184,8 +184,8 @@ class RowReader:
 
 def pack_row(spec: TreeSpec, tensors: list[torch.Tensor]) -> bytes:
     """Return one sample's outputs as bytes: a header with spec, dtypes and shapes, then the tensors."""
-    header = json.dumps({"form": spec, "tensors": [signature(tensor) for tensor in tensors]}).encode()
-    return b"".join([len(header).to_bytes(_HEADER_BYTES, "little"), header, *map(tensor_bytes, tensors)])
+    header, contents = encode_parts(spec, tensors)
+    return b"".join([len(header).to_bytes(_HEADER_BYTES, "little"), header, *contents])
 
 
 def unpack_row(row: bytes) -> tuple[TreeSpec, list[torch.Tensor]]:

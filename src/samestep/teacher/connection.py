@@ -17,7 +17,7 @@ import torch
 from samestep.environment.network import read_network
 from samestep.environment.world import World, read_environ
 from samestep.errors import TeacherError
-from samestep.teacher.outputs import TreeSpec, flatten, signature, tensor_bytes, tensor_from_bytes, unflatten
+from samestep.teacher.outputs import TreeSpec, encode_parts, flatten, tensor_from_bytes, unflatten
 
 _LOOPBACK: Final = "127.0.0.1"
 _ANY_PORT: Final = 9  # connecting a datagram socket sends nothing
@@ -50,7 +50,7 @@ class Connection:
 
     def send_error(self, text: str) -> None:
         """Send an error instead of a response."""
-        self._socket.sendall(_frame({"error": text}))
+        self._socket.sendall(_frame(json.dumps({"error": text}).encode()))
 
     def receive(self) -> object:
         """Receive a tree, with its tensors on the CPU; raises TeacherError if the peer sent an error."""
@@ -89,9 +89,8 @@ class Connection:
 
 def encode(tree: object, what: str) -> Message:
     """Encode a tree completely, before any of it is sent; `what` names the tree in an error."""
-    spec, tensors = flatten(tree, what)
-    header = _frame({"form": spec, "tensors": [signature(tensor) for tensor in tensors]})
-    return [header, *(tensor_bytes(tensor) for tensor in tensors)]
+    header, contents = encode_parts(*flatten(tree, what))
+    return [_frame(header), *contents]
 
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
@@ -178,9 +177,8 @@ def close_socket(closing: socket.socket) -> None:
     closing.close()
 
 
-def _frame(header: dict[str, Any]) -> bytes:
-    data = json.dumps(header).encode()
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+def _frame(header: bytes) -> bytes:
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 
 def _read_exactly(connected: socket.socket, count: int) -> bytes:

@@ -66,7 +66,7 @@ class PlacedTeacher(Protocol):
 
 
 class PendingOutputs(Protocol):
-    """Outputs that were requested and may still be computing."""
+    """Outputs that were requested: a Future, or ServedOutputs, which may still be computing."""
 
     def result(self) -> Any:
         """Wait for the outputs and return them, on this rank's device."""
@@ -91,25 +91,17 @@ _NAMES: Final = ("auto", *PLACEMENTS)
 _ALL_NAMES: Final = ", ".join(_NAMES)
 _DEVICE_MAP_USE: Final = "device_map= takes a dict of module names and devices, for placement='custom'"
 # Names that other libraries use for these placements.
-_ALIASES: Final[dict[str, str]] = {
-    "cuda": "gpu",
-    "device": "gpu",
-    "none": "auto",
-    "ram": "cpu",
-    "host": "cpu",
-    "shared": "cpu",
-    "balanced_low_0": "balanced",
-    "manual": "custom",
-    "device_map": "custom",
-    "cpu_offload": "offload",
-    "stream": "offload",
-    "nvme": "disk",
-    "ssd": "disk",
-    "disk_offload": "disk",
-    "fsdp": "sharded",
-    "server": "served",
-    "remote": "served",
-    "cache": "cached",
+_ALIASES: Final = {
+    "auto": ("none",),
+    "gpu": ("cuda", "device"),
+    "cpu": ("ram", "host", "shared"),
+    "balanced": ("balanced_low_0",),
+    "custom": ("manual", "device_map"),
+    "offload": ("cpu_offload", "stream"),
+    "disk": ("nvme", "ssd", "disk_offload"),
+    "sharded": ("fsdp",),
+    "served": ("server", "remote"),
+    "cached": ("cache",),
 }
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _INNER_CHOICES: Final[dict[str, tuple[str, ...]]] = {
@@ -183,8 +175,9 @@ def _check_placement(placement: object, device_map: object) -> None:
 def _closest_placement(typed: str) -> str | None:
     """Return the placement that was probably meant: another spelling, another library's name, or a similar name."""
     name = typed.strip().lower().partition(":")[0].replace("-", "_")
+    by_alias = {alias: placement for placement, aliases in _ALIASES.items() for alias in aliases}
     close = [name] if name in _NAMES else get_close_matches(name, _NAMES, n=1)
-    return _ALIASES.get(name, close[0] if close else None)
+    return by_alias.get(name, close[0] if close else None)
 
 
 def _check_inner(placement: str | None, inner: str | None) -> None:

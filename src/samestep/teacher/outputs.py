@@ -4,6 +4,7 @@ A tree that is sent to a server or written to a cache is flattened into a JSON s
 never imports a module and never runs code of a class that the spec names.
 """
 
+import json
 import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -90,15 +91,16 @@ def unflatten(spec: TreeSpec, tensors: Iterator[torch.Tensor]) -> object:
     return _BUILDERS[kind](contents, tensors)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def encode_parts(spec: TreeSpec, tensors: list[torch.Tensor]) -> tuple[bytes, list[memoryview]]:
+    """Return a JSON header with spec, dtypes and shapes, and the bytes of each tensor.
 
-
-def signature(tensor: torch.Tensor) -> tuple[str, list[int]]:
-    """Return dtype and shape as JSON values."""
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    The bytes are not copied if a tensor is contiguous and on the CPU.
+    """
+    signatures = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors]
+    return json.dumps({"form": spec, "tensors": signatures}).encode(), [
+        tensor.view(torch.uint8).numpy().data for tensor in flat
+    ]
 
 
 def tensor_from_bytes(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:

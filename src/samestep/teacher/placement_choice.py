@@ -131,17 +131,6 @@ class ProfiledTeacher:
     work_source: str
 
 
-@dataclass(frozen=True)
-class _ForwardCost:
-    """The forward pass of one sample."""
-
-    flops: float
-    output_bytes: int
-    working_bytes: int  # besides the outputs
-    example_rows: int | None
-    source: str
-
-
 def profile_teacher(frozen: FrozenModel, options: TeacherOptions) -> ProfiledTeacher:
     """Return the memory and work of a teacher; loads and computes nothing."""
     module = frozen.skeleton()
@@ -150,22 +139,21 @@ def profile_teacher(frozen: FrozenModel, options: TeacherOptions) -> ProfiledTea
     for name in frozen.stored_names():
         sizes[frozen.dtype(name, options.dtype)] += frozen.bytes_of(name, options.dtype)
     dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
-    if frozen.example is None:
-        cost = _assume_cost(frozen, options, module, dtype)
-    else:
-        cost = _count_cost(frozen, options, module)
-    frozen.return_skeleton(module)
     total = frozen.total_bytes(options.dtype)
     profile = TeacherProfile(
         bytes=total,
         largest_layer=max(layers, default=0),
-        flops_per_sample=cost.flops,
-        output_per_sample=cost.output_bytes,
-        working_per_sample=cost.working_bytes,
+        flops_per_sample=0.0,
+        output_per_sample=0,
         dtype=str(dtype).removeprefix("torch."),
         resident=max(0, total - sum(layers)),
     )
-    return ProfiledTeacher(profile, cost.example_rows, cost.source)
+    if frozen.example is None:
+        profiled = _assume_work(profile, frozen, options, module, dtype)
+    else:
+        profiled = _count_work(profile, frozen, options, module)
+    frozen.return_skeleton(module)
+    return profiled
 
 
 def batch_rows(inputs: object) -> int:
@@ -173,22 +161,31 @@ def batch_rows(inputs: object) -> int:
     return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
-def _assume_cost(frozen: FrozenModel, options: TeacherOptions, module: nn.Module, dtype: torch.dtype) -> _ForwardCost:
+def _assume_work(
+    profile: TeacherProfile, frozen: FrozenModel, options: TeacherOptions, module: nn.Module, dtype: torch.dtype
+) -> ProfiledTeacher:
     """Assume 2 FLOPs per parameter: at every position of a text, or once if the module has no embedding."""
     parameters = sum(frozen.bytes_of(name) // frozen.dtype(name).itemsize for name in frozen.stored_names())
     vocabularies = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     hint = "pass run.teacher(..., example=batch) to count them"
     if not vocabularies:
         source = f"2 FLOPs per parameter and sample, too few for convolutions: {hint}"
-        return _ForwardCost(2.0 * parameters, 0, 0, None, source)
+        return ProfiledTeacher(replace(profile, flops_per_sample=2.0 * parameters), None, source)
     source = f"2 FLOPs per parameter at each of {_ASSUMED_LENGTH} positions of a sample: {hint}"
     full = max(vocabularies) * dtype.itemsize
     kept = full if options.top_k is None else min(full, options.top_k * (dtype.itemsize + _INDEX_BYTES) + _SUM_BYTES)
-    output, working = _ASSUMED_LENGTH * kept, _ASSUMED_LENGTH * (full - kept)
-    return _ForwardCost(2.0 * parameters * _ASSUMED_LENGTH, output, working, None, source)
+    profile = replace(
+        profile,
+        flops_per_sample=2.0 * parameters * _ASSUMED_LENGTH,
+        output_per_sample=_ASSUMED_LENGTH * kept,
+        working_per_sample=_ASSUMED_LENGTH * (full - kept),
+    )
+    return ProfiledTeacher(profile, None, source)
 
 
-def _count_cost(frozen: FrozenModel, options: TeacherOptions, module: nn.Module) -> _ForwardCost:
+def _count_work(
+    profile: TeacherProfile, frozen: FrozenModel, options: TeacherOptions, module: nn.Module
+) -> ProfiledTeacher:
     """Count the FLOPs of a forward pass with the example, using only shapes."""
     example = frozen.example
     if isinstance(example, Mapping):
@@ -211,8 +208,13 @@ def _count_cost(frozen: FrozenModel, options: TeacherOptions, module: nn.Module)
             "can be called with, or none, and samestep assumes the FLOPs per sample"
         ) from error
     full_bytes, kept_bytes = (sum(leaf.nbytes for leaf in _tensors(tree)) // rows for tree in (outputs, kept))
-    source = f"counted with an example of {rows} sample(s)"
-    return _ForwardCost(counter.get_total_flops() / rows, kept_bytes, max(0, full_bytes - kept_bytes), rows, source)
+    profile = replace(
+        profile,
+        flops_per_sample=counter.get_total_flops() / rows,
+        output_per_sample=kept_bytes,
+        working_per_sample=max(0, full_bytes - kept_bytes),
+    )
+    return ProfiledTeacher(profile, rows, f"counted with an example of {rows} sample(s)")
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

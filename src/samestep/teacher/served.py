@@ -16,7 +16,7 @@ from samestep.teacher.connection import DISCONNECTED, Connection, connect, encod
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import TreeSpec, to_device, unflatten
-from samestep.teacher.server import Server, ServerConfig, ServerProcess, load_for_server
+from samestep.teacher.server import Server, ServerProcess, load_for_server
 
 Response = tuple[TreeSpec, list[torch.Tensor]]
 EnterStream = Callable[[], contextlib.AbstractContextManager[object]]
@@ -92,8 +92,7 @@ class ServedTeacher:
         address = server_address(world)
         if options.inner == "process":
             free = _free_device(world, device, self._server_ranks)
-            config = ServerConfig(frozen.weights.path, free, options, address, clients)
-            self._server = ServerProcess(frozen.build, config)
+            self._server = ServerProcess(frozen.build, frozen.weights.path, free, options, address, clients)
         else:
             module = load_for_server(frozen, device, options.dtype)
             self._server = Server(module, device, options, address, clients)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any, Final
@@ -131,27 +130,27 @@ def load_for_server(frozen: FrozenModel, device: torch.device, dtype: torch.dtyp
     return module
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """What a server process serves, where, and to how many clients."""
-
-    weights: Path
-    device: torch.device
-    options: TeacherOptions
-    address: ServerAddress
-    clients: int
-
-
 class ServerProcess:
     """A process that serves until this one stops it or ends: then its standard input closes, and it ends too."""
 
-    def __init__(self, build: Build, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        build: Build,
+        weights: Path,
+        device: torch.device,
+        options: TeacherOptions,
+        address: ServerAddress,
+        clients: int,
+    ) -> None:
         try:
-            payload = pickle.dumps((config, build))
+            payload = pickle.dumps((build, weights, device, options, address, clients))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TeacherError(_cannot_import(build, str(error))) from error
         command = [sys.executable, "-m", "samestep.teacher.server"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.pid = self._process.pid
         reply = self._start(pickle.dumps(sys.path), payload)
         if "error" in reply:
@@ -167,27 +166,26 @@ class ServerProcess:
 
     def close(self) -> None:
         """Stop the process; kill it if it does not stop."""
-        stdin = _opened(self._process.stdin)
-        if not stdin.closed:
+        if not self._stdin.closed:
             # A forked data worker may hold the pipe open too, and then closing it has no effect: send a byte.
             with contextlib.suppress(OSError):
-                stdin.write(_STOP)
+                self._stdin.write(_STOP)
             with contextlib.suppress(OSError):
-                stdin.close()
+                self._stdin.close()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        _opened(self._process.stdout).close()
+        self._stdout.close()
 
     def _start(self, *messages: bytes) -> dict[str, Any]:
         """Send the configuration and return the reply."""
         line = b""
         with contextlib.suppress(OSError):  # the process died and sends no reply
             for message in messages:
-                _write(_opened(self._process.stdin), message)
-            line = _opened(self._process.stdout).readline()
+                _write(self._stdin, message)
+            line = self._stdout.readline()
         if line:
             return json.loads(line)
         code = self._process.wait()
@@ -215,14 +213,13 @@ def main() -> None:
 def _open_server(payload: bytes) -> tuple[dict[str, Any], Server | None]:
     """Return the reply and the server; if it fails, an error for the rank to raise, and None."""
     try:
-        config, build = pickle.loads(payload)
+        build, weights, device, options, address, clients = pickle.loads(payload)
     except Exception as error:  # noqa: BLE001  # importing a module runs its code
         return {"error": f"{type(error).__name__}: {error}", "import_failed": True}, None
     try:
         # The rank has checked the names: whatever else is in the files is unused.
-        frozen = FrozenModel(build, open_weights(config.weights), unused=lambda others, own: others)
-        module = load_for_server(frozen, config.device, config.options.dtype)
-        server = Server(module, config.device, config.options, config.address, config.clients)
+        frozen = FrozenModel(build, open_weights(weights), unused=lambda others, own: others)
+        server = Server(load_for_server(frozen, device, options.dtype), device, options, address, clients)
     except Exception as error:  # noqa: BLE001  # whatever build() raises
         return {"error": f"{type(error).__name__}: {error}", "import_failed": False}, None
     return {"address": server.address, "key": server.key.hex()}, server
@@ -234,11 +231,6 @@ def _cannot_import(build: Build, reason: str) -> str:
         f"the server process cannot import build={name} ({reason}): define it in a module next to the script and "
         "import it, or serve from a rank with inner='rank'"
     )
-
-
-def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
 
 
 def _write(pipe: IO[bytes], data: bytes) -> None:

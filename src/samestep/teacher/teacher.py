@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -107,8 +108,11 @@ class Teacher:
 
         A served teacher computes in the background, every other placement computes now.
         """
-        submit = getattr(self._placed, "submit", None)
-        return ReadyOutputs(self(*args, **kwargs)) if submit is None else submit(*args, **kwargs)
+        if (submit := getattr(self._placed, "submit", None)) is not None:
+            return submit(*args, **kwargs)
+        ready = Future[Any]()
+        ready.set_result(self(*args, **kwargs))
+        return ready
 
     @property
     def module(self) -> nn.Module:
@@ -167,17 +171,6 @@ class Teacher:
 
     def __repr__(self) -> str:
         return f"Teacher({self.describe()})"
-
-
-class ReadyOutputs:
-    """Outputs that are already computed."""
-
-    def __init__(self, outputs: object) -> None:
-        self._outputs = outputs
-
-    def result(self) -> Any:
-        """Return the outputs."""
-        return self._outputs
 
 
 class CallTimer:

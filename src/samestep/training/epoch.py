@@ -3,14 +3,19 @@
 from collections.abc import Callable, Iterator
 from numbers import Integral
 
+import numpy as np
+import torch
+
 from samestep.context import RunContext
 from samestep.data import loader
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
+from samestep.data.sample_rng import sample_keys
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
 from samestep.errors import DataError
 from samestep.messages import info
 from samestep.training.step import Step
+from samestep.training.step_loop import StepLoop
 
 
 class Epoch:
@@ -38,18 +43,40 @@ class Epoch:
         return self._steps(self.number)
 
 
-def report_if_trained(epoch: int, count: int) -> None:
-    """Log that no epoch is left, so that a finished run that is started again does not end without a message."""
-    if epoch and epoch >= count:
-        info(
-            f"epochs({count}): {epoch} epochs are already trained, nothing is left to do; epochs({epoch + 1}) trains "
-            "one more"
-        )
+class TrainingData:
+    """What shards and streams have in common: a position in their epochs, and keys of their samples."""
 
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop, self._context = loop, loop.context
+        self._epoch = self._step = 0
 
-def current_epoch(epoch: int, step: int) -> int:
-    """The epoch at a position: before the first step of an epoch it is the previous one."""
-    return epoch if step else max(0, epoch - 1)
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """The steps of an epoch from the current position."""
+        raise NotImplementedError
+
+    def _epochs(self, count: int, steps_left: Callable[[], int] | None) -> Iterator[Epoch]:
+        if self._epoch and self._epoch >= count:  # a finished run that is started again must not end without a message
+            info(
+                f"epochs({count}): {self._epoch} epochs are already trained, nothing is left to do; "
+                f"epochs({self._epoch + 1}) trains one more"
+            )
+        while self._epoch < count:
+            number = self._context.progress.epoch = self._epoch
+            yield Epoch(number, self.steps, steps_left)
+            if self._epoch == number:  # the loop over its steps was left early
+                self._begin_epoch(number + 1)
+
+    def _begin_epoch(self, number: int) -> None:
+        self._epoch, self._step = number, 0
+
+    def _set_position(self, epoch: int, step: int) -> None:
+        self._epoch, self._step = epoch, step
+        # before the first step of an epoch an evaluation belongs to the previous one
+        self._context.progress.epoch = epoch if step else max(0, epoch - 1)
+
+    def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
+        keys = sample_keys(self._context.config.seed, epoch, indices).view(np.int64)
+        return torch.from_numpy(keys).to(self._context.device)
 
 
 def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | None:

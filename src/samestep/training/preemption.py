@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Final
 
 from samestep.context import RunContext
+from samestep.distributed.metric_sync import StepCallback
 from samestep.launch.failure_report import PREEMPTED, STOPPED
 
 # Control values of the metric sync; the highest of all ranks counts. SIGUSR1 and SIGUSR2 are warnings that leave time.
@@ -105,7 +106,7 @@ class TimeLimit:
         return time.time() + self._margin + self._longest + 2 * save_seconds >= self._deadline
 
 
-class Preemption:
+class Preemption(StepCallback):
     """A step callback that ends the run early once any rank has received a signal or the time limit is near."""
 
     def __init__(self, context: RunContext, deadline: float | None) -> None:
@@ -144,17 +145,6 @@ class Preemption:
             self._context.print(f"{cause}: {no_checkpoint}; it ends at step {steps} and its training is lost")
             raise StoppedEarly(STOPPED, "stopped", f"ended at step {steps} with nothing saved")
         self._context.print(f"{cause}: {no_checkpoint}, so it continues")
-
-    def on_run_end(self, failed: bool) -> None:
-        """Nothing to do."""
-
-    def save_before_exit(self) -> str | None:
-        """Nothing to save."""
-        return None
-
-    def save_seconds(self) -> float:
-        """Nothing to save."""
-        return 0.0
 
     def _total_save_seconds(self) -> float:
         """All callbacks save before the run ends, one after the other."""

@@ -13,23 +13,16 @@ from samestep.data.ledger import ShardDescription
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch, sample_keys
+from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import (
-    Epoch,
-    choose_micro_batch,
-    choose_num_workers,
-    current_epoch,
-    open_ledger,
-    report_if_trained,
-)
+from samestep.training.epoch import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
 
 EpochSettings = Callable[[int], object]
 
 
-class Shard:
+class Shard(TrainingData):
     """This rank's part of a dataset; over all ranks every sample counts exactly once.
 
     `for epoch in shard.epochs(10)` trains; `for batch in shard` passes over all samples once, for evaluation.
@@ -49,8 +42,9 @@ class Shard:
         epoch_settings: EpochSettings | None,
         name: str | None,
     ) -> None:
-        context = self._context = loop.context
-        self._loop, self._dataset, self._collate_fn, self._epoch_settings = loop, dataset, collate_fn, epoch_settings
+        super().__init__(loop)
+        context = self._context
+        self._dataset, self._collate_fn, self._epoch_settings = dataset, collate_fn, epoch_settings
         n, seed, global_batch = check_dataset(dataset), context.config.seed, context.config.global_batch
         self._order = SampleOrder(n, seed, shuffle, _to_numpy(sampling_weights))
         rows, world = choose_micro_batch(context, micro_batch), context.world
@@ -67,7 +61,6 @@ class Shard:
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
         context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
-        self._epoch = self._step = 0
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -80,15 +73,10 @@ class Shard:
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """The epochs from the current position up to `count` in all; a resumed epoch continues with its next step."""
-        report_if_trained(self._epoch, count)
         steps = self._partition.steps
         if self._context.loggers is not None:
             self._context.loggers.expect(count * steps, self._epoch * steps + self._step)
-        while self._epoch < count:
-            number = self._context.progress.epoch = self._epoch
-            yield Epoch(number, self.steps, self.steps_left)
-            if self._epoch == number:  # the loop over its steps was left early
-                self._epoch, self._step = number + 1, 0
+        yield from self._epochs(count, self.steps_left)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of an epoch from the current position."""
@@ -104,7 +92,7 @@ class Shard:
             position = StepPosition(number, index, epoch, stop - start, count, self._name)
             advance = partial(self._advance, epoch, index)
             yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
-        self._epoch, self._step = epoch + 1, 0
+        self._begin_epoch(epoch + 1)
 
     def steps_left(self) -> int:
         """How many steps the current epoch still has."""
@@ -155,8 +143,7 @@ class Shard:
                     f"the saved position has {name}={state.get(name)} and this shard has {name}={here}, so the samples "
                     f"already trained would differ: {remedy}"
                 )
-        self._epoch, self._step = state["epoch"], state["step"]
-        self._context.progress.epoch = current_epoch(self._epoch, self._step)
+        self._set_position(state["epoch"], state["step"])
 
     def _advance(self, epoch: int, index: int, trained: bool) -> None:
         """Move the position behind a step; if its samples were trained, record them in the ledger."""
@@ -188,10 +175,6 @@ class Shard:
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)
             yield MicroBatch(data, weights, make_keys, indices.tolist(), full=real == len(indices))
-
-    def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        keys = sample_keys(self._order.seed, epoch, indices).view(np.int64)
-        return torch.from_numpy(keys).to(self._context.device)
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:

@@ -11,17 +11,16 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import Partition
-from samestep.data.sample_rng import sample_keys
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import Epoch, choose_micro_batch, current_epoch, open_ledger, report_if_trained
+from samestep.training.epoch import Epoch, TrainingData, choose_micro_batch, open_ledger
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
 
-class Stream:
+class Stream(TrainingData):
     """This rank's part of an iterable dataset: the same global batches on any number of ranks and workers.
 
     `for epoch in stream.epochs(1)` trains; `for batch in stream` passes over all records once, for evaluation.
@@ -38,36 +37,32 @@ class Stream:
         drop_last: bool,
         micro_batch: int | None,
     ) -> None:
+        super().__init__(loop)
         self._dataset = dataset
         check_stream(dataset)
         check_num_workers(num_workers)
-        context = self._context = loop.context
+        context = self._context
         config = context.config
         if is_sharded(dataset) and config.ledger:
             raise DataError(
                 "ledger=True does not support a stream in shards, since their lengths are known only at the end: "
                 "remove num_shards from the dataset, or pass ledger=False"
             )
-        self._loop, self._decode, self._drop_last = loop, decode, drop_last
+        self._decode, self._drop_last = decode, drop_last
         self._collate_fn, self._num_workers = collate_fn or default_collate, num_workers
         self._micro_batch = choose_micro_batch(context, micro_batch)
         description = ShardDescription(
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
         )
         self._ledger = open_ledger(context, None, "stream", description)
-        self._epoch = self._step = self._number = 0
+        self._number = 0
         self._state: object = None
         self._ended = False
         self._padding: list[object] = []
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """The passes over the stream from the current position up to `count` in all."""
-        report_if_trained(self._epoch, count)
-        while self._epoch < count:
-            number = self._context.progress.epoch = self._epoch
-            yield Epoch(number, self.steps, None)
-            if self._epoch == number:  # the loop over its steps was left early
-                self._begin_epoch(number + 1)
+        yield from self._epochs(count, None)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of one pass from the current position; it ends on all ranks at the same step."""
@@ -117,12 +112,13 @@ class Stream:
                     f"the saved position has {name}={state.get(name)} and this stream has {name}={here}, so the "
                     f"samples already trained would differ: pass Run({name}={state.get(name)})"
                 )
-        self._epoch, self._step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
+        epoch, step, self._number = (int(str(state[key])) for key in ("epoch", "step", "number"))
+        self._set_position(epoch, step)
         self._state, self._ended = state.get("stream"), bool(state.get("ended"))
-        self._context.progress.epoch = current_epoch(self._epoch, self._step)
 
     def _begin_epoch(self, number: int) -> None:
-        self._epoch, self._step, self._state, self._ended = number, 0, None, False
+        super()._begin_epoch(number)
+        self._state, self._ended = None, False
 
     def _advance(self, position: StepPosition, part: StreamStep, trained: bool) -> None:
         """Move the position behind a step; if its samples were trained, record them in the ledger."""
@@ -185,10 +181,6 @@ class Stream:
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
             yield MicroBatch(data, weights, make_keys, row_positions.tolist(), full=not missing)
-
-    def _keys(self, epoch: int, positions: np.ndarray) -> torch.Tensor:
-        keys = sample_keys(self._context.config.seed, epoch, positions).view(np.int64)
-        return torch.from_numpy(keys).to(self._context.device)
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__
