@@ -1,12 +1,12 @@
-"""How much memory a step takes: what a trace without a GPU predicts against what training through Run really took.
+"""Peak memory of a step: predicted by a trace without a GPU, and measured in training through Run.
 
     python benchmarks/memory.py [--case NAME ...] [--json FILE]        on a machine with a GPU
     python benchmarks/memory.py --predict-only [--case NAME ...]       anywhere
 
-Every case is traced by `samestep.planner.trace` in a process that sees no GPU, and trained for some steps through
-`Run`, `run.wrap` and `run.shard` on one rank; the peak is torch's `max_memory_allocated` over steady steps. Beside it
-stand `accelerate estimate-memory` (its own function) and DeepSpeed's ZeRO-2 estimate on one GPU (its formula, written
-out here: 20 bytes a parameter), which leave activations out. Only the memory is compared; times are for the record.
+Every case is traced by `samestep.planner.trace` in a process that sees no GPU, and trained for a few steps with `Run`,
+`run.wrap` and `run.shard` on one rank. The peak is torch's `max_memory_allocated` after the warm-up steps. For
+comparison the table has `accelerate estimate-memory` (its own function) and DeepSpeed's ZeRO-2 estimate for one GPU
+(its formula: 20 bytes per parameter), which do not count activations. Step times are for information only.
 """
 
 import argparse
@@ -42,9 +42,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A word for it."""
-        again = "-recomputed" if self.recompute else ""
-        return f"{self.workload}-{self.precision}-{self.optimizer}{again}-{self.samples}"
+        """Name in the table."""
+        suffix = "-recomputed" if self.recompute else ""
+        return f"{self.workload}-{self.precision}-{self.optimizer}{suffix}-{self.samples}"
 
 
 CASES = [
@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """As in the paper, with the stride in the 3x3 convolution, as everybody trains it."""
+    """ResNet-50 v1.5: the stride is in the 3x3 convolution."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ResNet50(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions of a U-Net, told of the time step."""
+    """Two convolutions of a U-Net, conditioned on the time step."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net of diffusion: three levels down and up, joined by their skips."""
+    """A diffusion U-Net: three levels down and up with skip connections."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class UNet(nn.Module):
 
 
 class Captioner(nn.Module):
-    """A frozen image encoder before a language model that trains."""
+    """A frozen image encoder and a trainable language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ def tokens(samples: int, length: int, vocabulary: int):
     return torch.randint(0, vocabulary, (samples, length))
 
 
-def next_words(model, batch):
-    """Cross entropy of every word, averaged for each sample."""
+def next_tokens(model, batch):
+    """Cross entropy of every token, averaged per sample."""
     logits = model(batch[0]).logits
     return cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="none").view(len(batch[0]), -1).mean(1)
 
@@ -215,7 +215,7 @@ def gpt2(samples: int, **shape: int):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = tokens(samples, 1024, 50257)
-    return GPT2LMHeadModel(GPT2Config(**shape)), (ids, ids), next_words
+    return GPT2LMHeadModel(GPT2Config(**shape)), (ids, ids), next_tokens
 
 
 def gpt2_medium(samples: int):
@@ -235,7 +235,7 @@ def llama(samples: int):
         num_key_value_heads=4,
         use_cache=False,
     )
-    return LlamaForCausalLM(config), (ids, ids), next_words
+    return LlamaForCausalLM(config), (ids, ids), next_tokens
 
 
 def vit(samples: int):
@@ -273,7 +273,7 @@ def mlp(samples: int):
 
 
 class Encoder(nn.Module):
-    """torch's own transformer over sequences of vectors."""
+    """torch.nn.TransformerEncoder over sequences of vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def encoder(samples: int):
 
 
 def bert(samples: int):
-    """Sentences of unlike lengths, with the mask that says so."""
+    """Sentences of different lengths, with an attention mask."""
     from transformers import BertConfig, BertForSequenceClassification
 
     def loss(model, batch):
@@ -325,7 +325,7 @@ def make_optimizer(name: str, parameters):
 
 
 class Rows:
-    """One example over and over: reading it costs nothing beside the step."""
+    """Repeats one sample, so that reading data takes no time."""
 
     def __init__(self, batch, count: int) -> None:
         self.row, self.count = tuple(tensor[0] for tensor in batch), count
@@ -337,7 +337,7 @@ class Rows:
         return self.row
 
 
-def recomputed_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+def checkpointed_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     from samestep.planner.model_parts import checkpointable_classes
 
     return checkpointable_classes(model, ())
@@ -349,38 +349,37 @@ def predict(case: Case) -> dict[str, object]:
 
     torch.set_num_threads(1)
     began, began_cpu = time.monotonic(), time.process_time()
-    facts = trace_model(
+    profile = trace_model(
         lambda: WORKLOADS[case.workload](4),
         optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),
         precision=case.precision,
         channels_last=case.workload in CHANNELS_LAST,
     )
     seconds, cpu = time.monotonic() - began, time.process_time() - began_cpu
-    working = facts.checkpointed_activations if case.recompute else facts.activations
+    working = profile.checkpointed_activations if case.recompute else profile.activations
     assert working is not None
-    told = asdict(replace(facts, ops=()))
     return {
-        "predicted": facts.persistent + working.at(case.samples),
-        "persistent": facts.persistent,
+        "predicted": profile.persistent + working.at(case.samples),
+        "persistent": profile.persistent,
         "trace_s": seconds,
         "trace_cpu_s": cpu,
-        "facts": told,
-        "ops": [asdict(op) for op in facts.ops],
-        **formulae(facts),
+        "profile": asdict(replace(profile, ops=())),
+        "ops": [asdict(op) for op in profile.ops],
+        **formulae(profile),
     }
 
 
-def formulae(facts) -> dict[str, float]:
-    """What others would say: no activations, no micro-batch."""
+def formulae(profile) -> dict[str, float]:
+    """Estimates of other tools, without activations and micro-batch size."""
     from accelerate.commands.estimate import estimate_training_usage
 
-    parameters = sum(facts.trainable.values()) + sum(facts.frozen.values())
+    parameters = sum(profile.trainable.values()) + sum(profile.frozen.values())
     usage = estimate_training_usage(parameters, "float32")
     return {"accelerate": float(max(usage.values())), "deepspeed": 20.0 * parameters / 4}
 
 
 def measure(case: Case) -> dict[str, float]:
-    """Train the case for some steps and read torch's counters."""
+    """Train the case for a few steps and read torch's memory statistics."""
     from samestep import Run
 
     clear()
@@ -391,8 +390,8 @@ def measure(case: Case) -> dict[str, float]:
     ):
         with torch.device(run.device):
             model, batch, loss = WORKLOADS[case.workload](2)
-        again = recomputed_classes(model) if case.recompute else ()
-        model = run.wrap(model, activation_checkpointing=again, channels_last=case.workload in CHANNELS_LAST)
+        blocks = checkpointed_classes(model) if case.recompute else ()
+        model = run.wrap(model, activation_checkpointing=blocks, channels_last=case.workload in CHANNELS_LAST)
         optimizer = make_optimizer(case.optimizer, model.parameters())
         rows = Rows(tuple(tensor.cpu() for tensor in batch), case.samples * (WARM + TIMED))
         found = train(model, optimizer, loss, run.shard(rows, micro_batch=case.samples, num_workers=0))
@@ -417,7 +416,7 @@ def train(model, optimizer, loss, shard) -> dict[str, float]:
         "step_s": (time.perf_counter() - began) / TIMED,
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
-        "standing": torch.cuda.memory_allocated(),
+        "allocated_after": torch.cuda.memory_allocated(),
     }
 
 
@@ -453,7 +452,7 @@ def summary(rows) -> str:
 
 
 def predictions(cases, jobs: int):
-    """Trace in processes of their own, which see no GPU."""
+    """Trace in processes that see no GPU."""
     seen, os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES"), ""
     try:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -466,15 +465,15 @@ def predictions(cases, jobs: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", help="only cases whose name holds one of these")
-    parser.add_argument("--predict-only", action="store_true", help="trace, and train nothing")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="traces at a time")
+    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these")
+    parser.add_argument("--predict-only", action="store_true", help="trace, but do not train")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="number of parallel traces")
     parser.add_argument("--json", help="write everything to this file")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.case or any(word in case.name for word in args.case)]
     rows = [
-        {"name": case.name, **asdict(case), **told}
-        for case, told in zip(cases, predictions(cases, args.jobs), strict=True)
+        {"name": case.name, **asdict(case), **prediction}
+        for case, prediction in zip(cases, predictions(cases, args.jobs), strict=True)
     ]
     for case, row in zip(cases, rows, strict=True):
         if not args.predict_only:

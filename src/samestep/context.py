@@ -63,16 +63,11 @@ class RunConfig:
 class Progress:
     """How far training has come; restored from a checkpoint."""
 
-    epoch: int = 0
-    """The current epoch."""
-    steps: int = 0
-    """Completed optimizer steps since training began."""
-    samples: int = 0
-    """Trained samples since training began, over all ranks."""
-    steps_of_process: int = 0
-    """Completed optimizer steps of this process."""
-    in_step: bool = False
-    """Whether the user's loop body of a step is running."""
+    epoch: int = 0  # the current epoch
+    steps: int = 0  # completed optimizer steps since training began
+    samples: int = 0  # trained samples since training began, over all ranks
+    steps_of_process: int = 0  # completed optimizer steps of this process
+    in_step: bool = False  # whether the user's loop body of a step is running
 
 
 @dataclass
@@ -82,29 +77,21 @@ class RunContext:
     config: RunConfig
     comm: Communicator
     device: torch.device
-    folder: Path
-    """The folder of the run's files, the same on every rank."""
-    loggers: Loggers | None
-    """Console and log files; None on all ranks but rank 0."""
-    acceleration: Acceleration
-    """Precision, loss scale, compilation and fused optimizers."""
-    padding: PaddingFilter
-    """Drops padding rows from metrics during an evaluation."""
+    folder: Path  # the folder of the run's files, the same on every rank
+    loggers: Loggers | None  # console and log files; None on all ranks but rank 0
+    acceleration: Acceleration  # precision, loss scale, compilation and fused optimizers
+    padding: PaddingFilter  # drops padding rows from metrics during an evaluation
     summary: Callable[[str], dict[str, object]]
     """The summary of the run with the given status, for summary.json and checkpoints."""
     progress: Progress = field(default_factory=Progress)
-    models: list[WrappedModel] = field(default_factory=list)
-    """What `run.wrap` returned."""
-    ledgers: list[ShardLedger] = field(default_factory=list)
-    """One per shard and stream if the run keeps a ledger."""
+    models: list[WrappedModel] = field(default_factory=list)  # what `run.wrap` returned
+    ledgers: list[ShardLedger] = field(default_factory=list)  # one per shard and stream if the run keeps a ledger
     training_data: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
     """The shards and streams that training has read from."""
-    on_close: list[Callable[[], object]] = field(default_factory=list)
-    """Called when the run ends, also after a failure."""
+    on_close: list[Callable[[], object]] = field(default_factory=list)  # called when the run ends, also after a failure
     planned_micro_batch: int | None = None
     """The micro-batch size of the plan; None if there is no plan, or each rank's part of a step fits at once."""
-    largest_micro_batch: int = 0
-    """Rows of the largest micro-batch, for advice after an out-of-memory error."""
+    largest_micro_batch: int = 0  # rows of the largest micro-batch, for advice after an out-of-memory error
     lockstep: bool = False
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 

@@ -111,8 +111,8 @@ def test_momentum_of_sgd_needs_as_much_memory_as_the_weights():
 
 def test_tied_weights_count_once():
     tied = trace_model(words, precision="fp32")
-    apart = trace_model(lambda: words(tied=False), precision="fp32")
-    assert apart.weights - tied.weights == apart.gradients - tied.gradients == 50 * 16 * 4
+    untied = trace_model(lambda: words(tied=False), precision="fp32")
+    assert untied.weights - tied.weights == untied.gradients - tied.gradients == 50 * 16 * 4
 
 
 def test_a_model_larger_than_memory_can_be_traced():

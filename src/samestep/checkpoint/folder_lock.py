@@ -34,17 +34,12 @@ class LockHolder:
     """The process that writes to a folder."""
 
     host: str
-    namespace: str
-    """The PID namespace in which `pid` is valid."""
+    namespace: str  # the PID namespace in which `pid` is valid
     pid: int
-    started_at: float
-    """The start time of the process, because pids are reused."""
-    launch: str
-    """The id of its launch, the same for all restarts of a job; empty without a launcher."""
-    since: str
-    """When it acquired the lock."""
-    token: str
-    """Unique per acquisition."""
+    started_at: float  # the start time of the process, because pids are reused
+    launch: str  # the id of its launch, the same for all restarts of a job; empty without a launcher
+    since: str  # when it acquired the lock
+    token: str  # unique per acquisition
 
 
 class FolderLock:

@@ -43,32 +43,22 @@ class HistoryEntry:
     """A period of training on one world size."""
 
     world_size: int
-    first_step: int
-    """Steps done at its start."""
-    last_step: int
-    """Steps done when the checkpoint was saved."""
-    versions: dict[str, str]
-    """Versions of samestep and torch."""
+    first_step: int  # steps done at its start
+    last_step: int  # steps done when the checkpoint was saved
+    versions: dict[str, str]  # versions of samestep and torch
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint except the values of its state."""
 
-    step: int
-    """The number in its name: optimizer steps done, or the number that the script passed."""
-    samples: int
-    """Samples trained on so far."""
-    saved_at: str
-    """Local time with UTC offset."""
-    history: list[HistoryEntry]
-    """The world sizes on which the state was trained, oldest first."""
-    parts: dict[str, str]
-    """The kind (model, optimizer, state) of each part, by the name that run.checkpoint received."""
-    run: dict[str, object]
-    """The summary of the run: global batch, seed, precision, plan, versions."""
-    metric: tuple[str, float] | None
-    """Name and value that `keep_best` compares."""
+    step: int  # the number in its name: optimizer steps done, or the number that the script passed
+    samples: int  # samples trained on so far
+    saved_at: str  # local time with UTC offset
+    history: list[HistoryEntry]  # the world sizes on which the state was trained, oldest first
+    parts: dict[str, str]  # the kind (model, optimizer, state) of each part, by the name that run.checkpoint received
+    run: dict[str, object]  # the summary of the run: global batch, seed, precision, plan, versions
+    metric: tuple[str, float] | None  # name and value that `keep_best` compares
     files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     """Every other file of the checkpoint, by name."""
 

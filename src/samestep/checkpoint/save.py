@@ -38,30 +38,19 @@ class BackgroundSave:
 
     rank: int
     world_size: int
-    store: dist.Store | None
-    """Through which ranks report that they are done; None for a single process."""
-    store_prefix: str
-    """The prefix of this checkpoint's keys in the store."""
-    staged: HostStaging
-    """The tensors that this rank writes."""
-    state: dict[str, object]
-    """Everything that is not a tensor; rank 0 writes it."""
-    manifest: Manifest
-    """Complete except for `files`."""
-    writing: Path
-    """The hidden folder to write to."""
-    published: Path
-    """Its final name."""
+    store: dist.Store | None  # through which ranks report that they are done; None for a single process
+    store_prefix: str  # the prefix of this checkpoint's keys in the store
+    staged: HostStaging  # the tensors that this rank writes
+    state: dict[str, object]  # everything that is not a tensor; rank 0 writes it
+    manifest: Manifest  # complete except for `files`
+    writing: Path  # the hidden folder to write to
+    published: Path  # its final name
     retention: checkpoint_folder.Retention
-    started: float
-    """time.monotonic() when the save began."""
+    started: float  # time.monotonic() when the save began
 
-    error: str | None = None
-    """Why it failed, the same text on every rank; valid at the end."""
-    message: str | None = None
-    """A message for the user; valid at the end, on rank 0."""
-    seconds: float = 0.0
-    """The duration of the save; valid at the end."""
+    error: str | None = None  # why it failed, the same text on every rank; valid at the end
+    message: str | None = None  # A message for the user; valid at the end, on rank 0
+    seconds: float = 0.0  # the duration of the save; valid at the end
     _abandoned_at: float | None = None
     _thread: threading.Thread = field(init=False)
 

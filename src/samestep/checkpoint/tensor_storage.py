@@ -60,12 +60,10 @@ _HEADER_ALIGNMENT: Final = 8  # required by safetensors
 class Chunk:
     """A slice of a tensor in one file."""
 
-    offset: tuple[int, ...]
-    """Its start in each dimension of the full tensor."""
+    offset: tuple[int, ...]  # its start in each dimension of the full tensor
     shape: tuple[int, ...]
     file: str
-    key: str
-    """Its name in the file."""
+    key: str  # its name in the file
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ class StoredTensor:
     """A tensor of a checkpoint; its chunks cover it without overlap."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    """The full shape."""
+    shape: tuple[int, ...]  # the full shape
     chunks: tuple[Chunk, ...]
 
 
@@ -89,8 +86,7 @@ class FileEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
-    """Returns the values in host memory; called when they are written."""
+    load: Callable[[], torch.Tensor]  # returns the values in host memory; called when they are written
 
 
 class _StorageDefaults:

@@ -28,10 +28,8 @@ class EpochReport:
 
     number: int
     complete: bool
-    steps: int
-    """Steps that all ranks have recorded, or should have."""
-    samples: int
-    """Samples that counted in these steps."""
+    steps: int  # steps that all ranks have recorded, or should have
+    samples: int  # samples that counted in these steps
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class EvaluationReport:
 
     generation: int
     number: int
-    complete: bool
-    """Whether every rank finished it; an evaluation that was left early or killed is not a fault."""
+    complete: bool  # whether every rank finished it; an evaluation that was left early or killed is not a fault
     samples: int
 
 
@@ -53,8 +50,7 @@ class GenerationReport:
     epoch: int
     step: int
     world_size: int
-    started_at: float
-    """Seconds since 1970."""
+    started_at: float  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,7 @@ class ShardReport:
     epochs: tuple[EpochReport, ...]
     evaluations: tuple[EvaluationReport, ...]
     faults: tuple[Fault, ...]
-    notes: tuple[str, ...]
-    """Messages that are not faults."""
+    notes: tuple[str, ...]  # messages that are not faults
 
     @property
     def exactly_once(self) -> bool:

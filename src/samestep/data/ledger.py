@@ -72,8 +72,7 @@ class RecordKind(IntEnum):
 class ShardDescription:
     """What the audit must know about a shard, stored in shard.json."""
 
-    n: int | None
-    """Positions in an epoch; None for a stream, whose length is unknown."""
+    n: int | None  # positions in an epoch; None for a stream, whose length is unknown
     seed: int
     shuffle: bool
     global_batch: int

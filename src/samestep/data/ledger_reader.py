@@ -36,10 +36,8 @@ class Generation:
     number: int
     start: Position
     world_size: int
-    started_at: float
-    """Seconds since 1970."""
-    ranks: frozenset[int]
-    """The ranks that have a start record."""
+    started_at: float  # seconds since 1970
+    ranks: frozenset[int]  # the ranks that have a start record
     ends: dict[int, tuple[Position, bool]]
     """For each rank that has an end record: up to where it has trained, and whether the run succeeded."""
 
@@ -54,12 +52,9 @@ class Fault:
     """One way in which a ledger does not show that every sample counted exactly once."""
 
     kind: FaultKind
-    text: str
-    """The message for the user."""
-    epoch: int | None = None
-    """None if the fault is in an evaluation, or not in a single epoch."""
-    count: int = 0
-    """How many samples are affected; the fields below list the first few."""
+    text: str  # the message for the user
+    epoch: int | None = None  # None if the fault is in an evaluation, or not in a single epoch
+    count: int = 0  # how many samples are affected; the fields below list the first few
     positions: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
     """Dataset indices at these positions; empty for a stream and for samples drawn with sampling weights."""
@@ -73,13 +68,11 @@ class Ledger:
 
     name: str
     description: ShardDescription
-    generations: tuple[Generation, ...]
-    """Sorted by number."""
+    generations: tuple[Generation, ...]  # sorted by number
     trained: Records
     evaluated: Records
     evaluation_ends: Records
-    faults: tuple[Fault, ...]
-    """What is corrupt in the files."""
+    faults: tuple[Fault, ...]  # what is corrupt in the files
     notes: tuple[str, ...]
 
 

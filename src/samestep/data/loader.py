@@ -49,10 +49,8 @@ class MapDataset(Protocol):
 class BatchRequest:
     """One batch to read."""
 
-    epoch: int
-    """The epoch, which keys the RNG of each sample."""
-    indices: np.ndarray
-    """Dataset indices, including those of padding rows."""
+    epoch: int  # the epoch, which keys the RNG of each sample
+    indices: np.ndarray  # dataset indices, including those of padding rows
     setting: object
     """The epoch's setting. It travels with the indices, so a prefetched batch cannot see that of a later epoch."""
 

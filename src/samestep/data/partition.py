@@ -19,10 +19,8 @@ class MicroBatchRows:
 
     start: int
     stop: int
-    padding: int
-    """Number of padding rows, added so that every rank has the same shape."""
-    padding_position: int
-    """The position whose sample fills the padding rows; this rank reads it in any case."""
+    padding: int  # number of padding rows, added so that every rank has the same shape
+    padding_position: int  # the position whose sample fills the padding rows; this rank reads it in any case
 
     @property
     def real(self) -> int:
@@ -46,16 +44,13 @@ class Partition:
     [(4, 6, 0), (6, 7, 1)]
     """
 
-    n: int
-    """Samples in the dataset."""
-    global_batch: int
-    """Samples in a step, over all ranks."""
+    n: int  # samples in the dataset
+    global_batch: int  # samples in a step, over all ranks
     rank: int
     world_size: int
     micro_batch: int | None = None
     """The maximum number of rows in a micro-batch; None: a rank's whole slice is one micro-batch."""
-    drop_last: bool = False
-    """Leave out the last, smaller step of an epoch."""
+    drop_last: bool = False  # leave out the last, smaller step of an epoch
     _end: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

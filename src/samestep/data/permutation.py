@@ -43,11 +43,9 @@ class SampleOrder:
     """
 
     n: int
-    seed: int
-    """Any integer; seeds that differ by a multiple of 2**64 give the same order."""
+    seed: int  # any integer; seeds that differ by a multiple of 2**64 give the same order
     shuffle: bool = False
-    weights: _Weights | None = None
-    """One number >= 0 per sample; they need not add up to 1."""
+    weights: _Weights | None = None  # one number >= 0 per sample; they need not add up to 1
     _cumulative: _Weights | None = field(init=False, repr=False, default=None)
     _permutations: dict[int, "FeistelPermutation | _TablePermutation"] = field(
         init=False, repr=False, default_factory=dict

@@ -227,14 +227,10 @@ def _signed(word: int) -> int:
 class SampleIds:
     """Which samples the rows of a batch are; a cache of teacher outputs uses them as keys."""
 
-    shard: str
-    """The name of the shard, the same in every run of a script."""
-    epoch: int
-    """The epoch in which the samples were read."""
-    indices: list[int]
-    """The dataset index of each row."""
-    real: int
-    """How many rows are samples; the rows after them are padding."""
+    shard: str  # the name of the shard, the same in every run of a script
+    epoch: int  # the epoch in which the samples were read
+    indices: list[int]  # the dataset index of each row
+    real: int  # how many rows are samples; the rows after them are padding
 
 
 @dataclass(slots=True)

@@ -83,14 +83,10 @@ class StreamStep:
     """One rank's part of one global step of a stream."""
 
     number: int
-    samples: list[object]
-    """The decoded samples of this rank; may be empty."""
-    positions: Sequence[int]
-    """The global position of each sample, which keys its RNG together with seed and epoch."""
-    count: int | None
-    """Samples in the step over all ranks; None if the ranks must sum up to know it."""
-    state: object
-    """The `state_dict` of the stream after this step, for `start_state`; None if it has none."""
+    samples: list[object]  # the decoded samples of this rank; may be empty
+    positions: Sequence[int]  # the global position of each sample, which keys its RNG together with seed and epoch
+    count: int | None  # samples in the step over all ranks; None if the ranks must sum up to know it
+    state: object  # the `state_dict` of the stream after this step, for `start_state`; None if it has none
     padding_sample: object = None
     """If this rank has no samples: a sample to pad a batch with, or None if the stream has none."""
 
@@ -127,14 +123,12 @@ class StreamPartition(IterableDataset[StreamStep]):
     global_batch: int
     start_step: int = 0
     """The first step. A stream with neither `seek` nor `start_state` is read from its beginning up to it."""
-    start_state: object = None
-    """The `state` of step `start_step` - 1."""
+    start_state: object = None  # the `state` of step `start_step` - 1
     seed: int = 0
     epoch: int = 0
     decode: Callable[[object], object] | None = None
     """Called with each record that this rank keeps; `sample_rng()` works in it as in the stream itself."""
-    drop_last: bool = False
-    """Leave out a last step with fewer than `global_batch` samples."""
+    drop_last: bool = False  # leave out a last step with fewer than `global_batch` samples
 
     def __post_init__(self) -> None:
         check_stream(self.dataset)

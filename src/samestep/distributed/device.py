@@ -17,10 +17,8 @@ BACKENDS = ("gloo", "nccl")
 class Accelerators:
     """What torch sees on this node."""
 
-    cuda: int
-    """Number of CUDA devices visible to this process."""
-    mps: bool
-    """Whether Apple's GPU is usable."""
+    cuda: int  # number of CUDA devices visible to this process
+    mps: bool  # whether Apple's GPU is usable
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class DeviceChoice:
     """A device and a backend, with the reason."""
 
     device: torch.device
-    backend: str
-    """"gloo", "nccl", or "none" for a single rank."""
+    backend: str  # "gloo", "nccl", or "none" for a single rank
     reason: str
     warning: str | None = None
 
@@ -78,10 +75,8 @@ def _backend(world: World, name: str) -> str:
 class MemoryShare:
     """One rank's share of a device's free memory."""
 
-    free: int
-    """Bytes."""
-    ranks: int
-    """How many ranks use the device, this one included."""
+    free: int  # bytes
+    ranks: int  # how many ranks use the device, this one included
 
 
 def memory_shares(comm: Communicator, operation: str, device: torch.device, free: float) -> list[MemoryShare]:

@@ -20,16 +20,12 @@ _STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; 
 class RankStatus:
     """The last status that a rank posted."""
 
-    count: int
-    """The number of collectives it had started."""
-    operation: str
-    """The collective, such as "run.mean"."""
-    call_site: str
-    """The line of user code that called it."""
+    count: int  # the number of collectives it had started
+    operation: str  # the collective, such as "run.mean"
+    call_site: str  # the line of user code that called it
     state: str
     """"waiting" inside the collective, "working" while it runs `once` for the others, "past", "ended" or "failed"."""
-    failure: str = ""
-    """The first line of the exception, if it failed."""
+    failure: str = ""  # the first line of the exception, if it failed
 
     def __str__(self) -> str:
         match self.state:

@@ -42,10 +42,8 @@ class LoaderSpec:
     collate_fn: CollateFn
     num_workers: int
     shuffle: bool
-    weights: npt.NDArray[np.float64] | None
-    """Of a WeightedRandomSampler."""
-    batch_size: int
-    """Used in evaluation only."""
+    weights: npt.NDArray[np.float64] | None  # of a WeightedRandomSampler
+    batch_size: int  # used in evaluation only
     drop_last: bool
 
 
@@ -111,18 +109,12 @@ def _read_sampler(sampler: object, n: int, hook: str) -> tuple[bool, npt.NDArray
 class BatchInfo:
     """The step and weight of one training batch of this rank."""
 
-    step: int
-    """The number of its optimizer step since training began, the same on any world size."""
-    samples: int
-    """Samples in the step, over all ranks and batches."""
-    real: int
-    """Samples in this batch; 0 for a padding batch, which has weight 0."""
-    last: bool
-    """Whether the optimizer steps after this batch."""
-    indices: list[int]
-    """The dataset indices of its rows."""
-    make_keys: Callable[[], torch.Tensor]
-    """Makes one 64-bit key per row, from (seed, epoch, sample)."""
+    step: int  # the number of its optimizer step since training began, the same on any world size
+    samples: int  # samples in the step, over all ranks and batches
+    real: int  # samples in this batch; 0 for a padding batch, which has weight 0
+    last: bool  # whether the optimizer steps after this batch
+    indices: list[int]  # the dataset indices of its rows
+    make_keys: Callable[[], torch.Tensor]  # makes one 64-bit key per row, from (seed, epoch, sample)
 
     def share(self) -> float:
         """Return the batch's share of the samples of its step."""

@@ -24,10 +24,8 @@ _FIRST_WITH_TF32 = 8  # compute capability of Ampere
 class PrecisionSupport:
     """What the device of one rank supports, and what its script requested."""
 
-    device: str
-    """"cpu", "cuda" or "mps"."""
-    bf16: bool
-    """Whether the device has native bf16; emulation does not count."""
+    device: str  # "cpu", "cuda" or "mps"
+    bf16: bool  # whether the device has native bf16; emulation does not count
     tf32: bool
     requested: Precision
     compile: bool
@@ -37,12 +35,9 @@ class PrecisionSupport:
 class ComputePrecision:
     """The precision of a run, the same on every rank, with the reason."""
 
-    name: str
-    """The precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype."""
-    tf32: bool
-    """Whether fp32 products may use TF32."""
-    strict: bool
-    """Whether TF32 is forbidden, since the script requested fp32 by name."""
+    name: str  # the precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype
+    tf32: bool  # whether fp32 products may use TF32
+    strict: bool  # whether TF32 is forbidden, since the script requested fp32 by name
     compile: bool
     reason: str
 

@@ -39,8 +39,7 @@ class WrapOptions:
     blocks: tuple[type[nn.Module], ...] = ()
     activation_checkpointing: tuple[type[nn.Module], ...] = ()
     channels_last: bool = False
-    reason: str = "as requested"
-    """Why this strategy."""
+    reason: str = "as requested"  # why this strategy
 
 
 def wrap(

@@ -32,14 +32,10 @@ _SIMILAR = 1.1  # a layout that is faster by less than this factor does not outw
 class RunPlan:
     """What the ranks of a run will do, and the memory and time it is estimated to take."""
 
-    chosen: Candidate
-    """The layout and its micro-batch."""
-    message: str
-    """One line with the reason."""
-    details: dict[str, object]
-    """The plan as plain data, for the summary and for checkpoints."""
-    traced: bool
-    """Whether a step was traced, so that memory and time can be compared at the end."""
+    chosen: Candidate  # the layout and its micro-batch
+    message: str  # one line with the reason
+    details: dict[str, object]  # the plan as plain data, for the summary and for checkpoints
+    traced: bool  # whether a step was traced, so that memory and time can be compared at the end
 
     @property
     def micro_batch(self) -> int | None:

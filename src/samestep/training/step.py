@@ -28,16 +28,11 @@ _NO_STEP_MEAN = (
 class MicroBatch:
     """The rows that this rank passes through the model at once."""
 
-    data: object
-    """The batch, on the device."""
-    weights: torch.Tensor
-    """One weight per row: 1 for a sample, 0 for padding."""
-    make_keys: Callable[[], torch.Tensor]
-    """Computes `keys`; called only if a model draws keyed random numbers."""
-    indices: list[int]
-    """The dataset index of each row."""
-    full: bool
-    """Whether no row is padding, so that `step.mean` needs no weights."""
+    data: object  # the batch, on the device
+    weights: torch.Tensor  # one weight per row: 1 for a sample, 0 for padding
+    make_keys: Callable[[], torch.Tensor]  # computes `keys`; called only if a model draws keyed random numbers
+    indices: list[int]  # the dataset index of each row
+    full: bool  # whether no row is padding, so that `step.mean` needs no weights
 
     _row_draws: Counter[int] = field(default_factory=Counter[int], init=False)
 
@@ -61,17 +56,12 @@ class MicroBatch:
 class StepPosition:
     """Which step this is; the same on every rank and every world size."""
 
-    number: int
-    """Optimizer steps before this one since training began."""
-    index: int
-    """Steps before this one in its epoch."""
+    number: int  # optimizer steps before this one since training began
+    index: int  # steps before this one in its epoch
     epoch: int
-    samples: int
-    """Samples of the step, over all ranks."""
-    micro_batches: int
-    """Micro-batches that every rank runs."""
-    shard: str | None = None
-    """The name of its shard; None for a stream, whose samples have no stable index."""
+    samples: int  # samples of the step, over all ranks
+    micro_batches: int  # micro-batches that every rank runs
+    shard: str | None = None  # the name of its shard; None for a stream, whose samples have no stable index
 
 
 class Step:
