@@ -24,7 +24,7 @@ from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherS
 from samestep.teacher.frozen_model import FrozenModel, blocks
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import keep_top_k
-from samestep.teacher.single_device import free_device_memory, free_host_memory
+from samestep.teacher.resident import free_device_memory, free_host_memory
 from samestep.torch_private import without_memory
 
 _ASSUMED_LENGTH: Final = 512  # tokens of a text, without an example
