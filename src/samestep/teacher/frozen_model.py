@@ -21,8 +21,7 @@ from samestep.teacher.model_files import FolderBuilder, UnusedNames, Weights, mo
 
 Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
 """Builds the module; may also return an example batch, and a loss that only `samestep plan` uses."""
-SHOWN: Final = 5
-"""How many names a message shows."""
+SHOWN: Final = 5  # names in a message
 _RANDOM_INITS: Final = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 )
@@ -52,14 +51,12 @@ class FrozenModel:
 
     def __init__(self, build: Build, weights: Weights, unused: UnusedNames = lambda others, own: ()) -> None:
         self.build = build
-        module, self.example = _build_skeleton(build)
-        """The example batch that `build` returns with the module, or None."""
+        module, self.example = _build_skeleton(build)  # the example batch is None if `build` returns none
         own = {name for name, _ in (*_saved_tensors(module), *unsaved_buffers(module))}
+        # With the module's names if transformers saved the tensors under other names.
         self.weights = weights.renamed(module_names(module, own, weights.names()))
-        """The tensors of the files, with the module's names if transformers saved them under other names."""
         self._skeleton: nn.Module | None = module
-        self._stored_name, self.unused = _match_weights(module, self.weights, unused)
-        """Names in the files that the module does not need."""
+        self._stored_name, self.unused = _match_weights(module, self.weights, unused)  # unused: only in the files
 
     def skeleton(self) -> nn.Module:
         """Return a new module in evaluation mode, with parameters on the meta device and real buffers."""
