@@ -188,7 +188,7 @@ def _read_error_file(path: Path) -> tuple[str, str]:
         message = json.loads(path.read_text())["message"]
         if not isinstance(message, dict):
             return "", str(message).rstrip()
-        return str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
+        return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", "")).rstrip()
     except (OSError, ValueError, KeyError, TypeError):  # none was written, or the rank died while writing it
         return "", ""
 
