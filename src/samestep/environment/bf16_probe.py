@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +43,8 @@ class Bf16Support:
 
 def probe_bf16(environ: Mapping[str, str] | None = None) -> Bf16Support:
     """Run one bfloat16 product in a child process, which takes seconds; the result is cached per CPU and torch."""
+    if find_spec("torch") is None:
+        return Bf16Support("unknown", "not probed, since torch is not installed")
     variables = read_environ() if environ is None else environ
     cache = _cache_path(variables)
     try:

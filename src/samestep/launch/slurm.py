@@ -106,8 +106,8 @@ def add_to_job_list(path: Path, job: SubmittedJob) -> None:
 def read_job_list(path: Path) -> list[SubmittedJob]:
     """The listed jobs, oldest first; a line that a crash left incomplete is skipped."""
     names = {field.name for field in fields(SubmittedJob)}
-    complete = [line | {"command": tuple(line["command"])} for line in _read_json_lines(path) if names <= line.keys()]
-    return [SubmittedJob(**{name: line[name] for name in names}) for line in complete]
+    jobs = [{name: line[name] for name in names} for line in _read_json_lines(path) if names <= line.keys()]
+    return [SubmittedJob(command=tuple(job.pop("command")), **job) for job in jobs]
 
 
 class StateQuery:
