@@ -123,24 +123,25 @@ class _Agent(_TorchAgent):
 
     def __init__(self, job: Job, signals: SignalHandler, **options: Any) -> None:
         super().__init__(start_method="spawn", **options)
-        self._rendezvous, self._signals = job.rendezvous, signals
+        self._node_job, self._signal_handler = job, signals  # names that torch does not use
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = super()._start_workers(worker_group)
-        self._signals.rank_pids = frozenset(started.values())
+        self._signal_handler.rank_pids = frozenset(started.values())
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any, **named: Any) -> None:
-        save_and_stop_ranks(self._signals)
+        save_and_stop_ranks(self._signal_handler)
         super()._stop_workers(worker_group, *rest, **named)
-        self._signals.rank_pids = frozenset()
+        self._signal_handler.rank_pids = frozenset()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        signals = self._signals
+        signals = self._signal_handler
         with _kill_others_after_failure(signals):
             result = super()._monitor_workers(worker_group)
         codes = [failure.exitcode for failure in result.failures.values()]
-        elastic = self._rendezvous.min_nodes < self._rendezvous.max_nodes
+        rendezvous = self._node_job.rendezvous
+        elastic = rendezvous.min_nodes < rendezvous.max_nodes
         if elastic and _ended_for_new_node(signals, codes, worker_group.spec.rdzv_handler):
             return RunResult(state=WorkerState.HEALTHY)  # the agent then sees the waiting node and restarts
         stopped = signals.received or signals.time_limit_reached or signals.died_of_warning(codes)
@@ -152,9 +153,9 @@ class _Agent(_TorchAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        self._signals.rank_pids = frozenset()
-        if self._rendezvous.max_nodes == 1:
-            self._signals.exception = None  # there is nothing to wait for, and the result is final
+        self._signal_handler.rank_pids = frozenset()
+        if self._node_job.rendezvous.max_nodes == 1:
+            self._signal_handler.exception = None  # there is nothing to wait for, and the result is final
         super()._exit_barrier()
 
 
