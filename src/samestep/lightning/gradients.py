@@ -94,7 +94,7 @@ def raise_unused(unused: dict[str, nn.Parameter], step: int, rank: int) -> None:
 
 
 def average_unfrozen(known: set[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Average the gradients of parameters that were unfrozen after DDP was built: they are not in `known`, which it has.
+    """Average the gradients of parameters that were unfrozen after DDP was built, which are not in `known`.
 
     All ranks must call it.
     """
