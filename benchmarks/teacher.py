@@ -13,8 +13,8 @@ For each number of ranks new processes run the loaders in turn, with the files i
   ranks, the claim is checked with the CPU time of the busiest rank instead.
 
 The claims: with placement "cpu" a node holds at most 1.05 x the teacher's bytes for any number of ranks, also if the
-dtype is converted, and N ranks have their first output in at most 1.3 x the time of one. The exit code is 1 if a claim
-fails. The fastest of three rounds counts.
+dtype is converted, and N ranks have their first output in at most 1.3 x the time of one. The fastest of three rounds
+counts. If a claim fails, the script exits with 1.
 
 With --device cuda: the time of a forward pass with placement "offload", against the longer of computing and copying
 over PCIe at the measured bandwidth. The claim: at most 25 % longer.

@@ -42,7 +42,7 @@ class WrapError(SamestepError):
 
 
 class CommunicationError(SamestepError):
-    """Ranks made different calls, or passed different arguments to the same call."""
+    """A run was used in a way that its ranks cannot agree on: different calls or arguments, or invalid ones."""
 
 
 class RankMissing(CommunicationError):

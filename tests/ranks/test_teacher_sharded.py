@@ -68,9 +68,9 @@ def call_more_often(path, extra):
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_rank_that_calls_more_often_is_named_and_does_not_hang(ranks, weights, extra):
     first, second = ranks.errors(2, call_more_often, weights, extra)
-    assert "rank 0 came to teacher(...) at test_teacher_sharded.py" in first or "rank 0 waits in teacher(...)" in first
-    there = "run.barrier" if extra else "Run.close"
-    assert there in first
+    assert "rank 0 called teacher(...) at test_teacher_sharded.py" in first or "rank 0 waits in teacher(...)" in first
+    other = "run.barrier" if extra else "Run.close"
+    assert other in first
     assert "every rank must make the same calls in the same order" in first
     assert "teacher(...)" in second
 

@@ -33,9 +33,9 @@ def plan(capsys, name, *own):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recipe_can_be_planned_by_name(name, capsys, tmp_path):
     found = plan(capsys, name)
-    assert found["model"]["how"] == "traced without memory"
-    assert found["start"].startswith("samestep recipe run ")
-    assert found["start"].endswith(f" {name}")
+    assert found["model"]["method"] == "traced without memory"
+    assert found["command"].startswith("samestep recipe run ")
+    assert found["command"].endswith(f" {name}")
     assert not (tmp_path / "runs").exists()
 
 
@@ -52,11 +52,11 @@ def test_a_recipe_can_be_planned_by_name(name, capsys, tmp_path):
 def test_a_recipe_with_a_frozen_model_can_be_planned(name, own, capsys, models):
     found = plan(capsys, name, *own, *([str(models[2])] if own else []))
     assert sum(found["model"]["frozen"].values()) > sum(found["model"]["trainable"].values()) > 10**6
-    placed = {each["frozen"]: each["blocked"] for each in found["candidates"]}
+    unsupported = {each["teacher_placement"]: each["unsupported"] for each in found["candidates"]}
     if own[:1] == ["--mode"]:
         return  # gradients flow through the student's frozen embeddings, which the planner cannot tell from a teacher
-    passes = "gradients pass through the frozen parts, and run.teacher computes without"
-    assert placed["sharded"] == (passes if name == "latent_adapter" else None)
+    reason = "gradients flow through the frozen parts, and run.teacher computes no gradients"
+    assert unsupported["sharded"] == (reason if name == "latent_adapter" else None)
 
 
 @pytest.mark.slow
@@ -71,15 +71,15 @@ def test_options_of_a_recipe_follow_two_dashes(capsys):
 def test_an_unknown_option_lists_the_known_ones(capsys):
     assert main(["plan", "saliency", "--global-batch", "64", "--gpus", "h100:2", "--", "--colour", "red"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("samestep: saliency cannot be called so (No such option '--colour'")
-    assert message.endswith("here --channels, --levels, --width, --height\n")
+    assert message.startswith("samestep: saliency cannot be called with these options (No such option '--colour'")
+    assert message.endswith("It has: --channels, --levels, --width, --height\n")
 
 
 def test_an_unknown_recipe_lists_the_known_ones(capsys):
     assert main(["plan", "salency", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (
-        "samestep: salency names no function and no recipe: type the module or file, a colon and the function, as in "
-        f"mylab:build, or train.py:build, or one of {', '.join(KNOWN)}\n"
+        "samestep: salency is neither a function nor a recipe. Pass the module or file, a colon and the function, for "
+        f"example train.py:build or mypackage.models:build, or one of the recipes {', '.join(KNOWN)}.\n"
     )
 
 
@@ -97,8 +97,8 @@ def test_a_recipe_without_a_build_function_raises(capsys, other_recipes):
     other_recipes('"""Nothing to build."""')
     assert main(["plan", "bare", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (
-        "samestep: the recipe bare has no function build that gives its model and a batch: copy it with `samestep "
-        "recipe copy bare`, write one, and type bare.py:build\n"
+        "samestep: The recipe bare has no function build that returns its model and a batch. Copy it with `samestep "
+        "recipe copy bare`, write one, and pass bare.py:build.\n"
     )
 
 
@@ -107,5 +107,5 @@ def test_a_recipe_whose_packages_are_missing_names_the_extra(capsys, other_recip
     other_recipes(f"import {module}")
     assert main(["plan", "bare", "--global-batch", "64"]) == 2
     assert capsys.readouterr().err == (
-        f"samestep: the recipe bare needs {module}, which is not installed: pip install 'samestep[{extra}]'\n"
+        f"samestep: The recipe bare needs {module}, which is not installed. Run pip install 'samestep[{extra}]'.\n"
     )

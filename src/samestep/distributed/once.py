@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
@@ -37,7 +36,8 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     # no rank starts before all are here
     nodes = comm.exchange(operation, [float(world.node), float(world.is_node_main)])
     _delete(comm.store, f"once/{number - 1}/{world.rank}")  # all ranks have read it, since they are here
-    runners = {0: 0} if per == "run" else _first_rank_of_nodes(nodes)
+    first_ranks = {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
+    runners = {0: 0} if per == "run" else first_ranks
     if world.rank in runners.values():
         with comm.running_once(operation):
             outcome = run_and_pickle(world.rank, function, *args)
@@ -86,10 +86,6 @@ class Outcome:
     value: bytes | None
     error: bytes | None
     trace: str = ""
-
-
-def _first_rank_of_nodes(nodes: list[torch.Tensor]) -> dict[int, int]:
-    return {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
 
 
 def run_and_pickle(rank: int, function: Callable[..., object], *args: object) -> Outcome:
