@@ -16,6 +16,7 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device, detect_accelerators
 from samestep.distributed.once import once
+from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
     deadline,
     read_environ,
@@ -24,9 +25,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import CommunicationError, LogError
-from samestep.launch.failure_report import OUT_OF_MEMORY
-from samestep.launch.processes import LAUNCHER, LauncherWatch
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
