@@ -25,6 +25,7 @@ from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import StepCallback
+from samestep.distributed.once import exchange_failures
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
@@ -149,11 +150,11 @@ class Checkpoint(StepCallback):
 
     def save_before_exit(self) -> str:
         """Save the state of this step before the run ends early, wait until it is published, and return its name."""
-        if self._requested or not self._saves or self._saved_step != self._context.progress.steps:
-            if self._requested:
-                self._save(self._requested_step)
-            else:  # with the last number it is newer than the last checkpoint and older than the next
-                self._save(self._last_number, automatic=True, preempted=self._last_number is None)
+        if self._requested:
+            self._save(self._requested_step)
+        elif not self._saves or self._saved_step != self._context.progress.steps:
+            # with the last number it is newer than the last checkpoint and older than the next
+            self._save(self._last_number, automatic=True, preempted=self._last_number is None)
         self.wait()
         return self._saved_name
 
@@ -255,9 +256,8 @@ class Checkpoint(StepCallback):
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
-        run = encode(
-            json.loads(json.dumps(summary, default=str)), "run", {}
-        )  # the manifest is strict JSON, without NaN
+        # The manifest is strict JSON, without NaN.
+        run = encode(json.loads(json.dumps(summary, default=str)), "run", {})
         assert isinstance(run, dict)
         return Manifest(
             step=number,
@@ -308,15 +308,10 @@ def run_on_all_ranks(
     comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
 ) -> T:
     """Run `function(*args)` on every rank; if it raises on one, raise CheckpointError with that message on all."""
-    value, error, cause = None, None, None
-    try:
-        value = function(*args)
-    except Exception as failure:  # noqa: BLE001  # state_dict and load_state_dict of the user can raise anything
-        error, cause = describe(failure), failure
-    for rank, text in enumerate(comm.exchange_objects(operation, error)):
-        if text is not None:
-            raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from cause
-    return value  # pyright: ignore[reportReturnType]  # it did not raise, so there is a value
+    value, failure, failures = exchange_failures(comm, operation, describe, function, *args)
+    for rank, text in failures.items():
+        raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from failure
+    return value
 
 
 def _lacks_position(context: RunContext) -> bool:

@@ -78,7 +78,11 @@ class BackgroundSave:
         except Exception as error:  # noqa: BLE001  # any failure must reach all ranks
             report = json.dumps({"error": self._describe(error)})
         try:
-            self.error = self._collect_and_publish(report) if self.rank == 0 else self._report_to_rank_0(report)
+            if self.rank == 0:
+                self.error = self._collect_and_publish(report)
+            else:
+                self._post(str(self.rank), report)
+                self.error = json.loads(self._await("end"))
         except Exception as error:  # noqa: BLE001  # the store ended with its host, or the run failed
             self.error = self._describe(error)
         self.seconds = time.monotonic() - self.started
@@ -89,10 +93,6 @@ class BackgroundSave:
             return {}
         path = self.writing / self.staged.file
         return {path.name: write_verified(path, safetensors_blocks(self.staged.entries))}
-
-    def _report_to_rank_0(self, report: str) -> str | None:
-        self._post(str(self.rank), report)
-        return json.loads(self._await("end"))
 
     def _collect_and_publish(self, report: str) -> str | None:
         """On rank 0: publish if every rank has written its file, else clean up; post the outcome for all ranks."""

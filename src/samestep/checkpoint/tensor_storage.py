@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -216,17 +215,7 @@ def safetensors_blocks(entries: Iterable[FileEntry]) -> Iterable[bytes | memoryv
 
 def index_to_json(index: Index) -> dict[str, object]:
     """Return the content of index.json."""
-    return {
-        name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "chunks": [
-                {"offset": list(chunk.offset), "shape": list(chunk.shape), "file": chunk.file, "key": chunk.key}
-                for chunk in tensor.chunks
-            ],
-        }
-        for name, tensor in index.items()
-    }
+    return {name: {**asdict(tensor), "dtype": DTYPE_NAMES[tensor.dtype]} for name, tensor in index.items()}
 
 
 # File -> tensor
@@ -284,7 +273,9 @@ class CheckpointReader(_StorageDefaults, StorageReader):
         """Copy the slices of the plan, file by file."""
         by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            chunk = self._chunk(item.storage_index)
+            offset = tuple(item.storage_index.offset or ())
+            chunks = self._index[item.storage_index.fqn].chunks
+            chunk = next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
             by_file[chunk.file].append((chunk.key, item))
         for name, items in by_file.items():
             with safe_open(self._folder / name, framework="pt") as file:
@@ -296,11 +287,6 @@ class CheckpointReader(_StorageDefaults, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _chunk(self, wanted: MetadataIndex) -> Chunk:
-        offset = tuple(wanted.offset or ())
-        chunks = self._index[wanted.fqn].chunks
-        return next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DCP requires it, and the index is already read."""

@@ -136,10 +136,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Sum the gradients of all ranks."""
-        del ctx
-        summed = gradient.clone()
-        dist.all_reduce(summed)
-        return summed
+        return _SumOverRanks.forward(ctx, gradient)
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
