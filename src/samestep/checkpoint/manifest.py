@@ -26,7 +26,7 @@ VERSION: Final = 1
 _BLOCK_BYTES: Final = 8 << 20
 
 
-class CorruptCheckpoint(Exception):
+class CorruptCheckpoint(CheckpointError):
     """A checkpoint differs from what was written; the message says in which file and how."""
 
 

@@ -135,12 +135,11 @@ def parse_options(path: Path, arguments: Sequence[str]) -> int | None:
     parsed: list[bool] = []
     namespace["_parsed"] = lambda: parsed.append(True)
     words = ["--help"] if "-h" in arguments else list(arguments)
+    code: object = 0
     try:
         cast("Callable[..., object]", namespace["app"])(args=words, prog_name=f"samestep recipe run {path.stem}")
     except SystemExit as ended:
         code = ended.code
-    else:
-        code = 0
     return None if parsed else code if isinstance(code, int) else 1
 
 
@@ -173,13 +172,13 @@ def _names_defined(node: ast.stmt, known: set[str]) -> set[str]:
 
 def _imported_packages(path: Path) -> list[str]:
     """The packages that a script imports at module level, each once."""
-    found: dict[str, None] = {}
+    found: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
-            found.update(dict.fromkeys(alias.name.partition(".")[0] for alias in node.names))
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found[node.module.partition(".")[0]] = None
-    return list(found)
+            found.append(node.module)
+    return list(dict.fromkeys(module.partition(".")[0] for module in found))
 
 
 def _summary(path: Path) -> str:

@@ -30,15 +30,8 @@ def batchnorms_outside_frozen(model: nn.Module) -> list[_BatchNorm]:
 
 def unsynced_batchnorm_names(model: nn.Module) -> list[str]:
     """Names of BatchNorm layers outside of frozen parts that see only the rows of their own rank."""
-    frozen = _frozen_modules(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and module.track_running_stats
-        and not isinstance(module, SYNCHRONIZED)
-        and id(module) not in frozen
-    ]
+    found = {id(norm) for norm in unsynced_batchnorms(model)} & {id(norm) for norm in batchnorms_outside_frozen(model)}
+    return [name for name, module in model.named_modules() if id(module) in found]
 
 
 def unsynced_batchnorms(model: nn.Module) -> list[_NormBase]:
