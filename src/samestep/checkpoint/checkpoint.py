@@ -65,8 +65,7 @@ class Checkpoint(StepCallback):
         self.restored: Path | None = None if restored is None else restored[0]
         """The checkpoint from which training resumed; None if it started from the beginning."""
         self._history = [] if restored is None else restored[1].history
-        self._last_number: int | None = None
-        """The number of the last checkpoint if the script passes its own numbers, else None."""
+        self._last_number: int | None = None  # that of the last checkpoint if the script passes its own numbers
         if restored is not None and restored[1].step != context.progress.steps:
             self._last_number = restored[1].step
         self._first_step = self._saved_step = context.progress.steps
@@ -77,7 +76,7 @@ class Checkpoint(StepCallback):
         self._save_seconds = 0.0
         self._staging = HostStaging(context.world.rank)
         self._current: BackgroundSave | None = None
-        self._best_metric = BestMetricTracker(retention.keep_best)
+        self._metric_count = 0  # how often the metric `keep_best` was logged before the last save
         self._warnings = WarnOnce()
         context.callbacks.append(self)
 
@@ -206,9 +205,7 @@ class Checkpoint(StepCallback):
         self._staging.stage(tensors, comm.alone)
         self._saves += 1
         self._current = BackgroundSave(
-            rank=context.world.rank,
-            world_size=context.world.size,
-            store=None if comm.alone else comm.store,
+            comm=comm,
             store_prefix=f"checkpoint/{self._token}/{self._saves}",
             staged=self._staging,
             state=state,
@@ -266,27 +263,18 @@ class Checkpoint(StepCallback):
             history=[*self._history, current],
             parts=self.parts.kinds,
             run=run,
-            metric=self._best_metric.value(metrics, context.log_count, automatic) if context.world.is_main else None,
+            metric=self._best_metric(metrics, automatic) if context.world.is_main else None,
         )
 
-
-class BestMetricTracker:
-    """Returns the value of the metric `keep_best` for a checkpoint, if it was logged since the previous checkpoint."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name, self._count, self._warnings = name, 0, WarnOnce()
-
-    def value(
-        self, metrics: Mapping[str, float], log_count: Callable[[str], int], automatic: bool
-    ) -> tuple[str, float] | None:
-        """Return name and value, or None if these weights have none; `metrics` are the last logged values.
+    def _best_metric(self, metrics: Mapping[str, float], automatic: bool) -> tuple[str, float] | None:
+        """Return name and value of the metric `keep_best`, or None if it was not logged since the previous checkpoint.
 
         An `automatic` save can come before the first evaluation, so a missing metric is then not a reason to warn.
         """
-        name = self._name
+        name = self._retention.keep_best
         if name is None:
             return None
-        previous, self._count = self._count, log_count(name)
+        previous, self._metric_count = self._metric_count, self._context.log_count(name)
         if name not in metrics:
             if not automatic or not all(other.startswith("train/") for other in metrics):
                 self._warnings.warn_once(
@@ -294,7 +282,7 @@ class BestMetricTracker:
                     f"{', '.join(sorted(metrics)) or 'none'}); log it before checkpoint.save()"
                 )
             return None
-        if self._count == previous:  # the value belongs to older weights
+        if self._metric_count == previous:  # the value belongs to older weights
             return None
         if not math.isfinite(metrics[name]):
             self._warnings.warn_once(

@@ -118,23 +118,17 @@ class HostStaging(_StorageDefaults, StorageWriter):
     """
 
     def __init__(self, rank: int) -> None:
-        self.file = f"rank-{rank:05}.safetensors"
-        """The name of the file that the chunks are written to."""
-        self.entries: list[FileEntry] = []
-        """The chunks of this rank."""
-        self.index: Index = {}
-        """All tensors of all ranks; on rank 0, empty elsewhere."""
+        self.file = f"rank-{rank:05}.safetensors"  # the name of the file that the chunks are written to
+        self.entries: list[FileEntry] = []  # the chunks of this rank
+        self.index: Index = {}  # all tensors of all ranks; on rank 0, empty elsewhere
         self._buffers: dict[str, torch.Tensor] = {}
 
     def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> None:
         """Let DCP assign every chunk to one rank, and copy this rank's chunks; a collective."""
         self.entries, self.index = [], {}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with _without_process_group_warning():
-                dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
-        except CheckpointException as error:  # not a subclass of Exception
-            raise CheckpointError(f"the state cannot be saved: {_failures(error)}") from error
+        with _translate_errors("the state cannot be saved"):
+            dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the chunks of the plan; from CUDA asynchronously into pinned memory."""
@@ -251,11 +245,8 @@ class CheckpointReader(_StorageDefaults, StorageReader):
     def load_into(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors in place, a sharded one with the slice of this rank; not a collective."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with _without_process_group_warning():
-                dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"{self._folder} cannot be loaded: {_failures(error)}") from error
+        with _translate_errors(f"{self._folder} cannot be loaded"):
+            dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index as DCP's metadata, from which it plans the reads."""
@@ -306,11 +297,12 @@ def _slices(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]
 
 
 @contextmanager
-def _without_process_group_warning() -> Generator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-def _failures(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+def _translate_errors(what: str) -> Generator[None]:
+    """Raise CheckpointError if DCP fails, and ignore its warning that there is no process group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as error:  # not a subclass of Exception
+        failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        raise CheckpointError(f"{what}: {failures}") from error

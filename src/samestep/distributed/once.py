@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -42,12 +42,15 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
         _post(comm.store, f"once/{number}/{world.rank}", _run(comm, operation, function, *args))
     with comm.collective(operation):
         outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
-    for outcome in outcomes.values():
-        if outcome.error is not None:
-            _raise_on_every_rank(operation, outcome)
-    value = outcomes[runners[0 if per == "run" else world.node]].value
-    assert value is not None
-    return pickle.loads(value)
+    for rank, outcome in outcomes.items():
+        if outcome.trace:
+            origin = f"raised on rank {rank} in {operation}, for every rank:\n{outcome.trace}"
+            if not outcome.data:
+                raise OnceFailed(origin)
+            error: Exception = pickle.loads(outcome.data)
+            error.add_note(origin)
+            raise error
+    return pickle.loads(outcomes[runners[0 if per == "run" else world.node]].data)
 
 
 def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
@@ -85,11 +88,9 @@ def _describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the function returned or raised on the rank that ran it, pickled."""
+    """What the function returned on the rank that ran it, or raised if there is a trace."""
 
-    rank: int
-    value: bytes | None
-    error: bytes | None
+    data: bytes  # pickled; empty for an error that cannot be pickled
     trace: str = ""
 
 
@@ -97,9 +98,9 @@ def _run(comm: Communicator, operation: str, function: Callable[..., object], *a
     try:
         with comm.running_once(operation):
             value = function(*args)
-        return _Outcome(comm.world.rank, pickle.dumps(value), None)
+        return _Outcome(pickle.dumps(value))
     except Exception as error:  # noqa: BLE001  # every rank raises it, whatever it is
-        return _Outcome(comm.world.rank, None, _pickle_error(error), traceback.format_exc())
+        return _Outcome(_pickle_error(error), traceback.format_exc())
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -109,15 +110,6 @@ def _pickle_error(error: Exception) -> bytes:
         return data if type(pickle.loads(data)) is type(error) else b""
     except Exception:  # noqa: BLE001  # a constructor of its own, a local class, an open file inside: the traceback is sent
         return b""
-
-
-def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
-    origin = f"raised on rank {outcome.rank} in {operation}, for every rank:\n{outcome.trace}"
-    if outcome.error:
-        error: Exception = pickle.loads(outcome.error)
-        error.add_note(origin)
-        raise error
-    raise OnceFailed(origin)
 
 
 def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:

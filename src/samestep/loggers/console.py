@@ -194,10 +194,8 @@ class ProgressEstimate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()
-        self.step = 0
-        """The highest step so far."""
-        self.total: int | None = None
-        """The last step of the run, if it is known."""
+        self.step = 0  # the highest step so far
+        self.total: int | None = None  # the last step of the run, if it is known
 
     def expect(self, total: int | None, start: int) -> None:
         """Set the last step, and the first one: a resumed run does not start at 0."""

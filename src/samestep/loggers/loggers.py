@@ -59,12 +59,9 @@ class Loggers:
         self._jsonl: JsonlLogger | None = None
         self._all: list[Logger] = [console]
         self._printed: list[str] = []  # before log.txt was open
-        self.is_open = False
-        """Whether anything was logged, so that there are files."""
-        self.last: dict[str, float] = {}
-        """The last value of each metric."""
-        self.counts: Counter[str] = Counter()
-        """How often each metric was logged."""
+        self.is_open = False  # whether anything was logged, so that there are files
+        self.last: dict[str, float] = {}  # the last value of each metric
+        self.counts: Counter[str] = Counter()  # how often each metric was logged
 
     def print(self, text: str) -> None:
         """Print text now; log.txt receives it too, as soon as it is open."""
