@@ -138,7 +138,7 @@ def test_settings_that_torch_does_not_combine_raise():
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "CommunicationError: the script sets torch.backends.*.fp32_precision" in ended.stderr
-    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in ended.stderr
+    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32" in ended.stderr
 
 
 class Pair(NamedTuple):
