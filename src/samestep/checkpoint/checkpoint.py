@@ -197,7 +197,12 @@ class Checkpoint(StepCallback):
         if context.world.is_main and _lacks_position(context):
             self._warnings.warn_once(_NO_POSITION)
         number = context.progress.steps if step is None else step
-        _check_same_number(comm, number)
+        for rank, (other,) in enumerate(comm.exchange("checkpoint.save", [float(number)])):
+            if int(other) != number:
+                raise CheckpointError(
+                    f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other)}: all ranks "
+                    "must save the same step; call checkpoint.save at the same point on every rank"
+                )
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
         state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
@@ -306,12 +311,3 @@ def _lacks_position(context: RunContext) -> bool:
     """Whether training reads data whose position is in no checkpoint of the run."""
     parts = [each.parts for each in context.callbacks if isinstance(each, Checkpoint)]
     return any(not any(each.may_contain(data) for each in parts) for data in context.training_data)
-
-
-def _check_same_number(comm: Communicator, number: int) -> None:
-    for rank, other in enumerate(comm.exchange("checkpoint.save", [float(number)])):
-        if int(other[0]) != number:
-            raise CheckpointError(
-                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other[0])}: all ranks "
-                "must save the same step; call checkpoint.save at the same point on every rank"
-            )

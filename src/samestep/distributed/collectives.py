@@ -89,8 +89,17 @@ class Collectives:
                 )
             for name, values in batch.items():
                 self._add(tallies.setdefault(name, _Tally()), values)
-        sums = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
-        return _means(self._comm.exchange_objects("run.means", sums))  # a rank without batches has no names
+        mine = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
+        parts = self._comm.exchange_objects("run.means", mine)
+        # a rank without batches has no names
+        sums = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
+        counts = {name: sum(count for _, count in values) for name, values in sums.items()}
+        if not sums or 0 in counts.values():
+            names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
+            raise CommunicationError(
+                f"run.means got no values{names} on any rank, so the mean is undefined: is the dataset empty?"
+            )
+        return {name: math.fsum(total for total, _ in values) / counts[name] for name, values in sums.items()}
 
     def sum(self, values: Values) -> int | float:
         """The sum of every element on every rank; integers stay exact."""
@@ -206,18 +215,6 @@ class _Tally:
         int_sum = sum(int(value) for (_, is_int), value in self._sums.items() if is_int)
         float_sums = [float(value) for (_, is_int), value in self._sums.items() if not is_int]
         return math.fsum([int_sum, *float_sums]) if float_sums else int_sum
-
-
-def _means(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
-    """Means by name from the (sum, count) of each rank."""
-    sums = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
-    counts = {name: sum(count for _, count in values) for name, values in sums.items()}
-    if not sums or 0 in counts.values():
-        names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
-        raise CommunicationError(
-            f"run.means got no values{names} on any rank, so the mean is undefined: is the dataset empty?"
-        )
-    return {name: math.fsum(part for part, _ in values) / counts[name] for name, values in sums.items()}
 
 
 def _all_reduce_mean(comm: Communicator, tensor: torch.Tensor, weight: float) -> torch.Tensor:

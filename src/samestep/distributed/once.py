@@ -58,7 +58,9 @@ def run_on_every_rank(comm: Communicator, operation: str, function: Callable[...
 
     `function` must not wait for other ranks. A rank that failed raises its own error, the others raise TeacherError.
     """
-    value, failure, failures = exchange_failures(comm, operation, _describe, function, *args)
+    value, failure, failures = exchange_failures(
+        comm, operation, lambda error: f"{type(error).__name__}: {error}"[:1500], function, *args
+    )
     if failure is not None:
         raise failure
     for rank, text in failures.items():
@@ -80,10 +82,6 @@ def exchange_failures(
     texts = comm.exchange_objects(operation, None if failure is None else describe(failure))
     failures = {rank: text for rank, text in enumerate(texts) if text is not None}
     return value, failure, failures  # pyright: ignore[reportReturnType]  # there is a value, or a failure
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1500]
 
 
 @dataclass(frozen=True)

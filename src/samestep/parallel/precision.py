@@ -63,11 +63,10 @@ def check_precision(requested: str) -> Precision:
 
 def detect_support(device: torch.device, requested: Precision, compile: bool) -> PrecisionSupport:
     """Ask torch what `device` supports."""
-    if device.type != "cuda":
-        return PrecisionSupport(device.type, False, False, requested, compile)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    tf32 = torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
-    return PrecisionSupport("cuda", bf16, tf32, requested, compile)
+    cuda = device.type == "cuda"
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    tf32 = cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
+    return PrecisionSupport(device.type, bf16, tf32, requested, compile)
 
 
 def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
