@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -39,18 +39,15 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     first_ranks = {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
     runners = {0: 0} if per == "run" else first_ranks
     if world.rank in runners.values():
-        _post(comm.store, f"once/{number}/{world.rank}", _run(comm, operation, function, *args))
+        with comm.running_once(operation):
+            outcome = run_and_pickle(world.rank, function, *args)
+        _post(comm.store, f"once/{number}/{world.rank}", outcome)
     with comm.collective(operation):
         outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
-    for rank, outcome in outcomes.items():
-        if outcome.trace:
-            origin = f"raised on rank {rank} in {operation}, for every rank:\n{outcome.trace}"
-            if not outcome.data:
-                raise OnceFailed(origin)
-            error: Exception = pickle.loads(outcome.data)
-            error.add_note(origin)
-            raise error
-    return pickle.loads(outcomes[runners[0 if per == "run" else world.node]].data)
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            unpickle_outcome(operation, outcome)
+    return unpickle_outcome(operation, outcomes[runners[0 if per == "run" else world.node]])
 
 
 def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
@@ -85,20 +82,21 @@ def exchange_failures(
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What the function returned on the rank that ran it, or raised if there is a trace."""
+class Outcome:
+    """What the function returned or raised on the rank that ran it, pickled."""
 
-    data: bytes  # pickled; empty for an error that cannot be pickled
+    rank: int
+    value: bytes | None
+    error: bytes | None
     trace: str = ""
 
 
-def _run(comm: Communicator, operation: str, function: Callable[..., object], *args: object) -> _Outcome:
+def run_and_pickle(rank: int, function: Callable[..., object], *args: object) -> Outcome:
+    """Run `function(*args)`; return its value or its exception."""
     try:
-        with comm.running_once(operation):
-            value = function(*args)
-        return _Outcome(pickle.dumps(value))
+        return Outcome(rank, pickle.dumps(function(*args)), None)
     except Exception as error:  # noqa: BLE001  # every rank raises it, whatever it is
-        return _Outcome(_pickle_error(error), traceback.format_exc())
+        return Outcome(rank, None, _pickle_error(error), traceback.format_exc())
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -110,7 +108,19 @@ def _pickle_error(error: Exception) -> bytes:
         return b""
 
 
-def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
+def unpickle_outcome(operation: str, outcome: Outcome) -> Any:
+    """Return what the function returned, or raise what it raised."""
+    if outcome.value is not None:
+        return pickle.loads(outcome.value)
+    origin = f"raised on rank {outcome.rank} in {operation}, for every rank:\n{outcome.trace}"
+    if outcome.error:
+        error: Exception = pickle.loads(outcome.error)
+        error.add_note(origin)
+        raise error
+    raise OnceFailed(origin)
+
+
+def _post(store: dist.Store, key: str, outcome: Outcome) -> None:
     data = pickle.dumps(outcome)
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     for index, chunk in enumerate(chunks):
@@ -118,7 +128,7 @@ def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
     store.set(key, str(len(chunks)))
 
 
-def _await(comm: Communicator, key: str) -> _Outcome:
+def _await(comm: Communicator, key: str) -> Outcome:
     """Wait up to `start_timeout`: the function may download for minutes while all other ranks wait."""
     since, pause, seen = time.monotonic(), 0.001, dict[int, RankStatus]()
     checked = since
