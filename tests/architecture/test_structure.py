@@ -18,6 +18,7 @@ from tests.architecture.measure import Module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+MAX_MODULES = 150
 MAX_FILE_LINES, MIN_FILE_LINES = 600, 50
 MAX_CLASS_LINES = 300
 MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10
@@ -40,6 +41,10 @@ def modules() -> list[Module]:
 def assert_none(places: Iterable[str], remedy: str) -> None:
     listed = sorted(places)
     assert not listed, "\n".join([f"{len(listed)} found: {remedy}", *listed])
+
+
+def test_the_package_has_few_modules(modules):
+    assert len(modules) <= MAX_MODULES, f"src has {len(modules)} modules, at most {MAX_MODULES}: merge small ones"
 
 
 def test_no_file_is_too_long(modules):

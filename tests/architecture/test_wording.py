@@ -1,6 +1,12 @@
 """Names and prose in plain technical English, as far as tools/wording.py can tell."""
 
+from tests.conftest import REPOSITORY
 from tools import wording
+
+
+def test_the_project_uses_the_words_of_the_field():
+    found = wording.scan(REPOSITORY)
+    assert len(found) <= wording.ALLOWED, wording.summarize(found)
 
 
 def test_names_strings_and_comments_are_scanned():

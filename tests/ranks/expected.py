@@ -1,4 +1,4 @@
-"""Warnings that a test's own setting brings and that are not its subject."""
+"""Warnings that tests expect although they are not about them."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def batchnorm_of_one_rank() -> Iterator[None]:
-    """Let BatchNorm see the rows of its own rank without that being an error; a test of its own has the warning."""
+def ignore_batchnorm_warning() -> Iterator[None]:
+    """Ignore the warning that BatchNorm uses the rows of one rank; another test checks the warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\d+ BatchNorm layer\(s\)")
         yield

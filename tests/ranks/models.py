@@ -123,28 +123,28 @@ def regress(model, step, batch):
     return step.mean(mse_loss(model(noisy, condition), y, reduction="none").mean(dim=1))
 
 
-def vectors(n, luck):
-    x = torch.randn(n, 6, generator=luck)
-    return x, (x[:, :3] + 0.5 * torch.randn(n, 3, generator=luck)).argmax(dim=1)
+def vectors(n, generator):
+    x = torch.randn(n, 6, generator=generator)
+    return x, (x[:, :3] + 0.5 * torch.randn(n, 3, generator=generator)).argmax(dim=1)
 
 
-def images(n, luck):
-    return torch.randn(n, 2, 5, 5, generator=luck), torch.randint(0, 3, (n,), generator=luck)
+def images(n, generator):
+    return torch.randn(n, 2, 5, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
 
-def texts(n, luck):
-    lengths = torch.randint(2, 8, (n, 1), generator=luck)
-    return torch.randint(0, 11, (n, 7), generator=luck), torch.arange(7) < lengths
+def texts(n, generator):
+    lengths = torch.randint(2, 8, (n, 1), generator=generator)
+    return torch.randint(0, 11, (n, 7), generator=generator), torch.arange(7) < lengths
 
 
-def conditions(n, luck):
-    x, condition = torch.randn(n, 6, generator=luck), torch.randn(n, 4, generator=luck)
+def conditions(n, generator):
+    x, condition = torch.randn(n, 6, generator=generator), torch.randn(n, 4, generator=generator)
     return x, condition, x[:, :2] * condition[:, :2]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt: the model, its data, its loss."""
+    """A model with its data and its loss."""
 
     model: Callable[[], nn.Module]
     data: Callable[..., tuple[torch.Tensor, ...]]

@@ -13,9 +13,9 @@ from samestep import Run
 from samestep.parallel.batchnorm import CpuSyncBatchNorm, sync_batchnorm
 from tests.ranks.expected import ignore_batchnorm_warning
 
-LUCK = torch.Generator().manual_seed(4)
-IMAGES = list(torch.randn(20, 2, 3, 3, generator=LUCK))
-ROWS = list(torch.randn(20, 2, generator=LUCK))
+GENERATOR = torch.Generator().manual_seed(4)
+IMAGES = list(torch.randn(20, 2, 3, 3, generator=GENERATOR))
+ROWS = list(torch.randn(20, 2, generator=GENERATOR))
 PER_RANK = (
     "1 BatchNorm layer(s), 'norm' first, see only the rows of their own rank, so results depend on the number of "
     "ranks: pass run.wrap(model, sync_batchnorm=True) or use GroupNorm; samestep averages the running statistics "
@@ -158,8 +158,8 @@ def average_running_mean():
         averaged = AveragedModel(inner, use_buffers=True)
         train_on_images(run, model, lambda: averaged.update_parameters(inner))
         before = averaged.module.norm.running_mean.clone()
-        with run.evaluate(averaged) as judged:
-            return before, judged.module.norm.running_mean.clone()
+        with run.evaluate(averaged) as net_in_evaluation:
+            return before, net_in_evaluation.module.norm.running_mean.clone()
 
 
 def instance_norm_running_mean():
@@ -239,9 +239,9 @@ def test_a_rank_with_only_padding_is_warned_of_once(ranks):
     assert [rows for rows, *_ in by_rank] == [[1, 1, 1]] * 4
     assert by_rank[0][3] == [
         PER_RANK,
-        "step 2 of each epoch has 2 sample(s) for 4 rank(s) in 1 micro-batch(es) each, and BatchNorm needs 1 at a "
-        "time: copies fill in, which weigh nothing in the loss but enter the statistics of BatchNorm; another "
-        "global_batch or micro_batch, or run.shard(drop_last=True), avoids it",
+        "step 2 of each epoch has 2 sample(s) for 4 rank(s) with 1 micro-batch(es) each, and BatchNorm needs 1 rows at "
+        "a time: samestep adds padding rows, which have weight 0 in the loss but enter the BatchNorm statistics; pass "
+        "another global_batch or micro_batch, or run.shard(drop_last=True)",
     ]
     assert all(given == [] for *_, given in by_rank[1:])
 

@@ -270,16 +270,16 @@ def test_a_rank_that_times_out_is_named_with_its_last_call(ranks, tmp_path):
 def failing_rank():
     with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
         if run.rank == 1:
-            raise ValueError("bad luck in rank 1")
+            raise ValueError("failure on rank 1")
         run.barrier()
 
 
 def test_the_failure_of_a_peer_is_reported_within_seconds(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, failing_rank)
-    assert "ValueError: bad luck in rank 1" in second
+    assert "ValueError: failure on rank 1" in second
     assert "rank 0 waits in run.barrier" in first
-    assert "rank 1 failed: ValueError: bad luck in rank 1" in first
+    assert "rank 1 failed: ValueError: failure on rank 1" in first
     assert time.monotonic() - began < 15
 
 
@@ -306,16 +306,16 @@ def test_agree_is_true_on_all_if_true_on_any(ranks):
 
 def seeds():
     with Run(global_batch=8, seed=7) as run:
-        alike = torch.rand(2).tolist()
+        shared = torch.rand(2).tolist()
         run.wrap(torch.nn.Linear(2, 1))
-        return alike, torch.rand(2).tolist()
+        return shared, torch.rand(2).tolist()
 
 
 def test_initial_weights_are_equal_and_noise_differs_between_ranks(ranks):
-    (alike0, noise0), (alike1, noise1) = ranks(2, seeds)
-    assert alike0 == alike1
+    (shared0, noise0), (shared1, noise1) = ranks(2, seeds)
+    assert shared0 == shared1
     assert noise0 != noise1
-    assert ranks(1, seeds)[0] == (alike0, noise0)
+    assert ranks(1, seeds)[0] == (shared0, noise0)
 
 
 def different_configs():

@@ -46,8 +46,8 @@ def average_while_training(options):
         fresh = build()
         fresh.load_state_dict(averaged.module.state_dict())
         x = torch.stack(ROWS)
-        with run.evaluate(averaged) as judged:
-            gap = difference(judged(x), fresh(x))
+        with run.evaluate(averaged) as evaluated_model:
+            gap = difference(evaluated_model(x), fresh(x))
         return gap, difference(averaged(x), fresh(x)), difference(net(x), fresh(x))
 
 

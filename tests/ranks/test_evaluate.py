@@ -14,13 +14,13 @@ DATA = [(torch.full((4,), float(i)), i) for i in range(N)]
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.asleep = nn.Dropout(0.9)
+        self.frozen_dropout = nn.Dropout(0.9)
         self.body = nn.Linear(4, 4)
-        self.awake = nn.Dropout(0.9)
-        self.asleep.eval()
+        self.dropout = nn.Dropout(0.9)
+        self.frozen_dropout.eval()
 
     def forward(self, x):
-        return self.awake(self.body(self.asleep(x)))
+        return self.dropout(self.body(self.frozen_dropout(x)))
 
 
 def modes(strategy):
@@ -28,7 +28,7 @@ def modes(strategy):
     with Run(global_batch=4) as run:
         model = run.wrap(Net(), strategy)
         inner = getattr(model, "module", model)
-        inner.asleep.eval()
+        inner.frozen_dropout.eval()
         seen = []
         with run.evaluate(model) as net:
             seen.append(([m.training for m in inner.modules()], torch.is_grad_enabled(), net(torch.ones(1, 4)).grad_fn))

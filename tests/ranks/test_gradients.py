@@ -16,8 +16,8 @@ SPREADS = [(1, None), (1, 2), (2, None), (2, 2), (3, 1), (4, None)]
 
 def rows():
     """Inputs of ten samples and how many of their four tokens count."""
-    luck = torch.Generator().manual_seed(0)
-    return torch.randn(N, 4, 3, generator=luck, dtype=torch.float64), torch.arange(N) % 4 + 1
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, 3, generator=generator, dtype=torch.float64), torch.arange(N) % 4 + 1
 
 
 class Weights(nn.Module):
@@ -91,8 +91,8 @@ CASES = {
 def test_the_gradient_is_that_of_the_global_batch(ranks, reduce, size, micro_batch):
     expected = [by_hand(CASES[reduce], 0, 7), by_hand(CASES[reduce], 7, 10)]
     for seen in ranks(size, gradients, reduce, 7, micro_batch):
-        for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
-            assert gradient == pytest.approx(wanted, rel=1e-12)
+        for (gradient, loss), (expected_gradient, value) in zip(seen, expected, strict=True):
+            assert gradient == pytest.approx(expected_gradient, rel=1e-12)
             assert loss is None or loss == pytest.approx(value, rel=1e-12)
 
 
@@ -100,8 +100,8 @@ def test_the_gradient_is_that_of_the_global_batch(ranks, reduce, size, micro_bat
 def test_sharded_gradients_are_those_of_the_global_batch(ranks, micro_batch):
     expected = [by_hand(CASES[mean_of_tokens], 0, 7), by_hand(CASES[mean_of_tokens], 7, 10)]
     for seen in ranks(2, gradients, mean_of_tokens, 7, micro_batch, "fsdp"):
-        for (gradient, loss), (wanted, value) in zip(seen, expected, strict=True):
-            assert gradient == pytest.approx(wanted, rel=1e-12)
+        for (gradient, loss), (expected_gradient, value) in zip(seen, expected, strict=True):
+            assert gradient == pytest.approx(expected_gradient, rel=1e-12)
             assert loss == pytest.approx(value, rel=1e-12)
 
 
@@ -139,22 +139,25 @@ def test_a_second_backward_pass_is_averaged_over_the_ranks(ranks, how, size, str
     ]
     for micro_batch in (None, 2):
         for seen in ranks(size, gradients_of_two_passes, how, micro_batch, strategy):
-            for gradient, wanted in zip(seen, expected, strict=True):
-                assert gradient == pytest.approx(wanted, rel=1e-12)
+            for gradient, expected_gradient in zip(seen, expected, strict=True):
+                assert gradient == pytest.approx(expected_gradient, rel=1e-12)
 
 
 def test_a_second_backward_pass_with_unused_parameters_raises(ranks):
-    told = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses and call backward"
+    message = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses and call backward"
     for error in ranks.errors(2, gradients_of_two_passes, "through one graph", None, "ddp", "allow"):
-        assert re.search(told, error), error
+        assert re.search(message, error), error
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_smaller_step_is_scaled_correctly(ranks, size):
-    last, wanted = ranks(size, gradients, mean_of_samples, 8, 2)[0][-1], by_hand(CASES[mean_of_samples], 8, 10)[0]
-    assert last[0] == pytest.approx(wanted, rel=1e-12)
+    last, expected_gradient = (
+        ranks(size, gradients, mean_of_samples, 8, 2)[0][-1],
+        by_hand(CASES[mean_of_samples], 8, 10)[0],
+    )
+    assert last[0] == pytest.approx(expected_gradient, rel=1e-12)
     # the wrong result of dividing each micro-batch mean by the number of accumulation steps, here 8 / 2 = 4
-    peers = [value / 4 for value in wanted]
+    peers = [value / 4 for value in expected_gradient]
     assert max(abs(a - b) for a, b in zip(last[0], peers, strict=True)) > 0.5
 
 

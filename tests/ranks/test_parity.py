@@ -38,10 +38,10 @@ def train(name, strategy, dtype, micro_batch):
                 norms.append(float(full(norm)))
                 optimizer.step()
                 optimizer.zero_grad()
-        learnt = {key.removeprefix("module."): full(value) for key, value in model.state_dict().items()}
+        weights = {key.removeprefix("module."): full(value) for key, value in model.state_dict().items()}
         first = run.is_main
     losses = [r["train/loss"] for r in read_metrics(folder / "metrics.jsonl", by_step=True)] if first else []
-    return learnt, losses, norms
+    return weights, losses, norms
 
 
 def full(tensor):
@@ -90,12 +90,12 @@ def test_hybrid_sharding_on_two_nodes_trains_the_same_as_one_rank(ranks):
 def compare(reference, by_rank, name):
     """Compare every case on every rank with the same case on one rank."""
     for rank, cases in enumerate(by_rank):
-        for (strategy, dtype, split), (learnt, losses, norms) in cases.items():
+        for (strategy, dtype, split), (weights, losses, norms) in cases.items():
             expected, expected_losses, expected_norms = reference[None, dtype, split]
             where, tolerance = f"{strategy}, {dtype}, micro_batch={split}, rank {rank}", TOLERANCE[dtype]
-            assert learnt.keys() == expected.keys()
+            assert weights.keys() == expected.keys()
             for key, value in expected.items():
-                gap = float((learnt[key].double() - value.double()).abs().max())
+                gap = float((weights[key].double() - value.double()).abs().max())
                 assert gap < tolerance, f"{key} differs by {gap:.1e} ({where})"
             assert norms == pytest.approx(expected_norms, rel=10 * tolerance), where
             if rank == 0:

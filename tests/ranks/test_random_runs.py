@@ -199,16 +199,16 @@ def counted(folder):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_run_does_not_depend_on_its_layouts(ranks, tmp_path, seed):
     drawn, layouts = draw(seed)
-    told, (alone, several) = f"{drawn} on {layouts}", (tmp_path / "alone", tmp_path / "several")
+    description, (alone, several) = f"{drawn} on {layouts}", (tmp_path / "alone", tmp_path / "several")
     ((expected, evaluated),) = ranks(1, train, drawn, ALONE, alone)
     for layout in layouts:
         results = ranks(layout.size, train, drawn, layout, several)
-    for learnt, values in results:
+    for weights, values in results:
         for name, value in expected.items():
-            gap = float((learnt[name] - value).abs().max())
-            assert gap < TOLERANCE, f"{name} differs by {gap:.1e}: {told}"
+            gap = float((weights[name] - value).abs().max())
+            assert gap < TOLERANCE, f"{name} differs by {gap:.1e}: {description}"
         for epoch, numbers in values.items():
-            assert numbers == pytest.approx(evaluated[epoch], abs=10 * TOLERANCE), told
-    assert logged(several) == pytest.approx(logged(alone), abs=10 * TOLERANCE, nan_ok=True), told
+            assert numbers == pytest.approx(evaluated[epoch], abs=10 * TOLERANCE), description
+    assert logged(several) == pytest.approx(logged(alone), abs=10 * TOLERANCE, nan_ok=True), description
     kept = drawn.samples - drawn.drop_last * (drawn.samples % drawn.global_batch)
-    assert counted(alone) == counted(several) == drawn.epochs * kept, told
+    assert counted(alone) == counted(several) == drawn.epochs * kept, description

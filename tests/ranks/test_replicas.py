@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Run
-from tests.ranks.expected import batchnorm_of_one_rank
+from tests.ranks.expected import ignore_batchnorm_warning
 
 DATA = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
 
@@ -25,7 +25,7 @@ class Net(nn.Module):
 def train(replica_check_every, change, strategy=None):
     """Six steps; in step 2 rank 1 changes something on its own."""
     with Run(global_batch=8, replica_check_every=replica_check_every, start_timeout=20, step_timeout=20) as run:
-        with batchnorm_of_one_rank():
+        with ignore_batchnorm_warning():
             model = run.wrap(Net(), strategy)
         inner = getattr(model, "module", model)
         optimizer = torch.optim.AdamW(model.parameters())

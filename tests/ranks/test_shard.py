@@ -310,11 +310,11 @@ def test_sampling_weights_draw_the_same_samples_on_any_layout(ranks):
 def row_weights():
     """step.weights of each rank in a step of five samples."""
     with Run(global_batch=5) as run:
-        told = []
+        seen = []
         for epoch in run.shard(Numbers(n=5), num_workers=0).epochs(1):
             for step in epoch:
-                told += [(rows[:, 0].tolist(), step.weights.tolist()) for rows in step]
-        return told
+                seen += [(rows[:, 0].tolist(), step.weights.tolist()) for rows in step]
+        return seen
 
 
 def test_padding_rows_have_weight_zero(ranks):

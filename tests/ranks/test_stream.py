@@ -175,8 +175,8 @@ def resume(kind, folder):
 def test_finished_epochs_and_rereading_a_stream_are_printed_once(ranks, tmp_path, kind):
     for size in (1, 2):
         ranks(size, resume, kind, tmp_path / str(size))
-        told = (tmp_path / str(size) / "log.txt").read_text()
+        log = (tmp_path / str(size) / "log.txt").read_text()
         assert (
-            told.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
+            log.count("epochs(2): 3 epochs are already trained, nothing is left to do; epochs(4) trains one more") == 1
         )
-        assert told.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (kind == "stream")
+        assert log.count("Count cannot seek: to resume at step 1 it is read from its beginning") == (kind == "stream")

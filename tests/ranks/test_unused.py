@@ -13,8 +13,8 @@ from samestep import Run
 from samestep.nn import ConditioningDropout
 from tests.warm import RankFailed
 
-LUCK = torch.Generator().manual_seed(2)
-DATA = list(zip(torch.randn(12, 4, generator=LUCK), torch.randn(12, 3, generator=LUCK), strict=True))
+GENERATOR = torch.Generator().manual_seed(2)
+DATA = list(zip(torch.randn(12, 4, generator=GENERATOR), torch.randn(12, 3, generator=GENERATOR), strict=True))
 DROP = 0.5
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from samestep import Run
 from samestep.errors import WrapError
 from samestep.parallel.fsdp import find_blocks
-from tests.ranks.expected import batchnorm_of_one_rank
+from tests.ranks.expected import ignore_batchnorm_warning
 
 DATA = [torch.full((4,), float(i)) for i in range(8)]
 
@@ -38,7 +38,7 @@ def start_from_different_seeds(strategy):
         model = Net()
         model.body[2].running_mean.uniform_()
         built = {name: full(tensor) for name, tensor in model.state_dict().items()}
-        with batchnorm_of_one_rank():
+        with ignore_batchnorm_warning():
             wrapped = run.wrap(model, strategy)
         return built, {name.removeprefix("module."): full(t) for name, t in wrapped.state_dict().items()}
 
@@ -310,9 +310,9 @@ def wrap_scaled(strategy):
 
 
 def test_a_scalar_parameter_with_fsdp_raises_on_one_rank_too(ranks):
-    told = r"WrapError: parameter 'scale' is a scalar.*torch\.ones\(1\).*or use strategy='ddp'"
+    message = r"WrapError: parameter 'scale' is a scalar.*torch\.ones\(1\).*or use strategy='ddp'"
     for error in [*ranks.errors(1, wrap_scaled, "fsdp"), *ranks.errors(2, wrap_scaled, "zero2")]:
-        assert re.search(told, error), error
+        assert re.search(message, error), error
     ranks(2, wrap_scaled, "ddp")
 
 

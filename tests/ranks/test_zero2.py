@@ -49,10 +49,10 @@ def train(strategy, offload=False):
 @pytest.mark.parametrize("offload", [False, True])
 def test_zero2_trains_the_same_as_one_rank(ranks, offload):
     ((expected, accuracies),) = ranks(1, train, None)
-    for learnt, seen in ranks(3, train, "zero2", offload):
+    for weights, seen in ranks(3, train, "zero2", offload):
         assert seen == accuracies
         for name, value in expected.items():
-            assert float((learnt[name] - value).abs().max()) < 1e-12, name
+            assert float((weights[name] - value).abs().max()) < 1e-12, name
 
 
 def bytes_held(strategy):

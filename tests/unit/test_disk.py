@@ -246,7 +246,7 @@ def test_a_ledger_that_is_not_whole_at_the_end_is_an_error_of_a_run_that_went_we
         other.close()
 
 
-def test_a_ledger_that_cannot_begin_is_told(disk):
+def test_a_ledger_that_cannot_be_created_is_reported(disk):
     disk.fill()
     with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be written: the disk is full: free some space, or"):
         open_ledger(disk.path / "run")

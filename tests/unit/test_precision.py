@@ -136,9 +136,9 @@ def test_settings_that_torch_does_not_combine_raise():
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
         "Run(global_batch=4, precision='fp32').start()"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "CommunicationError: the script set torch.backends.*.fp32_precision" in told.stderr
-    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in told.stderr
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "CommunicationError: the script set torch.backends.*.fp32_precision" in ended.stderr
+    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in ended.stderr
 
 
 class Pair(NamedTuple):
@@ -483,6 +483,6 @@ with Run(global_batch=8, seed=0, compile=True) as run:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_model_is_compiled_and_recompiled_once_for_the_smaller_last_step():
-    told = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert [line for line in told.stdout.splitlines() if line.startswith("graphs")] == ["graphs 2"] * 4
+    ended = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [line for line in ended.stdout.splitlines() if line.startswith("graphs")] == ["graphs 2"] * 4

@@ -17,9 +17,9 @@ from typing import Final
 
 import psutil
 
+from samestep.environment.processes import process_is_gone, process_namespace
 from samestep.environment.world import launch_name
 from samestep.errors import CheckpointError
-from samestep.launch.processes import process_is_gone, process_namespace
 
 LOCK_FILE: Final = "run.lock"
 _HEARTBEAT_SECONDS: Final = 2.0

@@ -20,7 +20,7 @@ from samestep.errors import LaunchError
 
 _LAUNCHER_OPTIONS = [option for option in run_command.params if option.name not in ("module", "script")]
 _NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NAME [OPTIONS OF THE RECIPE]...")
-_FAST_IMPORTS = ("pathlib", "typer", "typing")
+_FAST_IMPORTS = {"pathlib", "typer", "typing"}
 
 
 @click.group("recipe", cls=Group)
@@ -75,12 +75,8 @@ def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) 
 
 @command.command("copy")
 @click.argument("name")
-@click.option(
-    "--to",
-    "target",
-    type=click.Path(path_type=Path),
-    help="The file to write, or the folder to write NAME.py into; default: the current folder.",
-)
+@click.option("--to", "target", type=click.Path(path_type=Path),
+              help="The file to write, or the folder to write NAME.py into; default: the current folder.")  # fmt: skip
 def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the script of the recipe NAME to start your own from."""
     source = find(name)
@@ -160,9 +156,7 @@ def _outline(script: ast.Module) -> Iterator[ast.stmt]:
 def _names_defined(node: ast.stmt, known: set[str]) -> set[str]:
     """The names that a fast import, or an assignment from known names, defines; empty for other statements."""
     match node:
-        case ast.Import(names=names) if all(alias.name in _FAST_IMPORTS for alias in names):
-            return {alias.asname or alias.name for alias in names}
-        case ast.ImportFrom(module=module, names=names) if module in _FAST_IMPORTS:
+        case ast.Import(names=names) | ast.ImportFrom(names=names) if _modules(node) <= _FAST_IMPORTS:
             return {alias.asname or alias.name for alias in names}
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             used = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
@@ -173,13 +167,15 @@ def _names_defined(node: ast.stmt, known: set[str]) -> set[str]:
 
 def _imported_packages(path: Path) -> list[str]:
     """The packages that a script imports at module level, each once."""
-    found: dict[str, None] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            found.update(dict.fromkeys(alias.name.partition(".")[0] for alias in node.names))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found[node.module.partition(".")[0]] = None
-    return list(found)
+    modules = [name for node in ast.parse(path.read_text(encoding="utf-8")).body for name in _modules(node)]
+    return list(dict.fromkeys(name.partition(".")[0] for name in modules))
+
+
+def _modules(node: ast.stmt) -> set[str]:
+    """The modules that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return {node.module} if node.module else set()
+    return {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
 def _summary(path: Path) -> str:

@@ -168,12 +168,17 @@ class ShardLedger:
                 self._trained_until = int(last["epoch"]), int(last["step"]) + 1
             self._unwritten += memoryview(self._buffer)[: self._filled]
             self._filled = 0
-        earlier_error, self._write_error = self._write_error, self._write()
-        if self._write_error is not None and earlier_error is None:
-            warn(
-                f"the ledger {self._path} cannot be written: {describe_os_error(self._write_error)}; training "
-                "continues, the records stay in memory, and no checkpoint is saved before they are on disk"
-            )
+        earlier_error, self._write_error = self._write_error, None
+        try:
+            while self._unwritten:  # bytes that the disk does not accept stay there for the next attempt
+                del self._unwritten[: os.write(self._file, self._unwritten)]
+        except OSError as error:
+            self._write_error = error
+            if earlier_error is None:
+                warn(
+                    f"the ledger {self._path} cannot be written: {describe_os_error(error)}; training continues, the "
+                    "records stay in memory, and no checkpoint is saved before they are on disk"
+                )
 
     def sync(self) -> None:
         """Write all records to disk (fsync). Call it before you save a position from which a run may resume."""
@@ -208,7 +213,16 @@ class ShardLedger:
         return rank_file(shard_folder(self.folder, self.name), self._rank)
 
     def _open(self) -> int:
-        self._check_numbers()
+        if not 0 <= self._rank < self._world_size <= _MAX_RANKS:
+            raise LedgerError(
+                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the "
+                f"world size and below {_MAX_RANKS}"
+            )
+        if not 0 <= self.generation < _MAX_RANKS:
+            raise LedgerError(
+                f"generation {self.generation} cannot be recorded: a ledger supports {_MAX_RANKS} starts of a run; "
+                "use a new folder"
+            )
         shard = self._path.parent
         shard.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:
@@ -220,33 +234,12 @@ class ShardLedger:
                 os.truncate(self._path, size)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def _check_numbers(self) -> None:
-        if not 0 <= self._rank < self._world_size <= _MAX_RANKS:
-            raise LedgerError(
-                f"rank {self._rank} in a world of {self._world_size} cannot be recorded: a rank must be below the "
-                f"world size and below {_MAX_RANKS}"
-            )
-        if not 0 <= self.generation < _MAX_RANKS:
-            raise LedgerError(
-                f"generation {self.generation} cannot be recorded: a ledger supports {_MAX_RANKS} starts of a run; "
-                "use a new folder"
-            )
-
     def _append(self, kind: RecordKind, epoch: int, step: int, first: int, count: int, weight: float) -> None:
         if self._filled == _BUFFER_BYTES:
             self.flush()
         values = (kind, 0, self.generation, epoch, step, first, count, weight, self._rank)
         _STRUCT.pack_into(self._buffer, self._filled, *values)
         self._filled += RECORD_BYTES
-
-    def _write(self) -> OSError | None:
-        """Write what is unwritten; bytes that the disk does not accept stay there for the next attempt."""
-        try:
-            while self._unwritten:
-                del self._unwritten[: os.write(self._file, self._unwritten)]
-        except OSError as error:
-            return error
-        return None
 
     def _cannot_write(self, error: OSError) -> LedgerError:
         return LedgerError(

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from samestep.data.partition import check_sizes
 from samestep.errors import DataError
 
 TABLE_LIMIT: Final = 1 << 20
@@ -26,6 +27,7 @@ _SHUFFLE, _DRAW = 1, 2  # the first word of a key says what the key is for; samp
 
 _Indices = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float64]
+_Permutation = Callable[[_Indices], _Indices]  # from positions to the elements at them
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +49,10 @@ class SampleOrder:
     shuffle: bool = False
     weights: _Weights | None = None  # one number >= 0 per sample; they need not add up to 1
     _cumulative: _Weights | None = field(init=False, repr=False, default=None)
-    _permutations: dict[int, "FeistelPermutation | _TablePermutation"] = field(
-        init=False, repr=False, default_factory=dict
-    )
+    _permutations: dict[int, "_Permutation"] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise DataError(
-                f"the dataset is empty: it has {self.n} samples and needs at least 1; check what it reads from"
-            )
+        check_sizes(self.n)
         if self.n > MAX_SAMPLES:
             raise DataError(
                 f"the dataset reports {self.n} samples, and samestep supports at most {MAX_SAMPLES}: check its __len__"
@@ -86,18 +83,15 @@ class SampleOrder:
             return _draw_weighted(self._cumulative, key64(_DRAW, self.seed, epoch), positions)
         if not self.shuffle:
             return positions.astype(np.int64)
-        return self._permutation(epoch).at(positions)
-
-    def _permutation(self, epoch: int) -> "FeistelPermutation | _TablePermutation":
         permutation = self._permutations.get(epoch)
         if permutation is None:
             key = key64(_SHUFFLE, self.seed, epoch)
-            make = _TablePermutation if self.n <= TABLE_LIMIT else FeistelPermutation
-            permutation = make(self.n, key)
+            small = self.n <= TABLE_LIMIT
+            permutation = _table_permutation(self.n, key) if small else FeistelPermutation(self.n, key).at
             for oldest in list(self._permutations)[: 1 - _CACHED_EPOCHS]:
                 self._permutations.pop(oldest, None)
             self._permutations[epoch] = permutation
-        return permutation
+        return permutation(positions)
 
 
 class OrderReader:
@@ -193,26 +187,21 @@ def _draw_weighted(cumulative: _Weights, key: int, positions: _Indices) -> _Indi
 # The two permutations
 
 
-class _TablePermutation:
-    """A permutation of 0..n-1, stored as an array: the indices sorted by a keyed hash."""
-
-    def __init__(self, n: int, key: int) -> None:
-        # Hash and index share one 64-bit word: ties are broken by index, so every version of numpy sorts the same way.
-        bits = (n - 1).bit_length()
-        index = np.arange(n, dtype=np.uint64)
-        words = keyed_words(key, index)
-        words >>= np.uint64(bits)
-        words <<= np.uint64(bits)
-        words |= index
-        # numpy sorts 16-bit keys by radix; after that pass `words` is nearly sorted, which halves the time of the sort.
-        words = words[np.argsort((words >> np.uint64(48)).astype(np.uint16), kind="stable")]
-        words.sort(kind="stable")
-        words &= np.uint64((1 << bits) - 1)
-        self._elements = words.astype(np.uint32)
-
-    def at(self, positions: _Indices) -> _Indices:
-        """Return the elements at these positions."""
-        return self._elements[positions].astype(np.int64)
+def _table_permutation(n: int, key: int) -> _Permutation:
+    """Return a permutation of 0..n-1 that is stored as an array: the indices sorted by a keyed hash."""
+    # Hash and index share one 64-bit word: ties are broken by index, so every version of numpy sorts the same way.
+    bits = (n - 1).bit_length()
+    index = np.arange(n, dtype=np.uint64)
+    words = keyed_words(key, index)
+    words >>= np.uint64(bits)
+    words <<= np.uint64(bits)
+    words |= index
+    # numpy sorts 16-bit keys by radix; after that pass `words` is nearly sorted, which halves the time of the sort.
+    words = words[np.argsort((words >> np.uint64(48)).astype(np.uint16), kind="stable")]
+    words.sort(kind="stable")
+    words &= np.uint64((1 << bits) - 1)
+    elements = words.astype(np.uint32)
+    return lambda positions: elements[positions].astype(np.int64)
 
 
 _Words = npt.NDArray[np.uint32]

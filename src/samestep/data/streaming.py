@@ -20,17 +20,16 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, count
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Final, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from samestep.data.loader import worker_name
+from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
 from samestep.data.sample_rng import SampleContext
-from samestep.errors import DataError, SampleError, StateError
+from samestep.errors import DataError, StateError
 from samestep.messages import info
 
 
@@ -95,10 +94,7 @@ _Lane = tuple[PositionRange, PositionRange, Iterator[object]]
 """A part of every step that some shards feed: its range in a step, the part of it that this rank keeps, its records."""
 
 
-class _End(Enum):
-    """A value that no stream yields."""
-
-    REACHED = "end of the stream"
+_END: Final = object()  # a value that no stream yields
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +222,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             with hide_worker():
                 return iter(self.dataset)
         except Exception as error:
-            raise self._read_error("the stream could not start", position, error) from error
+            raise sample_error(f"the stream could not start at position {position}", self.rank, error) from error
 
     def _belongs_to(self, number: int, worker: int, workers: int) -> bool:
         return number >= self.start_step and (number - self.start_step) % workers == worker
@@ -238,13 +234,13 @@ class StreamPartition(IterableDataset[StreamStep]):
             with hide_worker():
                 for offset, position in enumerate(positions):
                     with SampleContext(self.seed, self.epoch, position):
-                        record = next(records, _End.REACHED)
-                    if record is _End.REACHED:
+                        record = next(records, _END)
+                    if record is _END:
                         return offset, kept
                     if keep[0] <= offset < keep[1]:
                         kept.append(record)
         except Exception as error:
-            raise self._read_error("the stream failed", position, error) from error
+            raise sample_error(f"the stream failed at position {position}", self.rank, error) from error
         return len(positions), kept
 
     def _make_step(
@@ -258,8 +254,8 @@ class StreamPartition(IterableDataset[StreamStep]):
         samples = [self._decode(record, position) for record, position in zip(records, positions, strict=True)]
         padding_sample = self._decode(*padding) if padding and not samples else None
         dataset: Any = self.dataset
-        by_position = found is not None
-        state = dataset.state_dict() if by_position and _is_stateful(dataset) and not hasattr(dataset, "seek") else None
+        stateful = found is not None and _is_stateful(dataset) and not hasattr(dataset, "seek")
+        state = dataset.state_dict() if stateful else None
         return StreamStep(number, samples, positions, found, state, padding_sample)
 
     def _decode(self, record: object, position: int) -> object:
@@ -269,12 +265,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             with SampleContext(self.seed, self.epoch, position):
                 return self.decode(record)
         except Exception as error:
-            raise self._read_error("decode failed", position, error) from error
-
-    def _read_error(self, what: str, position: int, error: Exception) -> SampleError:
-        return SampleError(
-            f"{what} at position {position} on rank {self.rank}, {worker_name()}: {type(error).__name__}: {error}"
-        )
+            raise sample_error(f"decode failed at position {position}", self.rank, error) from error
 
 
 def _open_lanes(dataset: Sharded, global_batch: int, rank: int, world_size: int) -> Iterator[_Lane]:

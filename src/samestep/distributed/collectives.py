@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from itertools import chain
 from typing import Literal, TypeVar, cast
 
@@ -88,32 +89,23 @@ class Collectives:
 
     def sum(self, values: Values) -> int | float:
         """The sum of every element on every rank; integers stay exact."""
-        value = self._tally(values).total()
-        is_int = torch.tensor([float(isinstance(value, int))], dtype=torch.float64)
-        parts = self._comm.exchange("run.sum", torch.cat([_pack(value), is_int]))
-        if all(bool(part[2]) for part in parts):
-            return sum(int(part[:1].view(torch.int64)) for part in parts)
-        return math.fsum(float(part[1]) for part in parts)
+        parts = self._comm.exchange_objects("run.sum", self._tally(values).total())
+        return sum(parts) if all(isinstance(part, int) for part in parts) else math.fsum(parts)
 
     def max(self, values: Values) -> int | float:
         """The largest element on any rank."""
         best: int | float | None = None
         for value in _iterate(values):
             if (tensor := self._padding.drop(_to_tensor(value))).numel():
-                best = _larger(best, _largest(tensor))
-        flags = torch.tensor([float(best is not None), float(isinstance(best, int))], dtype=torch.float64)
-        packed = torch.cat([_pack(best if best is not None else -math.inf), flags])
-        parts = [part for part in self._comm.exchange("run.max", packed) if bool(part[2])]
+                largest = tensor.max().item()
+                best = _larger(best, largest if tensor.is_floating_point() else int(largest))
+        parts = [part for part in self._comm.exchange_objects("run.max", best) if part is not None]
         if not parts:
             raise CommunicationError(
                 "run.max got no values on any rank, so the maximum is undefined: is the dataset empty?"
             )
-        if all(bool(part[3]) for part in parts):
-            return max(int(part[:1].view(torch.int64)) for part in parts)
-        best = float(parts[0][1])
-        for part in parts[1:]:
-            best = _larger(best, float(part[1]))
-        return best
+        best = reduce(_larger, parts)
+        return best if all(isinstance(part, int) for part in parts) else float(best)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None = None) -> torch.Tensor:
         """`tensor` reduced over the ranks, element by element, as a new tensor.
@@ -307,17 +299,6 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def _largest(tensor: torch.Tensor) -> int | float:
-    best = tensor.max().item()
-    return float(best) if tensor.is_floating_point() else int(best)
-
-
 def _larger(one: int | float | None, other: int | float) -> int | float:
     """The larger of two; NaN wins, so that it does not disappear behind a number."""
     return other if one is None or other > one or other != other else one
-
-
-def _pack(value: int | float) -> torch.Tensor:
-    """A number as an exact integer and as float64, side by side."""
-    integer = torch.tensor([value if isinstance(value, int) else 0], dtype=torch.int64).view(torch.float64)
-    return torch.cat([integer, torch.tensor([float(value)], dtype=torch.float64)])

@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -12,25 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.process_group import (
-    connect_store,
-    init_process_group,
-    new_control_group,
-    rendezvous,
-    store_for_existing_group,
-)
-from samestep.distributed.rank_status import (
-    ORDER_RULE,
-    RankStatus,
-    StatusBoard,
-    call_site,
-    diverged_error,
-    peers_note,
-    store_gone_error,
-    timeout_error,
-)
+from samestep.distributed.process_group import connect_store, init_process_group, new_control_group, rendezvous
+from samestep.distributed.rank_status import ORDER_RULE, STORE_GONE, RankStatus, StatusBoard, call_site
 from samestep.environment.world import World
-from samestep.errors import CommunicationError
+from samestep.errors import CommunicationError, RankMissing
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
@@ -77,11 +62,7 @@ class Communicator:
             return
         rank, size = self.world.rank, self.world.size
         self._existing_group = dist.is_initialized()
-        base = (
-            store_for_existing_group(self.world)
-            if self._existing_group
-            else connect_store(self.world, self.start_timeout)
-        )
+        base = connect_store(self.world, self.start_timeout)
         # torch's agent may keep the store across restarts: a new prefix hides the addresses of dead processes
         generation = f"samestep/{rendezvous(base, rank, size, self.start_timeout)}"
         self._store = dist.PrefixStore(f"{generation}/control", base)
@@ -112,10 +93,8 @@ class Communicator:
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
         if self._board is not None:
-            try:
+            with suppress(RuntimeError):  # the store exited with its host, and the other ranks notice that
                 self._board.end(failure)
-            except RuntimeError:  # the store exited with its host, and the other ranks notice that by themselves
-                return
 
     def start_steps(self) -> None:
         """Switch from `start_timeout` to the shorter `step_timeout`, once the first step is complete."""
@@ -135,17 +114,17 @@ class Communicator:
         with self.collective(operation) as label:
             frames = self._all_gather(_pack(label, mine))
             for rank, frame in enumerate(frames):
-                theirs = _label_of(frame)
+                theirs = frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
                 if theirs != _shorten(label):
                     raise CommunicationError(
                         f"rank {self.world.rank} called {label} while rank {rank} called {theirs}: {ORDER_RULE}"
                     )
             lengths = [int(frame[_LABEL_WORDS]) for frame in frames]
-            if max(lengths) <= _CAPACITY:
-                return [_values_of(frame) for frame in frames]
-            padded = torch.zeros(max(lengths), dtype=torch.float64)
-            padded[: mine.numel()] = mine
-            gathered = self._all_gather(padded.view(torch.int64))
+            gathered = [frame[_LABEL_WORDS + 1 :] for frame in frames]
+            if max(lengths) > _CAPACITY:
+                padded = torch.zeros(max(lengths), dtype=torch.float64)
+                padded[: mine.numel()] = mine
+                gathered = self._all_gather(padded.view(torch.int64))
             return [part[:length].view(torch.float64) for part, length in zip(gathered, lengths, strict=True)]
 
     def exchange_objects(self, operation: str, value: T) -> list[T]:
@@ -167,14 +146,14 @@ class Communicator:
             yield f"{operation} at {site}"
         except RuntimeError as error:  # what torch raises for a lost peer or a timeout
             self._explain(error, time.monotonic() - since)
-        self._board.leave()
+        self._board.change("past")
 
     @contextmanager
     def running_once(self, operation: str) -> Generator[None]:
         """Mark that this rank runs a function for all ranks, so that it starts no collective meanwhile."""
         self._inside_once = operation
         if self._board is not None:
-            self._board.work()
+            self._board.change("working")
         try:
             yield
         finally:
@@ -206,14 +185,14 @@ class Communicator:
             own = replace(own, operation=operation, call_site=call_site(), state="waiting")
         diverged = self._board.diverged()
         if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
-            raise diverged_error(self.world.rank, own, settled)
+            raise self._board.diverged_error(own, settled)
         if (waited := time.monotonic() - since) > timeout:
-            raise timeout_error(self.world.rank, own, self._board.missing(), waited, self.timeout, self._timeout_option)
+            raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option)
         return diverged
 
     def peers_note(self) -> str | None:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
-        return None if self._board is None else peers_note(self.world.rank, self._board)
+        return None if self._board is None else self._board.peers_note()
 
     @property
     def _timeout_option(self) -> str:
@@ -237,15 +216,14 @@ class Communicator:
 
     def _explain(self, error: RuntimeError, waited: float) -> NoReturn:
         assert self._board is not None
-        rank, own = self.world.rank, self._board.own
+        own = self._board.own
         try:
             diverged = self._board.diverged()
         except RuntimeError:
-            raise store_gone_error(rank, own) from error
+            raise RankMissing(f"rank {self.world.rank} {own}, and {STORE_GONE}") from error
         if diverged:
-            raise diverged_error(rank, own, diverged) from error
-        missing = self._board.missing()
-        raise timeout_error(rank, own, missing, waited, self.timeout, self._timeout_option) from error
+            raise self._board.diverged_error(own, diverged) from error
+        raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option) from error
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:
@@ -257,14 +235,6 @@ def _pack(label: str, values: torch.Tensor) -> torch.Tensor:
     if values.numel() <= _CAPACITY:
         frame[_LABEL_WORDS + 1 : _LABEL_WORDS + 1 + values.numel()] = values.view(torch.int64)
     return frame
-
-
-def _label_of(frame: torch.Tensor) -> str:
-    return frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _values_of(frame: torch.Tensor) -> torch.Tensor:
-    return frame[_LABEL_WORDS + 1 : _LABEL_WORDS + 1 + int(frame[_LABEL_WORDS])].view(torch.float64)
 
 
 def _shorten(label: str) -> str:

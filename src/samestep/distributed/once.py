@@ -5,9 +5,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
@@ -37,17 +36,18 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     # no rank starts before all are here
     nodes = comm.exchange(operation, [float(world.node), float(world.is_node_main)])
     _delete(comm.store, f"once/{number - 1}/{world.rank}")  # all ranks have read it, since they are here
-    runners = {0: 0} if per == "run" else _first_rank_of_nodes(nodes)
+    first_ranks = {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
+    runners = {0: 0} if per == "run" else first_ranks
     if world.rank in runners.values():
-        _post(comm.store, f"once/{number}/{world.rank}", _run(comm, operation, function, *args))
+        with comm.running_once(operation):
+            outcome = run_and_pickle(world.rank, function, *args)
+        _post(comm.store, f"once/{number}/{world.rank}", outcome)
     with comm.collective(operation):
         outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
     for outcome in outcomes.values():
         if outcome.error is not None:
-            _raise_on_every_rank(operation, outcome)
-    value = outcomes[runners[0 if per == "run" else world.node]].value
-    assert value is not None
-    return pickle.loads(value)
+            unpickle_outcome(operation, outcome)
+    return unpickle_outcome(operation, outcomes[runners[0 if per == "run" else world.node]])
 
 
 def run_on_every_rank(
@@ -79,7 +79,7 @@ def run_on_every_rank(
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What the function returned or raised on the rank that ran it, pickled."""
 
     rank: int
@@ -88,17 +88,12 @@ class _Outcome:
     trace: str = ""
 
 
-def _first_rank_of_nodes(nodes: list[torch.Tensor]) -> dict[int, int]:
-    return {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
-
-
-def _run(comm: Communicator, operation: str, function: Callable[..., object], *args: object) -> _Outcome:
+def run_and_pickle(rank: int, function: Callable[..., object], *args: object) -> Outcome:
+    """Run `function(*args)`; return its value or its exception."""
     try:
-        with comm.running_once(operation):
-            value = function(*args)
-        return _Outcome(comm.world.rank, pickle.dumps(value), None)
+        return Outcome(rank, pickle.dumps(function(*args)), None)
     except Exception as error:  # noqa: BLE001  # every rank raises it, whatever it is
-        return _Outcome(comm.world.rank, None, _pickle_error(error), traceback.format_exc())
+        return Outcome(rank, None, _pickle_error(error), traceback.format_exc())
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -110,7 +105,10 @@ def _pickle_error(error: Exception) -> bytes:
         return b""
 
 
-def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
+def unpickle_outcome(operation: str, outcome: Outcome) -> Any:
+    """Return what the function returned, or raise what it raised."""
+    if outcome.value is not None:
+        return pickle.loads(outcome.value)
     origin = f"raised on rank {outcome.rank} in {operation}, for every rank:\n{outcome.trace}"
     if outcome.error:
         error: Exception = pickle.loads(outcome.error)
@@ -119,7 +117,7 @@ def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
     raise OnceFailed(origin)
 
 
-def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
+def _post(store: dist.Store, key: str, outcome: Outcome) -> None:
     data = pickle.dumps(outcome)
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     for index, chunk in enumerate(chunks):
@@ -127,7 +125,7 @@ def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
     store.set(key, str(len(chunks)))
 
 
-def _await(comm: Communicator, key: str) -> _Outcome:
+def _await(comm: Communicator, key: str) -> Outcome:
     """Wait up to `start_timeout`: the function may download for minutes while all other ranks wait."""
     since, pause, seen = time.monotonic(), 0.001, dict[int, RankStatus]()
     checked = since

@@ -20,6 +20,8 @@ _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must
 
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
+    if dist.is_initialized():
+        return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
     try:
         return _open_store(world.address, world.port, hosts, timeout)
@@ -115,7 +117,7 @@ def _rendezvous_timeout(board: dist.Store, rank: int, size: int, timeout: float)
     )
 
 
-def store_for_existing_group(world: World) -> dist.Store:
+def _store_for_existing_group(world: World) -> dist.Store:
     """A store next to a process group that the script created: rank 0 hosts it and broadcasts the port."""
     hosted: dist.TCPStore | None = None
     if dist.get_rank() == 0:

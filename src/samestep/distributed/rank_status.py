@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +13,16 @@ from samestep.errors import RankMissing
 ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)"
 _NOT_USER_CODE = (str(Path(__file__).parent.parent), contextlib.__file__)
 _SHOWN = 8
-_STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
+STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
+
+
+_STATE_TEXTS = {
+    "waiting": "waits in {operation} at {call_site}",  # inside the collective
+    "working": "is still running {operation} at {call_site}",  # it runs `once` for the others
+    "past": "was last in {operation} at {call_site} and has left it",
+    "failed": "failed: {failure}",
+    "ended": "has ended its run",
+}
 
 
 @dataclass(frozen=True)
@@ -23,22 +32,11 @@ class RankStatus:
     count: int  # the number of collectives it had started
     operation: str  # the collective, such as "run.mean"
     call_site: str  # the line of user code that called it
-    state: str
-    """"waiting" inside the collective, "working" while it runs `once` for the others, "past", "ended" or "failed"."""
+    state: str  # a key of _STATE_TEXTS
     failure: str = ""  # the first line of the exception, if it failed
 
     def __str__(self) -> str:
-        match self.state:
-            case "waiting":
-                return f"waits in {self.operation} at {self.call_site}"
-            case "working":
-                return f"is still running {self.operation} at {self.call_site}"
-            case "past":
-                return f"was last in {self.operation} at {self.call_site} and has left it"
-            case "failed":
-                return f"failed: {self.failure}"
-            case _:
-                return "has ended its run"
+        return _STATE_TEXTS[self.state].format(**vars(self))
 
 
 class StatusBoard:
@@ -52,27 +50,18 @@ class StatusBoard:
         """Post that this rank has started a collective."""
         self._post(RankStatus(self.own.count + 1, operation, call_site, "waiting"))
 
-    def work(self) -> None:
-        """Post that this rank runs a function for all ranks, which may take long."""
-        self._post(RankStatus(self.own.count, self.own.operation, self.own.call_site, "working"))
-
-    def leave(self) -> None:
-        """Post that the collective is complete."""
-        self._post(RankStatus(self.own.count, self.own.operation, self.own.call_site, "past"))
+    def change(self, state: str) -> None:
+        """Post another state in the same collective."""
+        self._post(replace(self.own, state=state))
 
     def end(self, failure: str | None) -> None:
         """Post that the run of this rank is over, with the exception if it failed."""
-        state = "failed" if failure else "ended"
-        self._post(RankStatus(self.own.count, self.own.operation, self.own.call_site, state, failure or ""))
+        self._post(replace(self.own, state="failed" if failure else "ended", failure=failure or ""))
 
     def peers(self) -> dict[int, RankStatus]:
         """The last known status of every other rank."""
-        keys = {rank: f"status/{rank}" for rank in range(self._size) if rank != self._rank}
-        return {
-            rank: RankStatus(*json.loads(self._store.get(key)))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+        others = [rank for rank in range(self._size) if rank != self._rank and self._store.check([f"status/{rank}"])]
+        return {rank: RankStatus(**json.loads(self._store.get(f"status/{rank}"))) for rank in others}
 
     def diverged(self) -> dict[int, RankStatus]:
         """Peers that will not reach the collective this rank waits in: they failed, ended, or wait in another one."""
@@ -81,22 +70,42 @@ class StatusBoard:
             for rank, status in self.peers().items()
             if status.state in ("failed", "ended")
             # a peer with a higher count has completed this collective, and its data is on the way
-            or (status.state == "waiting" and not self.in_same_collective(status) and status.count <= self.own.count)
+            or (status.state == "waiting" and not self._in_same_collective(status) and status.count <= self.own.count)
         }
 
     def missing(self) -> dict[int, RankStatus]:
         """Peers that are not in the collective this rank waits in."""
-        return {rank: status for rank, status in self.peers().items() if not self.in_same_collective(status)}
+        return {rank: status for rank, status in self.peers().items() if not self._in_same_collective(status)}
 
-    def in_same_collective(self, status: RankStatus) -> bool:
-        """Whether a peer waits in the same collective as this rank."""
+    def diverged_error(self, own: RankStatus, diverged: dict[int, RankStatus]) -> RankMissing:
+        """The error for peers that will not come: they failed, ended, or wait in another collective."""
+        rule = "" if all(status.state == "failed" for status in diverged.values()) else f": {ORDER_RULE}"
+        return RankMissing(f"rank {self._rank} {own}, but {_format(diverged)}{rule}")
+
+    def timeout_error(self, own: RankStatus, waited: float, timeout: float, option: str) -> RankMissing:
+        """The error for peers that have not come. Before the timeout it means that a connection broke."""
+        remedy = (
+            f"If that rank is still progressing, raise the timeout with Run({option}=...); if it is stuck, see its "
+            "stack with `py-spy dump --pid PID`"
+            if waited >= timeout
+            else "The connection to a rank was lost: its process exited or was killed; look for its last lines"
+        )
+        return RankMissing(f"rank {self._rank} {own} since {waited:.0f} s: {_format(self.missing())}. {remedy}")
+
+    def peers_note(self) -> str:
+        """A note with the status of all peers, for an exception that torch raised by itself."""
+        try:
+            return f"status seen from rank {self._rank}: {_format(self.peers())}"
+        except RuntimeError:
+            return STORE_GONE
+
+    def _in_same_collective(self, status: RankStatus) -> bool:
         same = (status.count, status.operation) == (self.own.count, self.own.operation)
         return status.state == "waiting" and same
 
     def _post(self, status: RankStatus) -> None:
         self.own = status
-        fields = (status.count, status.operation, status.call_site, status.state, status.failure)
-        self._store.set(f"status/{self._rank}", json.dumps(fields))
+        self._store.set(f"status/{self._rank}", json.dumps(vars(status)))
 
 
 def call_site() -> str:
@@ -107,40 +116,6 @@ def call_site() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def format_peers(statuses: dict[int, RankStatus]) -> str:
-    """The status of several ranks in one line."""
+def _format(statuses: dict[int, RankStatus]) -> str:
     shown = (f"rank {rank} {status}" for rank, status in sorted(statuses.items())[:_SHOWN])
     return "; ".join(shown) or "no rank reports why"
-
-
-def diverged_error(rank: int, own: RankStatus, diverged: dict[int, RankStatus]) -> RankMissing:
-    """The error for peers that will not come: they failed, ended, or wait in another collective."""
-    rule = "" if all(status.state == "failed" for status in diverged.values()) else f": {ORDER_RULE}"
-    return RankMissing(f"rank {rank} {own}, but {format_peers(diverged)}{rule}")
-
-
-def timeout_error(
-    rank: int, own: RankStatus, missing: dict[int, RankStatus], waited: float, timeout: float, option: str
-) -> RankMissing:
-    """The error for peers that have not come. Before the timeout it means that a connection broke."""
-    remedy = (
-        f"If that rank is still progressing, raise the timeout with Run({option}=...); if it is stuck, see its stack "
-        "with `py-spy dump --pid PID`"
-        if waited >= timeout
-        else "The connection to a rank was lost: its process exited or was killed; look for its last lines"
-    )
-    return RankMissing(f"rank {rank} {own} since {waited:.0f} s: {format_peers(missing)}. {remedy}")
-
-
-def store_gone_error(rank: int, own: RankStatus) -> RankMissing:
-    """The error for a store that no longer answers, so that no status can be read."""
-    return RankMissing(f"rank {rank} {own}, and {_STORE_GONE}")
-
-
-def peers_note(rank: int, board: StatusBoard) -> str:
-    """A note with the status of all peers, for an exception that torch raised by itself."""
-    try:
-        peers = board.peers()
-    except RuntimeError:
-        return _STORE_GONE
-    return f"status seen from rank {rank}: {format_peers(peers)}"

@@ -165,11 +165,7 @@ def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """The variables of one launcher, and what to do if they are wrong.
-
-    >>> LauncherVariables({"RANK": "3"}, ("RANK",), remedy="unset RANK").number("RANK")
-    3
-    """
+    """The variables of one launcher, and what to do if they are wrong."""
 
     environ: Mapping[str, str]
     names: tuple[str, ...]  # the variables that an error shows
@@ -193,12 +189,8 @@ class LauncherVariables:
     def port(self) -> int:
         """MASTER_PORT, or 0 if it is not set."""
         port = self.count("MASTER_PORT")
-        self.check(
-            (
-                "MASTER_PORT" in self.environ and not 0 < port < 65536,
-                f"MASTER_PORT={port} is not a port from 1 to 65535",
-            )
-        )
+        invalid = "MASTER_PORT" in self.environ and not 0 < port < 65536
+        self.check((invalid, f"MASTER_PORT={port} is not a port from 1 to 65535"))
         return port
 
     def parse(self, name: str, function: Callable[[str], T]) -> T:
@@ -315,15 +307,11 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         (size > 1 and "SLURM_LOCALID" not in environ, f"SLURM_LOCALID is missing, but there are {size} ranks"),
         (nodes > 1 and "SLURM_NODEID" not in environ, f"SLURM_NODEID is missing, but there are {nodes} nodes"),
     )
-    for name, slurm_name, value in (
-        ("RANK", "SLURM_PROCID", rank),
-        ("WORLD_SIZE", tasks, size),
-        ("LOCAL_RANK", "SLURM_LOCALID", local_rank),
-    ):
+    same = {"RANK": ("SLURM_PROCID", rank), "WORLD_SIZE": (tasks, size), "LOCAL_RANK": ("SLURM_LOCALID", local_rank)}
+    for name, (slurm_name, value) in same.items():
         if given.count(name, value) != value:
-            raise given.error(
-                f"{name}={environ[name]} contradicts {slurm_name}={value}", f"run `unset {name}`, and {given.remedy}"
-            )
+            problem = f"{name}={environ[name]} contradicts {slurm_name}={value}"
+            raise given.error(problem, f"run `unset {name}`, and {given.remedy}")
     return World(
         rank=rank,
         size=size,

@@ -14,11 +14,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from samestep.environment.processes import running, send_signal
 from samestep.environment.world import export
-from samestep.errors import LaunchError
-from samestep.launch.failure_report import OUT_OF_MEMORY, is_requested_exit
+from samestep.errors import OUT_OF_MEMORY, LaunchError
+from samestep.launch.failure_report import is_requested_exit
 from samestep.launch.job import Job
-from samestep.launch.processes import running, send_signal
 from samestep.launch.rank_logs import RankLogs
 from samestep.launch.signal_handler import SignalHandler
 
@@ -34,26 +34,22 @@ _NEW_NODE_SECONDS = 2.0  # how long a launcher may take to learn of a waiting no
 _EXIT_BARRIER_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
 
 
-def run_agent(job: Job, logs: RankLogs, signals: SignalHandler, on_restart: Callable[[], None]) -> None:
-    """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails.
-
-    `on_restart` is called before each attempt but the first.
-    """
+def run_agent(job: Job, logs: RankLogs, signals: SignalHandler, echo: Callable[[str], None]) -> None:
+    """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     export({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})  # SignalHandler handles the others
     spec = _worker_spec(job)
-    agent = _create_agent(job, spec, _logs_specs(logs, signals, on_restart), signals)
-    shutdown = True
+    agent = _create_agent(job, spec, _logs_specs(logs, signals, echo), signals)
     try:
         result = cast("RunResult | None", agent.run())
     except SignalException:
-        shutdown = False  # it would close the rendezvous for the nodes that continue
+        raise  # without shutdown, which would close the rendezvous for the nodes that continue
+    except BaseException:
+        spec.rdzv_handler.shutdown()
         raise
-    finally:
-        if shutdown:
-            spec.rdzv_handler.shutdown()
+    spec.rdzv_handler.shutdown()
     if result is not None and result.is_failed():
         raise ChildFailedError(name=spec.get_entrypoint_name(), failures=result.failures)
 
@@ -98,8 +94,8 @@ def _worker_spec(job: Job) -> "WorkerSpec":
     )
 
 
-def _logs_specs(logs: RankLogs, signals: SignalHandler, on_restart: Callable[[], None]) -> "LogsSpecs":
-    """The object that torch asks for the log files before it starts the ranks of each attempt."""
+def _logs_specs(logs: RankLogs, signals: SignalHandler, echo: Callable[[str], None]) -> "LogsSpecs":
+    """The object from which torch gets the log files before it starts the ranks of each attempt."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogsSpecs(LogsSpecs):
@@ -110,7 +106,8 @@ def _logs_specs(logs: RankLogs, signals: SignalHandler, on_restart: Callable[[],
             signals.raise_if_received()
             if logs.files:
                 signals.end_descendants()
-                on_restart()
+                reason = "because a rank failed or the nodes changed"
+                echo(f"samestep: restarting all ranks, {reason}; logs so far: {logs.folder}")
             paths = logs.open(envs)
             for local_rank, path in paths.error_files.items():
                 envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
@@ -132,7 +129,7 @@ def _create_agent(job: Job, spec: "WorkerSpec", logs_specs: "LogsSpecs", signals
     parent: Any = LocalElasticAgent  # the decorators on torch's methods hide their types
 
     class Agent(parent):
-        """Torch's agent, which tells the SignalHandler the ranks' pids and restarts only ranks that failed."""
+        """Torch's agent. It reports the ranks' pids to the SignalHandler and restarts only ranks that failed."""
 
         def _start_workers(self, worker_group: "WorkerGroup") -> dict[int, Any]:
             started = super()._start_workers(worker_group)
@@ -150,7 +147,8 @@ def _create_agent(job: Job, spec: "WorkerSpec", logs_specs: "LogsSpecs", signals
             codes = [failure.exitcode for failure in result.failures.values()]
             if elastic and _ended_for_new_node(signals, codes, worker_group.spec.rdzv_handler):
                 return RunResult(state=WorkerState.HEALTHY)  # the agent then sees the waiting node and restarts
-            if codes and _is_final(signals, codes):
+            stopped = signals.received or signals.time_limit_reached or signals.died_of_warning(codes)
+            if codes and (stopped or OUT_OF_MEMORY in codes or is_requested_exit(codes)):
                 self._remaining_restarts = 0
                 if is_requested_exit(codes):  # on all nodes; other launchers may still use the store of this one
                     self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
@@ -160,7 +158,7 @@ def _create_agent(job: Job, spec: "WorkerSpec", logs_specs: "LogsSpecs", signals
         def _exit_barrier(self) -> None:
             signals.rank_pids = frozenset()
             if job.rendezvous.max_nodes == 1:
-                signals.raise_as(None)  # there is nothing to wait for, and the result is final
+                signals.exception = None  # there is nothing to wait for, and the result is final
             super()._exit_barrier()
 
     known = inspect.signature(LocalElasticAgent.__init__).parameters
@@ -213,17 +211,10 @@ def _has_failed(pid: int) -> bool:
 
 
 def _ended_for_new_node(signals: SignalHandler, codes: list[int], rendezvous: "RendezvousHandler") -> bool:
-    """Whether the ranks saved and ended because the launcher of another node, which saw a new node first, asked."""
+    """Whether the ranks saved and ended because another node's launcher stopped them to let a new node join."""
     if not is_requested_exit(codes) or signals.received or signals.time_limit_reached or signals.warning:
         return False
     deadline = time.monotonic() + _NEW_NODE_SECONDS
     while not rendezvous.num_nodes_waiting() and time.monotonic() < deadline:
         time.sleep(_MONITOR_SECONDS)
     return rendezvous.num_nodes_waiting() > 0
-
-
-def _is_final(signals: SignalHandler, codes: list[int]) -> bool:
-    """Whether ranks with these exit codes are not restarted: they saved, were stopped, or ran out of memory."""
-    stopped = signals.received is not None or signals.time_limit_reached
-    died_of_warning = signals.warning is not None and -signals.warning in codes
-    return stopped or died_of_warning or OUT_OF_MEMORY in codes or is_requested_exit(codes)

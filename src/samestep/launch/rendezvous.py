@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import psutil
 
+from samestep.environment.network import own_addresses
 from samestep.errors import LaunchError
 
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -264,21 +265,7 @@ def can_resolve(host: str) -> bool:
 
 def can_listen(host: str, port: int) -> bool:
     """Whether `host` is a free address of this machine; False for loopback addresses, which every machine has."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in addresses:
-        if ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            continue
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError:  # an address of another machine, or in use
-            continue
-        return True
-    return False
+    return any(not ip_address(address.partition("%")[0]).is_loopback for address in own_addresses(host, port))
 
 
 def check_port(port: int) -> None:

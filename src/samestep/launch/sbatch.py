@@ -5,8 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.errors import LaunchError
-from samestep.launch.failure_report import PREEMPTED
+from samestep.errors import PREEMPTED, LaunchError
 from samestep.messages import format_duration
 
 # sbatch options that would contradict the script below, and what to use instead.

@@ -1,6 +1,7 @@
 """Wraps a user's LightningDataModule so that its DataLoaders are read exactly; everything else of it is unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -50,15 +51,9 @@ class ExactDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._hooks, self._wrapped, self._loaders, self._same_step = hooks, wrapped, loaders, same_step
-        exact = {
-            "train_dataloader": self._train,
-            "val_dataloader": self._val,
-            "test_dataloader": self._test,
-            "predict_dataloader": self._predict,
-        }
         # Lightning checks whether a hook is overridden. As an attribute it is, if and only if the user has one.
         for name in hooks:
-            setattr(self, name, exact[name])
+            setattr(self, name, partial(self._load, name))
         if wrapped is not None:
             self.prepare_data_per_node = wrapped.prepare_data_per_node
             self._log_hyperparams = wrapped._log_hyperparams  # pyright: ignore[reportPrivateUsage]  # of Lightning
@@ -84,25 +79,10 @@ class ExactDataModule(LightningDataModule):
             self._wrapped.trainer = self.trainer
             self._wrapped.setup(stage)
 
-    def _train(self) -> TrainLoader:
-        return self._loaders.make_train(self._check_trainer(), self._hooks["train_dataloader"]())
-
-    def _val(self) -> EvalLoader | list[EvalLoader]:
-        return self._evaluation("val_dataloader")
-
-    def _test(self) -> EvalLoader | list[EvalLoader]:
-        return self._evaluation("test_dataloader")
-
-    def _predict(self) -> object:
-        return self._hooks["predict_dataloader"]()  # Lightning's sampler for predictions repeats nothing
-
-    def _evaluation(self, hook: str) -> EvalLoader | list[EvalLoader]:
-        given, trainer = self._hooks[hook](), self._check_trainer()
-        if isinstance(given, list | tuple):
-            return self._loaders.make_evaluation(trainer, given, hook)
-        return self._loaders.make_evaluation(trainer, [given], hook)[0]
-
-    def _check_trainer(self) -> Trainer:
+    def _load(self, hook: str) -> object:
+        """Return the exact loader for what the user's `hook` returns, or several in an evaluation."""
+        if hook == "predict_dataloader":
+            return self._hooks[hook]()  # Lightning's sampler for predictions repeats nothing
         trainer = self.trainer
         if trainer is None:
             raise DataError("this datamodule of SameStep has no Trainer yet: pass it to trainer.fit, validate or test")
@@ -111,7 +91,12 @@ class ExactDataModule(LightningDataModule):
                 "the data comes from a SameStep that is not a callback of the Trainer: pass "
                 "Trainer(callbacks=[same, ...]) with the same SameStep"
             )
-        return trainer
+        given = self._hooks[hook]()
+        if hook == "train_dataloader":
+            return self._loaders.make_train(trainer, given)
+        if isinstance(given, list | tuple):
+            return self._loaders.make_evaluation(trainer, given, hook)
+        return self._loaders.make_evaluation(trainer, [given], hook)[0]
 
 
 class ExactLoaders:
@@ -188,9 +173,8 @@ class ExactLoaders:
         """Partition the data; like micro_batch, accumulate_grad_batches of the Trainer only splits a rank's part."""
         accumulate, world_size, micro_batch = trainer.accumulate_grad_batches, trainer.world_size, self._micro_batch
         if micro_batch is None and accumulate > 1:
-            own = -(-self._global_batch // world_size)
-            micro_batch = -(-own // accumulate)
-        drop_last = self._drop_last or spec.drop_last
+            micro_batch = -(-self._global_batch // (world_size * accumulate))  # ceil(ceil(G / ranks) / batches)
+        drop_last = self._drop_last or spec.given.drop_last
         partition = Partition(spec.n, self._global_batch, trainer.global_rank, world_size, micro_batch, drop_last)
         if self._micro_batch is not None and accumulate not in (1, partition.shape(0)[0]):
             raise DataError(

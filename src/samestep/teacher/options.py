@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, Protocol, TypedDict
+from typing import Final, Protocol, TypedDict
 
 import torch
 
@@ -62,14 +62,6 @@ class PlacedTeacher(Protocol):
 
     def close(self) -> None:
         """Free memory, threads and processes; called on every rank when the run ends."""
-        ...
-
-
-class PendingOutputs(Protocol):
-    """Outputs that were requested: a Future, or ServedOutputs, which may still be computing."""
-
-    def result(self) -> Any:
-        """Wait for the outputs and return them, on this rank's device."""
         ...
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel
 from samestep.teacher.hugging_face import build_from_folder
 from samestep.teacher.options import (
     PLACEMENTS,
-    PendingOutputs,
     PlacedTeacher,
     TeacherOptions,
     check_teacher_options,
@@ -30,6 +29,9 @@ from samestep.teacher.outputs import keep_top_k
 from samestep.teacher.placement_choice import batch_rows, choose_placement
 from samestep.teacher.teacher_fingerprint import check_same_teacher
 from samestep.teacher.weight_files import open_weights
+
+if TYPE_CHECKING:
+    from samestep.teacher.served import ServedOutputs
 
 _WARM_UP_CALLS: Final = 1  # the first call loads kernels and touches memory
 _TIMED_CALLS: Final = 3
@@ -103,7 +105,7 @@ class Teacher:
                 raise
             return keep_top_k(outputs, self._options.top_k, self._options.temperature)
 
-    def submit(self, *args: Any, **kwargs: Any) -> PendingOutputs:
+    def submit(self, *args: Any, **kwargs: Any) -> "Future[Any] | ServedOutputs":
         """Request outputs and continue; `.result()` waits for them.
 
         A served teacher computes in the background, every other placement computes now.
