@@ -2,8 +2,10 @@
 
     python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
     python benchmarks/overhead.py --device cuda --task gpt2 [--compile]
+    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2
 
-Each contender has its own ranks, started once: two on the CPU with gloo and one thread each, or one on a GPU. They run
+Each contender has its own ranks, started once: two on the CPU with gloo and one thread each, one on a GPU, or several
+on one GPU over NCCL (2.30 or newer, which accepts several ranks per GPU with that variable). They run
 short blocks of steps in turn, in a different order each round, and are idle in between. Ratios are computed per round,
 so that a change of the machine's speed affects all contenders, and the median over the rounds is reported. "best"
 compares the fastest rounds and "cpu" the CPU seconds of rank 0, which other processes on the machine disturb less. All
@@ -47,8 +49,8 @@ class Task:
 
 
 def tasks(args) -> Iterator[Task]:
-    world = 2 if args.device == "cpu" else 1
-    sizes = {"mlp": (64, 400, 5, 40), "transformer": (4, 200, 1, 4), "gpt2": (32, 40, 3, 10)}
+    world = args.nproc or (2 if args.device == "cpu" else 1)
+    sizes = {"mlp": (64, 400, 5, 40), "transformer": (4, 200, 1, 4), "gpt2": (32 // world, 40, 3, 10)}
     for name in args.task:
         yield Task(name, *sizes[name], args.device, args.compile, world)
 
@@ -206,7 +208,7 @@ def by_hand(task: Task, turn: Turns, folder: Path) -> None:
     if task.compile:
         model = torch.compile(model)
     if task.world > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend(task))
         model, sampler = DistributedDataParallel(model), DistributedSampler(data)
     optimizer, log, steps = adamw(task, model.parameters()), Log(folder), count()
     for epoch in count():
@@ -239,6 +241,15 @@ def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
                     step.mean(losses(task, model(inputs), targets, "none")).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def backend(task: Task) -> str:
+    return "gloo" if task.device == "cpu" else "nccl"
+
+
+def layout(task: Task) -> dict[str, int]:
+    """Devices and nodes for Lightning: ranks that share a GPU are nodes with one GPU each."""
+    return {"devices": task.world} if task.device == "cpu" else {"devices": 1, "num_nodes": task.world}
 
 
 def lightning_packages():
@@ -284,8 +295,8 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
         net.model.compile()
     trainer = pl.Trainer(
         accelerator="gpu" if task.device == "cuda" else "cpu",
-        devices=task.world,
-        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
+        **layout(task),
+        strategy=pl.strategies.DDPStrategy(process_group_backend=backend(task)) if task.world > 1 else "auto",
         plugins=[environments.TorchElasticEnvironment()] if task.world > 1 else None,
         precision="bf16-mixed" if task.device == "cuda" else "32-true",
         max_epochs=-1,
@@ -307,8 +318,8 @@ def by_fabric(task: Task, turn: Turns, folder: Path) -> None:
         torch.set_float32_matmul_precision("high")
     fabric = package.Fabric(
         accelerator="gpu" if task.device == "cuda" else "cpu",
-        devices=task.world,
-        strategy=package.strategies.DDPStrategy(process_group_backend="gloo") if task.world > 1 else "auto",
+        **layout(task),
+        strategy=package.strategies.DDPStrategy(process_group_backend=backend(task)) if task.world > 1 else "auto",
         plugins=[environments.TorchElasticEnvironment()] if task.world > 1 else None,
         precision="bf16-mixed" if task.device == "cuda" else "32-true",
     )
@@ -366,8 +377,9 @@ CONTENDERS: dict[str, Callable[[Task, Turns, Path], None]] = {
 def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: Path) -> None:
     """Run one rank of one contender until it receives "stop"."""
     if task.world > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world), GROUP_RANK="0")
-        os.environ.update(LOCAL_WORLD_SIZE=str(task.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(task.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        node, local, size = (0, rank, task.world) if task.device == "cpu" else (rank, 0, 1)
+        os.environ.update(GROUP_RANK=str(node), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(size))
     if task.device == "cpu":  # otherwise Lightning uses more threads, and samestep a GPU
         os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     sys.stdout = sys.stderr = (folder / f"output-{rank}.txt").open("w", buffering=1)
@@ -488,6 +500,7 @@ def main() -> None:
     parser.add_argument("--contender", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--nproc", type=int, help="ranks per contender; with --device cuda they share one GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The run context: what every part of a live run needs, in one place."""
+"""The run context: what all components of a started run share."""
 
 import random
 import weakref
@@ -26,7 +26,7 @@ from samestep.parallel.precision import Precision
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")
-_STEP_STRIDE = 0xD1B54A32D192ED03  # odd, and unrelated to the next
+_STEP_STRIDE = 0xD1B54A32D192ED03  # odd and different from _RANK_STRIDE, so that (step, rank) pairs get different seeds
 _RANK_STRIDE = 0x9E3779B97F4A7C15  # odd, from the golden ratio: neighboring ranks get distant seeds
 
 
@@ -61,7 +61,7 @@ class RunConfig:
 
 @dataclass
 class Progress:
-    """How far training has come; restored from a checkpoint."""
+    """Training progress; restored from a checkpoint."""
 
     epoch: int = 0  # the current epoch
     steps: int = 0  # completed optimizer steps since training began
@@ -142,7 +142,7 @@ class RunContext:
         self.metrics.flush(operation, self.progress.steps)
 
     def reseed(self, step: int) -> None:
-        """Give this rank random numbers from `step` on that no rank has drawn before."""
+        """Seed this rank's generators from (seed, step, rank), for a restore on another world size."""
         seed_per_rank((self.config.seed + step * _STEP_STRIDE) % (1 << 63), self.world.rank)
 
     def log_count(self, name: str) -> int:

@@ -1,4 +1,13 @@
-"""The exception tree: every error a user can meet derives from SamestepError."""
+"""The exception tree: every error a user can meet derives from SamestepError; and the exit codes of ranks."""
+
+PREEMPTED = 75
+"""Exit code of ranks that were stopped by a signal or a time limit and have saved (EX_TEMPFAIL): they can resume."""
+STOPPED = 143
+"""Exit code of ranks that were stopped by a signal and had nothing to save, as a shell reports SIGTERM."""
+OUT_OF_MEMORY = 76
+"""Exit code of ranks that ran out of memory in their first steps: half the micro-batch may fit."""
+TIME_LIMIT_REACHED = 124
+"""Exit code of the launcher if it killed ranks at the time limit, as timeout(1) has it."""
 
 
 class SamestepError(Exception):
@@ -42,7 +51,7 @@ class WrapError(SamestepError):
 
 
 class CommunicationError(SamestepError):
-    """Ranks made different calls, or passed different arguments to the same call."""
+    """A run was used in a way that its ranks cannot agree on: different calls or arguments, or invalid ones."""
 
 
 class RankMissing(CommunicationError):

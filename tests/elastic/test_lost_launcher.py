@@ -12,13 +12,13 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from samestep.launch.processes import LAUNCHER, find_launcher, launcher_variable
+from samestep.environment.processes import LAUNCHER, find_launcher, launcher_variable
 from tests.elastic.kills import TRAINING, Launch, launch
 from tests.launch.launched import LAUNCHERS, MARK, Started, variable, wait_for
 
 RANK = """
 import os, time
-from samestep.launch.processes import LauncherWatch
+from samestep.environment.processes import LauncherWatch
 
 watch = LauncherWatch(3, dict(os.environ))
 watch.start()

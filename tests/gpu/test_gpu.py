@@ -83,7 +83,7 @@ def train(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
             "choices": run._lifecycle.context.acceleration.choices(),
             "fused": [group.get("fused") for group in optimizer.param_groups],
             "counts": {state["step"].device.type for state in optimizer.state.values() if "step" in state},
-            "backend": run._lifecycle.choice.backend,
+            "backend": run._lifecycle.device_choice.backend,
         }
 
 

@@ -262,7 +262,7 @@ def test_ranks_that_save_for_longer_than_the_grace_period_are_killed():
 
 
 def test_a_second_sigterm_kills_the_ranks_unless_it_follows_immediately(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("samestep.launch.signal_handler._DUPLICATE_SECONDS", 1.0)
+    monkeypatch.setattr("samestep.launch.signal_handler.DUPLICATE_SIGNAL_SECONDS", 1.0)
     with SignalHandler(shutdown_timeout=60, grace_period=60) as signals:
         rank = sleeper(ignores_sigterm=True)
         signals.rank_pids = frozenset([rank.pid])

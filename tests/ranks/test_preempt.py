@@ -169,7 +169,7 @@ def test_an_echo_of_a_signal_counts_once_and_a_second_signal_ends_the_process(tm
         """
         import os, signal, time
         from samestep.training import preemption
-        preemption._ECHO_SECONDS = 1.0
+        preemption.DUPLICATE_SIGNAL_SECONDS = 1.0
         signals = preemption.SignalRecorder()
         signals.install()
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -14,7 +14,7 @@ from rich.console import Console
 from samestep.cli.doctor_command import as_record, print_report
 from samestep.environment.bf16_probe import Bf16Support
 from samestep.environment.diagnosis import RULES, MachineInfo, Problem, diagnose
-from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware, Software, software_without_torch
+from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware, Software
 from samestep.environment.network import Interface, InterfaceChoice, Network
 from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import World
@@ -83,7 +83,7 @@ def test_a_healthy_machine_has_no_problems():
 
 CASES = {
     "torch is missing": (
-        replace(without_gpus(nvidia_devices=0, nvidia_smi=False), software=software_without_torch("No module 'torch'")),
+        replace(without_gpus(nvidia_devices=0, nvidia_smi=False), software=Software(torch_error="No module 'torch'")),
         Problem("torch-missing", True, "torch cannot be imported: No module 'torch'", "pip install 'torch>=2.11'"),
     ),
     "torch is old": (
@@ -361,7 +361,7 @@ def test_a_report_lists_problems_and_fixes():
             {"slurm": SlurmInfo(None, "42", None, None)},
             "srun not installed, job 42 on unknown node(s), partition unknown",
         ),
-        ({"software": software_without_torch("no libcudart")}, "cannot be imported: no libcudart"),
+        ({"software": Software(torch_error="no libcudart")}, "cannot be imported: no libcudart"),
         ({"hardware": replace(HEALTHY.hardware, gpus=())}, "none that torch can use"),
         ({"hardware": replace(HEALTHY.hardware, shm_total=None)}, "/dev/shm   none"),
         ({"hardware": replace(HEALTHY.hardware, links=())}, "unknown: nvidia-smi does not report them"),

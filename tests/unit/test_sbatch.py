@@ -27,7 +27,6 @@ from samestep.launch.sbatch import (
 )
 from samestep.launch.slurm import (
     JobState,
-    LogTail,
     StateQuery,
     SubmittedJob,
     add_to_job_list,
@@ -35,6 +34,7 @@ from samestep.launch.slurm import (
     parse_sacct,
     parse_scontrol,
     read_job_list,
+    show_log,
 )
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -396,10 +396,11 @@ def test_ctrl_c_ends_following_but_not_the_job(here):
 
 
 def test_a_log_is_read_from_the_last_position(tmp_path):
-    tail = LogTail(tmp_path / "log")
-    assert tail.read() == b""
+    shown: list[bytes] = []
+    assert (show_log(tmp_path / "log", 0, shown.append), shown) == (0, [])
     (tmp_path / "log").write_bytes(b"one\n")
-    assert (tail.read(), tail.read()) == (b"one\n", b"")
+    assert (show_log(tmp_path / "log", 0, shown.append), shown) == (4, [b"one\n"])
+    assert (show_log(tmp_path / "log", 4, shown.append), shown) == (4, [b"one\n"])
     with (tmp_path / "log").open("ab") as file:
         file.write(b"two")
-    assert tail.read() == b"two"
+    assert (show_log(tmp_path / "log", 4, shown.append), shown) == (7, [b"one\n", b"two"])

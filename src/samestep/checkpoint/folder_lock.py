@@ -17,9 +17,9 @@ from typing import Final
 
 import psutil
 
+from samestep.environment.processes import process_is_gone, process_namespace
 from samestep.environment.world import launch_name
 from samestep.errors import CheckpointError
-from samestep.launch.processes import process_is_gone, process_namespace
 
 LOCK_FILE: Final = "run.lock"
 _HEARTBEAT_SECONDS: Final = 2.0
@@ -85,14 +85,13 @@ def acquire(folder: Path) -> FolderLock | None:
 
 
 def _this_process() -> LockHolder:
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
     return LockHolder(
         host=socket.gethostname(),
         namespace=process_namespace(),
         pid=os.getpid(),
         started_at=psutil.Process().create_time(),
         launch=launch_name(),
-        since=now,
+        since=datetime.now().astimezone().isoformat(timespec="seconds"),
         token=f"{time.time_ns():x}-{os.getpid():x}",
     )
 

@@ -1,13 +1,10 @@
 """`samestep doctor`: show the software, hardware and network of this machine, and problems with them."""
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from importlib.util import find_spec
 
 import click
 from rich.console import Console
@@ -15,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep import __version__
-from samestep.environment.bf16_probe import Bf16Support, probe_bf16
+from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
-from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware, software_without_torch
+from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware
 from samestep.environment.network import InterfaceChoice, Network, read_network
 from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 from samestep.environment.world import World, read_environ, read_world
@@ -33,7 +30,8 @@ def command(context: click.Context, as_json: bool) -> None:
 
     The exit code is 1 if a run would fail, and 0 if there are only warnings or no problems.
     """
-    with _progress():
+    # A status line on stderr, so that the output can be piped.
+    with Console(stderr=True).status("checking this machine (takes a few seconds)"):
         machine = inspect_machine(read_environ())
     problems = diagnose(machine)
     if as_json:
@@ -46,9 +44,14 @@ def command(context: click.Context, as_json: bool) -> None:
 def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
     """Read everything; what takes long (torch, the bfloat16 probe, name resolution) runs concurrently."""
     with ThreadPoolExecutor() as pool:
-        bf16 = pool.submit(_probe_bf16, environ)
+        bf16 = pool.submit(probe_bf16, environ)
         network, slurm = pool.submit(read_network, environ), pool.submit(read_slurm, environ)
-        software, hardware = _detect()
+        try:
+            from samestep.environment import gpus
+        except (ImportError, OSError) as error:  # a missing CUDA library is an OSError
+            software, hardware = Software(torch_error=str(error)), read_hardware()
+        else:
+            software, hardware = gpus.detect_software(), read_hardware(gpus.detect_gpus(), gpus.detect_links())
         try:
             world, world_error = read_world(environ), None
         except WorldError as error:
@@ -64,20 +67,6 @@ def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         )
-
-
-def _detect() -> tuple[Software, Hardware]:
-    try:
-        from samestep.environment import gpus
-    except (ImportError, OSError) as error:  # a missing CUDA library is an OSError
-        return software_without_torch(str(error)), read_hardware()
-    return gpus.detect_software(), read_hardware(gpus.detect_gpus(), gpus.detect_links())
-
-
-def _probe_bf16(environ: Mapping[str, str]) -> Bf16Support:
-    if find_spec("torch") is None:
-        return Bf16Support("unknown", "not probed, since torch is not installed")
-    return probe_bf16(environ)
 
 
 def as_record(machine: MachineInfo, problems: Sequence[Problem]) -> dict[str, object]:
@@ -183,10 +172,3 @@ def _world_text(world: World | None) -> str:
     if world.launcher == "none":
         return "one rank, no launcher"
     return f"rank {world.rank} of {world.size}, on node {world.node} of {world.nodes}, started by {world.launcher}"
-
-
-def _progress() -> AbstractContextManager[object]:
-    """A status line on a terminal; on stderr, so that the output can be piped."""
-    if sys.stderr.isatty():
-        return Console(stderr=True).status("checking this machine (takes a few seconds)")
-    return nullcontext()

@@ -16,11 +16,10 @@ from samestep.environment.world import read_environ
 from samestep.launch.sbatch import log_path
 from samestep.launch.slurm import JobState, StateQuery, SubmittedJob, job_list_path, read_job_list
 
-_PIPE_WIDTH = 160
 _COLORS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
 
 
-@click.command("jobs", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("jobs")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Number of jobs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(last: int, as_json: bool) -> None:
@@ -31,7 +30,7 @@ def command(last: int, as_json: bool) -> None:
         click.echo(json.dumps([_record(job, state) for job, state in jobs], indent=2))
     elif jobs:
         # In a pipe rich would wrap the table to 80 columns.
-        _print_table(jobs, Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH))
+        _print_table(jobs, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
     else:
         click.echo(f"no jobs submitted yet: submit one with `samestep submit train.py` (jobs are listed in {path})")
 

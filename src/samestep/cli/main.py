@@ -80,17 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, 2 after an error that one line explains, or 130 after Ctrl-C."""
     try:
         code = samestep.main(arguments, prog_name="samestep", standalone_mode=False)
-    except SamestepError as error:
-        return _print_error(str(error))
     except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
         click.echo(error.ctx.get_help())
         return 0
-    except click.MissingParameter as error:
-        return _print_error(_missing_argument(error))
-    except click.NoSuchOption as error:
-        return _print_error(_unknown_option(error))
-    except click.ClickException as error:
-        return _print_error(error.format_message())
+    except (SamestepError, click.ClickException) as error:
+        print(f"samestep: {_describe(error)}", file=sys.stderr)
+        return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0
@@ -101,37 +96,23 @@ def accept_underscores(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _print_error(text: str) -> int:
-    print(f"samestep: {text}", file=sys.stderr)
-    return 2
+def _describe(error: SamestepError | click.ClickException) -> str:
+    if isinstance(error, click.MissingParameter) and error.ctx and isinstance(error.param, click.Argument):
+        path, name = error.ctx.command_path, error.param.human_readable_name
+        return f"argument {name} is missing: run `{path} {name}`; `{path} --help` explains it"
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        return _unknown_option(error, error.ctx)
+    return error.format_message() if isinstance(error, click.ClickException) else str(error)
 
 
-def _missing_argument(error: click.MissingParameter) -> str:
-    if error.ctx is None or not isinstance(error.param, click.Argument):
-        return error.format_message()
-    path, name = error.ctx.command_path, error.param.human_readable_name
-    return f"argument {name} is missing: run `{path} {name}`; `{path} --help` explains it"
-
-
-def _unknown_option(error: click.NoSuchOption) -> str:
-    known = _option_names(error.ctx)
+def _unknown_option(error: click.NoSuchOption, ctx: click.Context) -> str:
+    options = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option) and not each.hidden]
+    known = sorted(name for each in options for name in each.opts if name.startswith("--"))
     near = [name for name in known if name.startswith(error.option_name)]
     near = near or get_close_matches(error.option_name, known, n=1, cutoff=0.75)  # all begin with dashes
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown option {error.option_name}: use one of {', '.join(known)}{_hint_at_dashes(error.ctx)}{hint}"
-
-
-def _hint_at_dashes(ctx: click.Context | None) -> str:
-    """For `submit` and `plan`: options of the user's script or function come after `--`."""
-    if ctx is None or not ctx.allow_interspersed_args:
-        return ""
-    names = [parameter.name for parameter in ctx.command.params]
+    # For `submit` and `plan`: options of the user's script or function come after `--`.
+    names = [parameter.name for parameter in ctx.command.params] if ctx.allow_interspersed_args else []
     own = [what for what, name in (("script", "script"), ("function", "arguments")) if name in names]
-    return "".join(f"; put options of the {what} after `--`" for what in own)
-
-
-def _option_names(ctx: click.Context | None) -> list[str]:
-    if ctx is None:
-        return []
-    options = [each for each in ctx.command.get_params(ctx) if isinstance(each, click.Option) and not each.hidden]
-    return sorted(name for each in options for name in each.opts if name.startswith("--"))
+    dashes = "".join(f"; put options of the {what} after `--`" for what in own)
+    return f"unknown option {error.option_name}: use one of {', '.join(known)}{dashes}{hint}"

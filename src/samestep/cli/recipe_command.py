@@ -20,7 +20,7 @@ from samestep.errors import LaunchError
 
 _LAUNCHER_OPTIONS = [option for option in run_command.params if option.name not in ("module", "script")]
 _NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NAME [OPTIONS OF THE RECIPE]...")
-_FAST_IMPORTS = ("pathlib", "typer", "typing")
+_FAST_IMPORTS = {"pathlib", "typer", "typing"}
 
 
 @click.group("recipe", cls=Group)
@@ -75,29 +75,23 @@ def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) 
 
 @command.command("copy")
 @click.argument("name")
-@click.option(
-    "--to",
-    "target",
-    type=click.Path(path_type=Path),
-    help="The file to write, or the folder to write NAME.py into; default: the current folder.",
-)
+@click.option("--to", "target", type=click.Path(path_type=Path),
+              help="The file to write, or the folder to write NAME.py into; default: the current folder.")  # fmt: skip
 def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the script of the recipe NAME to start your own from."""
     source = find(name)
     target = target or Path(source.name)
-    if target.suffix != ".py" and not target.is_dir():
-        raise LaunchError(
-            f"the folder {target} does not exist: create it with `mkdir -p {quote(str(target))}`, or pass a file name "
-            "that ends in .py"
-        )
     try:
+        folder, other = target.parent, "pass another file with --to"
         if target.is_dir():
-            target = target / source.name
+            folder, target = target, target / source.name
+        elif target.suffix != ".py":
+            folder, other = target, "pass a file name that ends in .py"
+        if not folder.is_dir():
+            create = f"create it with `mkdir -p {quote(str(folder))}`"
+            raise LaunchError(f"the folder {folder} does not exist: {create}, or {other}")
         if target.exists():
             raise LaunchError(f"{target} exists and is not overwritten: move it, or pass another file with --to")
-        if not target.parent.is_dir():
-            create = f"create it with `mkdir -p {quote(str(target.parent))}`"
-            raise LaunchError(f"the folder {target.parent} does not exist: {create}, or pass another file with --to")
         shutil.copyfile(source, target)
     except OSError as error:
         raise LaunchError(f"cannot write {target} ({error.strerror}): pass another file with --to") from error
@@ -118,8 +112,7 @@ def find(name: str) -> Path:
     """The script of a recipe."""
     known = recipes()
     if name not in known:
-        similar = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
+        hint = "".join(f"; did you mean {similar}?" for similar in get_close_matches(name, known, n=1))
         raise LaunchError(f"unknown recipe {name}: choose one of {', '.join(known)}{hint}")
     return known[name]
 
@@ -160,9 +153,7 @@ def _outline(script: ast.Module) -> Iterator[ast.stmt]:
 def _names_defined(node: ast.stmt, known: set[str]) -> set[str]:
     """The names that a fast import, or an assignment from known names, defines; empty for other statements."""
     match node:
-        case ast.Import(names=names) if all(alias.name in _FAST_IMPORTS for alias in names):
-            return {alias.asname or alias.name for alias in names}
-        case ast.ImportFrom(module=module, names=names) if module in _FAST_IMPORTS:
+        case ast.Import(names=names) | ast.ImportFrom(names=names) if _modules(node) <= _FAST_IMPORTS:
             return {alias.asname or alias.name for alias in names}
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             used = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
@@ -173,13 +164,15 @@ def _names_defined(node: ast.stmt, known: set[str]) -> set[str]:
 
 def _imported_packages(path: Path) -> list[str]:
     """The packages that a script imports at module level, each once."""
-    found: dict[str, None] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            found.update(dict.fromkeys(alias.name.partition(".")[0] for alias in node.names))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found[node.module.partition(".")[0]] = None
-    return list(found)
+    modules = [name for node in ast.parse(path.read_text(encoding="utf-8")).body for name in _modules(node)]
+    return list(dict.fromkeys(name.partition(".")[0] for name in modules))
+
+
+def _modules(node: ast.stmt) -> set[str]:
+    """The modules that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return {node.module} if node.module else set()
+    return {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
 def _summary(path: Path) -> str:

@@ -15,9 +15,9 @@ import click
 from samestep.cli.main import accept_underscores
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
+from samestep.environment.processes import launcher_variable
 from samestep.environment.world import export, read_environ
-from samestep.errors import LaunchError
-from samestep.launch.failure_report import TIME_LIMIT_REACHED
+from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
     Job,
     ShowRanks,
@@ -29,11 +29,10 @@ from samestep.launch.job import (
     make_folder,
     read_time_limit,
 )
-from samestep.launch.launcher import Launcher
-from samestep.launch.processes import launcher_variable
 from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
 
+_echo = partial(click.echo, err=True)
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
 _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
 
@@ -43,7 +42,6 @@ _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
         # Everything after the script belongs to the script.
         "allow_interspersed_args": False,
         "token_normalize_func": accept_underscores,
-        "help_option_names": ["-h", "--help"],
     },
     epilog="Everything after the script is passed to it unchanged. Examples: samestep run train.py --lr 0.1; "
     "samestep run --nproc-per-node 2 -m lab.train; samestep run --nnodes 2 --rdzv-endpoint node1:29400 train.py; "
@@ -132,6 +130,8 @@ def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: floa
         variables, explanation = choose_variables(job, read_environ(), cores, gpus, probe_bf16())
         export({**variables, **launcher_variable()})
         _echo(f"samestep: logs in {job.folder / 'logs'}; set for the ranks: {explanation}")
+        from samestep.launch.launcher import Launcher  # imports torch, which takes seconds
+
         return Launcher(job, signals, _echo).run()
     except StoppedBySignal as stopped:
         return _report_stop(job, signals, stopped.sigval)
@@ -163,7 +163,3 @@ def _timeout(default: int) -> int:
     """Seconds; the user may set them with the same variable as for torchrun."""
     text = read_environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return int(text) if text.isdecimal() else default
-
-
-def _echo(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

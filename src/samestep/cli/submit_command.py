@@ -4,6 +4,7 @@ import shlex
 import sys
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,15 +16,11 @@ from samestep.launch.job import check_target, count_processes, folder_name, make
 from samestep.launch.sbatch import SlurmJob, format_sbatch, log_path, parse_sbatch_option, parse_variable
 from samestep.launch.slurm import SubmittedJob, add_to_job_list, check_sbatch, follow, job_list_path, submit
 
-_FILE = "slurm.sbatch"
+_echo = partial(click.echo, err=True)
 
 
 @click.command(
-    context_settings={
-        # Options may come before or after the script.
-        "token_normalize_func": accept_underscores,
-        "help_option_names": ["-h", "--help"],
-    },
+    context_settings={"token_normalize_func": accept_underscores},  # options may come before or after the script
     epilog="Arguments of the script come after `--`. Example: samestep submit train.py --nodes 2 --gpus-per-node 4 "
     "--time 4:00:00 -- --lr 0.1",
 )
@@ -82,7 +79,6 @@ def command(
     count_processes(processes, gpus=1, cores=1)  # reports a mistake now rather than hours later in the job
     same = [(name.replace("_", "-"), str(value)) for name, value in same_in_sbatch.items() if value is not None]
     flags = [("exclusive", None)] if exclusive else []
-
     now = datetime.now().astimezone()
     name = folder_name(target, now)
     job = SlurmJob(
@@ -108,14 +104,13 @@ def command(
         click.echo(text, nl=False)
         return 0
     check_sbatch()
-    job = replace(job, folder=make_folder(folder, name).absolute())
-    submitted = _submit(job, now)
+    submitted = _submit(replace(job, folder=make_folder(folder, name).absolute()), now)
     return _follow(submitted) if following else 0
 
 
 def _submit(job: SlurmJob, now: datetime) -> SubmittedJob:
     """Write the script, submit it, print the job's id, and list the job for `samestep jobs`."""
-    path = job.folder / _FILE
+    path = job.folder / "slurm.sbatch"
     path.write_text(format_sbatch(job))
     submitted = SubmittedJob(
         job_id=submit(path),
@@ -137,19 +132,10 @@ def _submit(job: SlurmJob, now: datetime) -> SubmittedJob:
 
 def _follow(job: SubmittedJob) -> int:
     try:
-        state = follow(job, _write_stdout, _echo)
+        state = follow(job, partial(click.echo, nl=False), _echo)
     except KeyboardInterrupt:
         _echo(f"samestep: job {job.job_id} continues; cancel it with `scancel {shlex.quote(job.job_id)}`")
         return 130
     reason = f" ({state.reason})" if state.reason else ""
     _echo(f"samestep: job {job.job_id} ended: {state.state}{reason}, exit code {state.exit_code}")
     return state.exit_code
-
-
-def _write_stdout(text: bytes) -> None:
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
-
-
-def _echo(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ weights that have not seen those samples. Epochs that some rank has finished mus
 up to the step that all ranks have recorded, since a rank may still hold its newest records in memory.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -14,12 +13,26 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.audit_checks import RecordChecker, count_samples
-from samestep.data.ledger import BUFFER_RECORDS, Records
-from samestep.data.ledger_reader import Fault, Generation, Ledger, Position, format_ranks, read_ledger
+from samestep.data.ledger import (
+    BUFFER_RECORDS,
+    Fault,
+    FaultKind,
+    Generation,
+    Ledger,
+    Position,
+    RecordKind,
+    Records,
+    format_ranks,
+    read_ledger,
+)  # fmt: skip
+from samestep.data.partition import steps_per_epoch
+from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError
 
 _STEP_BITS: Final = 40  # epoch and step are compared as one number; steps are below 2**40
+_SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
+
+_Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -97,92 +110,228 @@ def audit(folder: Path) -> AuditReport:
             f"{folder} is not the folder of a run with a ledger (there is no {ledgers}/SHARD/shard.json): name the "
             "folder of a run with ledger=True"
         )
-    return AuditReport(folder, tuple(audit_shard(read_ledger(shard)) for shard in shards))
+    return AuditReport(folder, tuple(_ShardAudit(read_ledger(shard)).report() for shard in shards))
 
 
-def audit_shard(ledger: Ledger) -> ShardReport:
-    """Check the ledger of one shard."""
-    faults, notes = [*ledger.faults, *_wrong_ranks(ledger)], [*ledger.notes]
-    description = ledger.description
-    if description.drop_last and description.n is not None and description.n % description.global_batch:
-        dropped = description.n % description.global_batch
-        notes.append(f"drop_last=True leaves {dropped} of {description.n} samples out of every epoch")
-    checker = RecordChecker(description, ledger.generations)
-    epochs = _check_epochs(ledger, checker, faults, notes) if ledger.generations else []
-    evaluations = _check_evaluations(ledger, checker, faults)
-    generations = tuple(GenerationReport(g.number, *g.start, g.world_size, g.started_at) for g in ledger.generations)
-    return ShardReport(ledger.name, generations, tuple(epochs), tuple(evaluations), tuple(faults), tuple(notes))
+class _ShardAudit:
+    """Checks the ledger of one shard; every check adds what it finds to `_faults` and `_notes`."""
 
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._description, self._generations = ledger, ledger.description, ledger.generations
+        self._faults, self._notes = [*ledger.faults], [*ledger.notes]
 
-def _wrong_ranks(ledger: Ledger) -> Iterator[Fault]:
-    """Find records of ranks that a generation did not have, and ranks without a start record."""
-    records = np.concatenate([ledger.trained, ledger.evaluated])
-    for generation in ledger.generations:
-        ranks = np.unique(records["rank"][records["generation"] == generation.number])
-        had = f"generation {generation.number} had {generation.world_size} ranks"
-        beyond = tuple(ranks[ranks >= generation.world_size].tolist())
-        if beyond:
-            yield Fault("wrong rank", f"{had}, but there are records of {format_ranks(beyond)}", ranks=beyond)
-        silent = tuple(rank for rank in range(generation.world_size) if rank not in generation.ranks)
-        if silent and ranks.size:
-            yield Fault("wrong rank", f"{had}, but {format_ranks(silent)} has no start record", ranks=silent)
+    def report(self) -> ShardReport:
+        self._check_ranks()
+        n, batch = self._description.n, self._description.global_batch
+        if self._description.drop_last and n is not None and n % batch:
+            self._notes.append(f"drop_last=True leaves {n % batch} of {n} samples out of every epoch")
+        epochs = self._check_epochs() if self._generations else []
+        evaluations = self._check_evaluations()
+        generations = tuple(GenerationReport(g.number, *g.start, g.world_size, g.started_at) for g in self._generations)
+        found = tuple(self._faults), tuple(self._notes)
+        return ShardReport(self._ledger.name, generations, tuple(epochs), tuple(evaluations), *found)
 
+    def _check_ranks(self) -> None:
+        """Find records of ranks that a generation did not have, and ranks without a start record."""
+        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
+        for generation in self._generations:
+            ranks = np.unique(records["rank"][records["generation"] == generation.number])
+            had = f"generation {generation.number} had {generation.world_size} ranks"
+            beyond = tuple(ranks[ranks >= generation.world_size].tolist())
+            if beyond:
+                text = f"{had}, but there are records of {format_ranks(beyond)}"
+                self._faults.append(Fault("wrong rank", text, ranks=beyond))
+            silent = tuple(rank for rank in range(generation.world_size) if rank not in generation.ranks)
+            if silent and ranks.size:
+                text = f"{had}, but {format_ranks(silent)} has no start record"
+                self._faults.append(Fault("wrong rank", text, ranks=silent))
 
-# Training
+    # Training
 
+    def _check_epochs(self) -> list[EpochReport]:
+        live = self._without_superseded()
+        begin_epoch, begin_step = begin = min(generation.start for generation in self._generations)
+        if begin > (0, 0):
+            self._notes.append(f"the ledger begins at {_format(begin)}: earlier steps are not checked")
+        end_epoch, end_step = self._checked_until(live)
+        reports = list[EpochReport]()
+        for epoch in range(begin_epoch, end_epoch + 1):
+            records = live[slice(*np.searchsorted(live["epoch"], [epoch, epoch + 1]))]
+            start = begin_step if epoch == begin_epoch else 0
+            stop = self._steps_in_epoch(records) if epoch < end_epoch else end_step
+            if stop <= start and not len(records):
+                continue  # it has not begun
+            checked = records[(records["step"] >= start) & (records["step"] < stop)]
+            reports.append(EpochReport(epoch, epoch < end_epoch, max(0, stop - start), _count_samples(checked)))
+            self._check_epoch(epoch, records, start, stop)
+        return reports
 
-def _check_epochs(ledger: Ledger, checker: RecordChecker, faults: list[Fault], notes: list[str]) -> list[EpochReport]:
-    live = _without_superseded(ledger)
-    begin_epoch, begin_step = begin = min(generation.start for generation in ledger.generations)
-    if begin > (0, 0):
-        notes.append(f"the ledger begins at {_format(begin)}: earlier steps are not checked")
-    end_epoch, end_step = _checked_until(ledger, live, checker, faults, notes)
-    reports = list[EpochReport]()
-    for epoch in range(begin_epoch, end_epoch + 1):
-        low, high = np.searchsorted(live["epoch"], [epoch, epoch + 1])
-        records = live[low:high]
-        start = begin_step if epoch == begin_epoch else 0
-        stop = checker.steps_in_epoch(records) if epoch < end_epoch else end_step
-        if stop <= start and not len(records):
-            continue  # it has not begun
-        checked = records[(records["step"] >= start) & (records["step"] < stop)]
-        reports.append(EpochReport(epoch, epoch < end_epoch, max(0, stop - start), count_samples(checked)))
-        faults += checker.check_training(epoch, records, start, stop)
-    return reports
+    def _without_superseded(self) -> Records:
+        """Return the training records that no later generation supersedes, sorted by epoch."""
+        records = self._ledger.trained
+        numbers = _position_numbers(records)
+        keep = np.zeros(len(records), dtype=bool)
+        limit = np.iinfo(np.int64).max
+        for generation in reversed(self._generations):
+            keep |= (records["generation"] == generation.number) & (numbers < limit)
+            limit = min(limit, _position_number(generation.start))
+        live = records[keep]
+        return live[np.argsort(live["epoch"], kind="stable")]
 
+    def _checked_until(self, live: Records) -> Position:
+        """Return the position before which everything must be recorded."""
+        last = self._generations[-1]
+        recorded = _recorded_until(live, last)
+        newest_epoch, newest_step = max(recorded)
+        # The end of an epoch is step 0 of the next one. That of a stream is known once a rank recorded a later epoch.
+        epochs = {epoch for epoch, _ in recorded if self._description.n is not None or epoch < newest_epoch}
+        steps = {epoch: self._steps_in_epoch(live[live["epoch"] == epoch]) for epoch in epochs}
+        reached = [(epoch + 1, 0) if step >= steps.get(epoch, step + 1) else (epoch, step) for epoch, step in recorded]
+        slowest, fastest = min(reached), max(reached)
+        if last.succeeded or slowest == fastest:
+            return fastest
+        behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
+        progress = f"{format_ranks(behind)} recorded up to {_format(slowest)}, others up to {_format(fastest)}"
+        if slowest[0] == newest_epoch and newest_step - slowest[1] <= BUFFER_RECORDS:
+            self._notes.append(f"{progress}: steps that all ranks have recorded are checked")
+            return slowest
+        text = f"{progress}: the file is truncated, or the rank stopped long before the others"
+        self._faults.append(Fault("truncated file", text, ranks=behind))
+        return max(slowest, (newest_epoch, 0))
 
-def _without_superseded(ledger: Ledger) -> Records:
-    """Return the training records that no later generation supersedes, sorted by epoch."""
-    records = ledger.trained
-    numbers = _position_numbers(records)
-    keep = np.zeros(len(records), dtype=bool)
-    limit = np.iinfo(np.int64).max
-    for generation in reversed(ledger.generations):
-        keep |= (records["generation"] == generation.number) & (numbers < limit)
-        limit = min(limit, _position_number(generation.start))
-    live = records[keep]
-    return live[np.argsort(live["epoch"], kind="stable")]
+    def _steps_in_epoch(self, records: Records) -> int:
+        """Return the steps of a complete epoch; for a stream, the steps that were recorded."""
+        if self._description.n is None:
+            return int(records["step"].max()) + 1 if len(records) else 0
+        return steps_per_epoch(self._description.n, self._description.global_batch, self._description.drop_last)
 
+    def _check_epoch(self, epoch: int, records: Records, start: int, stop: int) -> None:
+        """Check one epoch in which all steps from `start` to `stop` - 1 must be recorded."""
+        n, batch, counting = self._description.n, self._description.global_batch, _counting(records)
+        end = _end_position(counting) if n is None else min(n, self._steps_in_epoch(counting) * batch)
+        missing, repeated = find_gaps(*_ranges(counting), min(start * batch, end), min(stop * batch, end))
+        where = f"epoch {epoch}"
+        self._check_weights(where, records, epoch)
+        self._check_steps(counting, epoch, end)
+        if missing.total:
+            step = missing.head(1)[0] // batch
+            generation = self._generation_of(epoch, step)
+            absent = _absent_ranks(generation, records[records["step"] == step])
+            who = f"{format_ranks(absent)} recorded nothing" if absent else "every rank recorded something"
+            detail = f"; {who} in step {step} (generation {generation.number}, {generation.world_size} ranks)"
+            self._add_fault("never counted", where, missing, epoch, absent, detail)
+        self._check_repeated(where, counting, repeated, epoch)
+        if n is None and len(records) and stop >= 1:
+            # The number of samples in the last step of a stream is unknown, but every rank must have recorded it.
+            absent = _absent_ranks(self._generation_of(epoch, stop - 1), records[records["step"] == stop - 1])
+            if absent:
+                text = f"{where}: {format_ranks(absent)} recorded nothing in step {stop - 1}, the last of the stream"
+                self._faults.append(Fault("never counted", text, epoch, steps=(stop - 1,), ranks=absent))
 
-def _checked_until(
-    ledger: Ledger, live: Records, checker: RecordChecker, faults: list[Fault], notes: list[str]
-) -> Position:
-    """Return the position before which everything must be recorded."""
-    last = ledger.generations[-1]
-    recorded = _recorded_until(live, last)
-    newest_epoch, newest_step = max(recorded)
-    reached = _normalized(recorded, newest_epoch, live, checker)
-    slowest, fastest = min(reached), max(reached)
-    if last.succeeded or slowest == fastest:
-        return fastest
-    behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
-    progress = f"{format_ranks(behind)} recorded up to {_format(slowest)}, others up to {_format(fastest)}"
-    if slowest[0] == newest_epoch and newest_step - slowest[1] <= BUFFER_RECORDS:
-        notes.append(f"{progress}: steps that all ranks have recorded are checked")
-        return slowest
-    text = f"{progress}: the file is truncated, or the rank stopped long before the others"
-    faults.append(Fault("truncated file", text, ranks=behind))
-    return max(slowest, (newest_epoch, 0))
+    def _generation_of(self, epoch: int, step: int) -> Generation:
+        """Return the generation whose records of a step count."""
+        return next(g for g in reversed(self._generations) if g.start <= (epoch, step))
+
+    def _check_steps(self, counting: Records, epoch: int, end: int) -> None:
+        first, count = _ranges(counting)
+        batch, step = self._description.global_batch, counting["step"].astype(np.int64)
+        low, high = step * batch, np.minimum((step + 1) * batch, end)
+        wrong = np.flatnonzero((first < low) | (first + count > high))
+        if not wrong.size:
+            return
+        at = int(wrong[0])
+        allowed = (
+            f"has {low[at]} to {high[at] - 1}" if low[at] < high[at] else f"an epoch of {end} samples does not have"
+        )
+        text = (
+            f"epoch {epoch}: {wrong.size} record(s) in the wrong step: rank {int(counting['rank'][at])} counted "
+            f"positions {first[at]} to {first[at] + count[at] - 1} in step {int(step[at])}, which {allowed}"
+        )
+        ranks = tuple(np.unique(counting["rank"][wrong]).tolist())
+        steps = tuple(np.unique(step[wrong])[:_SHOWN].tolist())
+        self._faults.append(Fault("wrong step", text, epoch, int(count[wrong].sum()), steps=steps, ranks=ranks))
+
+    # Evaluation
+
+    def _check_evaluations(self) -> list[EvaluationReport]:
+        generations = {generation.number: generation for generation in self._generations}
+        records = np.concatenate([self._ledger.evaluated, self._ledger.evaluation_ends])
+        keys = (records["generation"].astype(np.int64) << 32) + records["epoch"]
+        order = np.argsort(keys, kind="stable")
+        keys, starts = np.unique(keys[order], return_index=True)
+        groups = zip(keys.tolist(), np.split(records[order], starts[1:]), strict=False)
+        reports, finished_later = list[EvaluationReport](), set[int]()
+        # From last to first: if all ranks finished an evaluation, then the records before it were written too.
+        for key, group in reversed(list(groups)):
+            generation, number = generations.get(key >> 32), key & 0xFFFFFFFF
+            if generation is None:
+                continue
+            evaluated = group[group["kind"] == RecordKind.EVALUATED]
+            finished = np.unique(group["rank"][group["kind"] == RecordKind.EVALUATION_END])
+            complete = len(finished) >= generation.world_size
+            later = generation.succeeded or generation.number in finished_later
+            if complete:
+                finished_later.add(generation.number)
+            reports.insert(0, EvaluationReport(generation.number, number, complete, _count_samples(evaluated)))
+            self._check_evaluation(generation, number, evaluated, complete or (len(finished) > 0 and later))
+        return reports
+
+    def _check_evaluation(self, generation: Generation, number: int, records: Records, must_be_complete: bool) -> None:
+        """Check one evaluation; missing samples are a fault only if it must be complete."""
+        where, counting = f"evaluation {number} of generation {generation.number}", _counting(records)
+        end = _end_position(counting) if self._description.n is None else self._description.n
+        missing, repeated = find_gaps(*_ranges(counting), 0, end if must_be_complete else 0)
+        self._check_weights(where, records, None)
+        if missing.total:
+            absent = _absent_ranks(generation, records)
+            detail = f"; {format_ranks(absent)} recorded nothing in it" if absent else ""
+            self._add_fault("never counted", where, missing, None, absent, detail)
+        self._check_repeated(where, counting, repeated, None)
+
+    # Both
+
+    def _check_weights(self, where: str, records: Records, epoch: int | None) -> None:
+        wrong = records[(records["weight"] != 0) & (records["weight"] != 1)]
+        if len(wrong):
+            first, count = _ranges(wrong)
+            ranks = tuple(np.unique(wrong["rank"]).tolist())
+            detail = f"; the first has weight {wrong['weight'][0]} instead of 1; by {format_ranks(ranks)}"
+            self._add_fault("wrong weight", where, Ranges(first, first + count), epoch, ranks, detail)
+
+    def _check_repeated(self, where: str, counting: Records, repeated: "Ranges", epoch: int | None) -> None:
+        if not repeated.total:
+            return
+        ranks = set[int]()
+        first, count = _ranges(counting)
+        for start, stop in zip(repeated.start[:_SHOWN], repeated.stop[:_SHOWN], strict=True):
+            ranks |= set(counting["rank"][(first < stop) & (first + count > start)].tolist())
+        by = tuple(sorted(ranks))
+        self._add_fault("counted more than once", where, repeated, epoch, by, f"; by {format_ranks(by)}")
+
+    def _add_fault(
+        self, kind: FaultKind, where: str, ranges: "Ranges", epoch: int | None, ranks: tuple[int, ...], detail: str
+    ) -> None:
+        positions, total = ranges.head(_SHOWN), ranges.total
+        samples = self._samples(positions, epoch)
+        steps = () if epoch is None else tuple(dict.fromkeys(p // self._description.global_batch for p in positions))
+        listed = ", ".join(map(str, samples or positions)) + (", ..." if total > len(positions) else "")
+        noun = ("sample" if samples else "position") + ("s" if total > 1 else "")
+        in_steps = f" in {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}" if steps else ""
+        problem = "with a wrong weight" if kind == "wrong weight" else kind
+        text = f"{where}: {total} {noun} {problem}: {listed}{in_steps}{detail}"
+        self._faults.append(Fault(kind, text, epoch, total, positions, samples, steps, ranks))
+
+    def _samples(self, positions: tuple[int, ...], epoch: int | None) -> tuple[int, ...]:
+        """Return the dataset indices at these positions; in an evaluation they are the positions themselves."""
+        description = self._description
+        if description.n is None or any(position >= description.n for position in positions):
+            return ()
+        if epoch is None:
+            return positions
+        if description.weighted:
+            return ()
+        order = SampleOrder(description.n, description.seed, description.shuffle)
+        return tuple(order.at(epoch, np.array(positions, dtype=np.int64)).tolist())
 
 
 def _recorded_until(live: Records, last: Generation) -> list[Position]:
@@ -195,16 +344,6 @@ def _recorded_until(live: Records, last: Generation) -> list[Position]:
         if rank < last.world_size:
             found[rank] = max(found[rank], position)
     return found
-
-
-def _normalized(recorded: list[Position], newest_epoch: int, live: Records, checker: RecordChecker) -> list[Position]:
-    """Return the same positions, with the end of an epoch as step 0 of the next one.
-
-    The last step of a stream is known only once some rank has recorded a later epoch.
-    """
-    epochs = {epoch for epoch, _ in recorded if checker.description.n is not None or epoch < newest_epoch}
-    steps = {epoch: checker.steps_in_epoch(live[live["epoch"] == epoch]) for epoch in epochs}
-    return [(epoch + 1, 0) if step >= steps.get(epoch, step + 1) else (epoch, step) for epoch, step in recorded]
 
 
 def _format(position: Position) -> str:
@@ -220,39 +359,67 @@ def _position_numbers(records: Records) -> npt.NDArray[np.int64]:
     return (records["epoch"].astype(np.int64) << _STEP_BITS) + records["step"].astype(np.int64)
 
 
-# Evaluation
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of positions, one per row of the two arrays."""
+
+    start: _Positions
+    stop: _Positions
+
+    @property
+    def total(self) -> int:
+        """The number of positions in all ranges."""
+        return int((self.stop - self.start).sum())
+
+    def head(self, limit: int) -> tuple[int, ...]:
+        """Return the first positions."""
+        found: list[int] = []
+        for start, stop in zip(self.start[:limit].tolist(), self.stop[:limit].tolist(), strict=True):
+            found += range(start, min(stop, start + limit - len(found)))
+        return tuple(found)
 
 
-def _check_evaluations(ledger: Ledger, checker: RecordChecker, faults: list[Fault]) -> list[EvaluationReport]:
-    generations = {generation.number: generation for generation in ledger.generations}
-    finished_later = set[int]()
-    reports = list[EvaluationReport]()
-    # From last to first: if all ranks finished an evaluation, then the records before it were written too.
-    for generation_number, number, records, ends in _group_evaluations(ledger):
-        generation = generations.get(generation_number)
-        if generation is None:
-            continue
-        finished = np.unique(ends["rank"])
-        complete = len(finished) >= generation.world_size
-        later = generation.succeeded or generation_number in finished_later
-        if complete:
-            finished_later.add(generation_number)
-        reports.insert(0, EvaluationReport(generation_number, number, complete, count_samples(records)))
-        faults += checker.check_evaluation(generation, number, records, complete or (len(finished) > 0 and later))
-    return reports
+def find_gaps(first: _Positions, count: _Positions, start: int, stop: int) -> tuple[Ranges, Ranges]:
+    """Return (missing, repeated) positions of ranges that should cover start to stop - 1 exactly once.
+
+    Repeated positions are found outside of start to stop too. A position that is in three ranges is repeated twice.
+
+    >>> missing, repeated = find_gaps(np.array([0, 3, 4]), np.array([2, 2, 4]), start=0, stop=10)
+    >>> missing.head(9), repeated.head(9)
+    ((2, 8, 9), (4,))
+    """
+    order = np.argsort(first, kind="stable")
+    begins = first[order]
+    ends = begins + count[order]
+    furthest = np.maximum.accumulate(ends)
+    covered = np.clip(np.concatenate([[start], furthest]), start, stop)
+    nexts = np.clip(np.concatenate([begins, [stop]]), start, stop)
+    gap = nexts > covered
+    again = np.flatnonzero(begins[1:] < furthest[:-1]) + 1
+    missing = Ranges(covered[gap], nexts[gap])
+    return missing, Ranges(begins[again], np.minimum(ends[again], furthest[again - 1]))
 
 
-def _group_evaluations(ledger: Ledger) -> Iterator[tuple[int, int, Records, Records]]:
-    """Yield (generation, number, records, end records) of each evaluation, the last one first."""
-    records, record_keys = _sort_by_evaluation(ledger.evaluated)
-    ends, end_keys = _sort_by_evaluation(ledger.evaluation_ends)
-    for key in np.unique(np.concatenate([record_keys, end_keys]))[::-1].tolist():
-        own = slice(*np.searchsorted(record_keys, [key, key + 1]))
-        own_ends = slice(*np.searchsorted(end_keys, [key, key + 1]))
-        yield key >> 32, key & 0xFFFFFFFF, records[own], ends[own_ends]
+def _count_samples(records: Records) -> int:
+    """Return how many samples these records counted."""
+    return int(_counting(records)["count"].sum(dtype=np.int64))
 
 
-def _sort_by_evaluation(records: Records) -> tuple[Records, npt.NDArray[np.int64]]:
-    keys = (records["generation"].astype(np.int64) << 32) + records["epoch"]
-    order = np.argsort(keys, kind="stable")
-    return records[order], keys[order]
+def _counting(records: Records) -> Records:
+    """Return the records that are not padding."""
+    return records[(records["weight"] > 0) & (records["count"] > 0)]
+
+
+def _ranges(records: Records) -> tuple[_Positions, _Positions]:
+    return records["first"].astype(np.int64), records["count"].astype(np.int64)
+
+
+def _end_position(counting: Records) -> int:
+    first, count = _ranges(counting)
+    return int((first + count).max()) if len(counting) else 0
+
+
+def _absent_ranks(generation: Generation, records: Records) -> tuple[int, ...]:
+    """Return the ranks of a generation that have none of these records."""
+    present = set(records["rank"].tolist())
+    return tuple(rank for rank in range(generation.world_size) if rank not in present)

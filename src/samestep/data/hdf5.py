@@ -56,8 +56,7 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
         self._file: Any = None
         self._columns: tuple[Any, ...] = ()
         # Errors are raised here, on the user's line, and not later in a worker.
-        file, _ = _open(self._path, self._keys)
-        self._length = _common_length(file, self._path, self._keys)
+        file, _, self._length = _open(self._path, self._keys)
         file.close()
 
     def __init_subclass__(cls) -> None:
@@ -77,7 +76,9 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[object, ...]]:
         """Return the samples of these indices in their order; consecutive rows are read at once."""
         checked = [self._check_index(index) for index in indices]
-        runs = _consecutive_runs(sorted(set(checked)))
+        rows = np.unique(checked)
+        parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+        runs = [(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
         columns = [self._read_rows(column, runs) for column in range(len(self._keys))]
         # Each sample gets its own memory: a view would keep all rows read with it, and send them to the parent.
         return [tuple(_convert(column[index]) for column in columns) for index in checked]
@@ -117,8 +118,7 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
     def _ensure_open(self) -> None:
         if self._file is not None:
             return
-        file, columns = _open(self._path, self._keys)
-        length = _common_length(file, self._path, self._keys)
+        file, columns, length = _open(self._path, self._keys)
         if length != self._length:
             file.close()
             raise DataError(f"{self._path} had {self._length} samples and now has {length}: start the run again")
@@ -140,12 +140,17 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _open(path: Path, keys: tuple[str, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the open file and, for each key, what to slice: an h5py dataset, or a view of it that decodes strings."""
+def _open(path: Path, keys: tuple[str, ...]) -> tuple[Any, tuple[Any, ...], int]:
+    """Return the open file, for each key an h5py dataset or a view of it that decodes strings, and their length."""
     h5py = require_h5py()
     file = _open_file(h5py, path)
     try:
-        return file, tuple(_open_column(h5py, file, path, key) for key in keys)
+        columns = tuple(_open_column(h5py, file, path, key) for key in keys)
+        lengths = {key: len(column) for key, column in zip(keys, columns, strict=True)}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+            raise DataError(f"the datasets of {path} differ in length: {listed}; each must have one row per sample")
+        return file, columns, lengths[keys[0]]
     except BaseException:
         file.close()
         raise
@@ -166,20 +171,18 @@ def _open_file(h5py: ModuleType, path: Path) -> Any:
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: check the path, and that this node has it") from error
     except OSError as error:
-        if "locking flag" in str(error):
+        problem = str(error)
+        if "locking flag" in problem:
             # HDF5 requires one locking mode for all handles of a process, and here the user's own handle came first.
             return h5py.File(path, "r")
-        raise DataError(f"{path} cannot be opened: {_open_problem(path, error)}") from error
-
-
-def _open_problem(path: Path, error: OSError) -> str:
-    if path.is_dir():
-        return "it is a folder: name the file in it"
-    if "truncated" in str(error):
-        return f"it is truncated ({error}): copy or write it again"
-    if "signature not found" in str(error):
-        return f"it is not an HDF5 file ({path.stat().st_size} bytes without the HDF5 signature): name another file"
-    return str(error)
+        if path.is_dir():
+            problem = "it is a folder: name the file in it"
+        elif "truncated" in problem:
+            problem = f"it is truncated ({error}): copy or write it again"
+        elif "signature not found" in problem:
+            size = path.stat().st_size
+            problem = f"it is not an HDF5 file ({size} bytes without the HDF5 signature): name another file"
+        raise DataError(f"{path} cannot be opened: {problem}") from error
 
 
 def _open_column(h5py: ModuleType, file: Any, path: Path, key: str) -> Any:
@@ -209,14 +212,6 @@ def _cache_settings(shape: tuple[int, ...], chunks: tuple[int, ...] | None, item
     return 10 * (size // chunk) + 1, size, 0.0
 
 
-def _common_length(file: Any, path: Path, keys: tuple[str, ...]) -> int:
-    lengths = {key: int(file[key].shape[0]) for key in keys}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
-        raise DataError(f"the datasets of {path} differ in length: {listed}; each must have one row per sample")
-    return lengths[keys[0]]
-
-
 def _list_datasets(h5py: ModuleType, group: Any) -> str:
     paths: list[str] = []
     group.visit(paths.append)
@@ -225,17 +220,6 @@ def _list_datasets(h5py: ModuleType, group: Any) -> str:
         return "none"
     more = len(names) - _KEYS_SHOWN
     return ", ".join(repr(name) for name in names[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _consecutive_runs(indices: list[int]) -> list[tuple[int, int]]:
-    """Return ascending indices as (start, stop) of runs of consecutive ones."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
 
 
 def _convert(value: object) -> object:

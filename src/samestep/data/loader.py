@@ -11,13 +11,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from numbers import Integral
 from types import FrameType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -121,39 +121,22 @@ class _KeyedDataset:
     rank: int
 
     def __getitems__(self, request: BatchRequest) -> list[object]:
-        read_batch = getattr(self.dataset, "__getitems__", None)
-        indices = request.indices.tolist()
-        if not callable(read_batch) or not _reads_batches(self.dataset):
-            return self._read_one_by_one(indices, request)
-        try:
-            with SampleContext(self.seed, request.epoch, None, request.setting):
-                return list(cast("Iterable[object]", read_batch(indices)))
-        except Exception as error:
-            raise self._read_error(f"one of the samples {indices}", error) from error
-
-    def _read_one_by_one(self, indices: list[int], request: BatchRequest) -> list[object]:
+        dataset: Any = self.dataset
+        innermost, indices, index = dataset, request.indices.tolist(), None
+        while isinstance(innermost, Subset):  # torch's Subset has `__getitems__` in any case
+            innermost = innermost.dataset
         samples: list[object] = []
-        index = -1
         try:
-            with SampleContext(self.seed, request.epoch, index, request.setting) as context:
+            with SampleContext(self.seed, request.epoch, None, request.setting) as context:
+                if callable(getattr(innermost, "__getitems__", None)):
+                    return list(dataset.__getitems__(indices))
                 for index in indices:
                     context.move_to(index)
-                    samples.append(self.dataset[index])
+                    samples.append(dataset[index])
         except Exception as error:
-            raise self._read_error(f"sample {index}", error) from error
+            which = f"one of the samples {indices}" if index is None else f"sample {index}"
+            raise sample_error(f"{which} could not be read", self.rank, error) from error
         return samples
-
-    def _read_error(self, what: str, error: Exception) -> SampleError:
-        return SampleError(
-            f"{what} could not be read on rank {self.rank}, {worker_name()}: {type(error).__name__}: {error}"
-        )
-
-
-def _reads_batches(dataset: object) -> bool:
-    """Return whether a dataset reads many samples at once; torch's Subset has `__getitems__` in any case."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
 
 
 @dataclass(frozen=True)
@@ -168,18 +151,22 @@ class _Collate:
             batch = self.collate_fn(samples)
         except Exception as error:
             raise DataError(
-                f"collate_fn could not make a batch of {len(samples)} samples on rank {self.rank}, {worker_name()}: "
-                f"{type(error).__name__}: {error} (if the samples differ in shape, pass run.shard a collate_fn= that "
-                "pads them)"
+                f"collate_fn could not make a batch of {len(samples)} samples {_cause(self.rank, error)} (if the "
+                "samples differ in shape, pass run.shard a collate_fn= that pads them)"
             ) from error
         list_tensors(batch)  # raises here, in the worker that made it, if the batch is not a tree of tensors
         return batch
 
 
-def worker_name() -> str:
-    """Return where this code runs, for an error message."""
+def sample_error(problem: str, rank: int, error: Exception) -> SampleError:
+    """Return the error of a sample that could not be read, with the rank and the worker."""
+    return SampleError(f"{problem} {_cause(rank, error)}")
+
+
+def _cause(rank: int, error: Exception) -> str:
     info = get_worker_info()
-    return "in the training process" if info is None else f"worker {info.id}"
+    worker = "in the training process" if info is None else f"worker {info.id}"
+    return f"on rank {rank}, {worker}: {type(error).__name__}: {error}"
 
 
 def choose_num_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:

@@ -54,8 +54,7 @@ class Partition:
     _end: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        end = steps_per_epoch(self.n, self.global_batch, self.drop_last) * self.global_batch
-        object.__setattr__(self, "_end", min(end, self.n))
+        object.__setattr__(self, "_end", min(self.steps * self.global_batch, self.n))
         _check_rank(self.rank, self.world_size)
         if self.micro_batch is not None and self.micro_batch < 1:
             raise DataError(
@@ -89,9 +88,9 @@ class Partition:
 
     def read_range(self, step: int) -> PositionRange:
         """Return the positions that this rank reads: its slice or, if that is empty, the step's first, for padding."""
-        first, last = self.positions(step)
-        start, stop = split_evenly(last - first, self.world_size, self.rank)
-        return (first + start, first + stop) if start < stop else (first, first + 1)
+        start, stop = self.slice(step)
+        first = step * self.global_batch
+        return (start, stop) if start < stop else (first, first + 1)
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return (number of micro-batches, rows in each) of a step, the same on every rank."""
@@ -120,7 +119,7 @@ class EvaluationPartition:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        _check_sizes(self.n, 1)
+        check_sizes(self.n)
         _check_rank(self.rank, self.world_size)
         if self.rows < 1:
             raise DataError(
@@ -149,8 +148,7 @@ class EvaluationPartition:
             )
         start, stop = self.slice
         if self.lockstep:
-            count, rows = self._shape
-            return _micro_batch(self.slice, count, rows, k, start if start < stop else 0)
+            return _micro_batch(self.slice, *self._shape, k, start if start < stop else 0)
         first = start + k * self.rows
         return MicroBatchRows(first, min(first + self.rows, stop), padding=0, padding_position=first)
 
@@ -172,7 +170,7 @@ def split_evenly(n: int, parts: int, k: int) -> PositionRange:
 
 def steps_per_epoch(n: int, global_batch: int, drop_last: bool) -> int:
     """Return the steps in an epoch of n samples; `drop_last` leaves out a last step that is smaller than the others."""
-    _check_sizes(n, global_batch)
+    check_sizes(n, global_batch)
     if not drop_last:
         return -(-n // global_batch)
     if n < global_batch:
@@ -196,7 +194,8 @@ def _micro_batch(own: PositionRange, count: int, rows: int, k: int, padding_posi
     return MicroBatchRows(start, stop, rows - (stop - start), start if start < stop else padding_position)
 
 
-def _check_sizes(n: int, global_batch: int) -> None:
+def check_sizes(n: int, global_batch: int = 1) -> None:
+    """Raise `DataError` if a dataset of n samples is empty, or if a step would be."""
     if n < 1:
         raise DataError(f"the dataset is empty: it has {n} samples and needs at least 1; check what it reads from")
     if global_batch < 1:

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from samestep.data.partition import check_sizes
 from samestep.errors import DataError
 
 TABLE_LIMIT: Final = 1 << 20
@@ -26,6 +27,7 @@ _SHUFFLE, _DRAW = 1, 2  # the first word of a key says what the key is for; samp
 
 _Indices = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float64]
+_Permutation = Callable[[_Indices], _Indices]  # from positions to the elements at them
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +49,10 @@ class SampleOrder:
     shuffle: bool = False
     weights: _Weights | None = None  # one number >= 0 per sample; they need not add up to 1
     _cumulative: _Weights | None = field(init=False, repr=False, default=None)
-    _permutations: dict[int, "FeistelPermutation | _TablePermutation"] = field(
-        init=False, repr=False, default_factory=dict
-    )
+    _permutations: dict[int, "_Permutation"] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise DataError(
-                f"the dataset is empty: it has {self.n} samples and needs at least 1; check what it reads from"
-            )
+        check_sizes(self.n)
         if self.n > MAX_SAMPLES:
             raise DataError(
                 f"the dataset reports {self.n} samples, and samestep supports at most {MAX_SAMPLES}: check its __len__"
@@ -86,18 +83,15 @@ class SampleOrder:
             return _draw_weighted(self._cumulative, key64(_DRAW, self.seed, epoch), positions)
         if not self.shuffle:
             return positions.astype(np.int64)
-        return self._permutation(epoch).at(positions)
-
-    def _permutation(self, epoch: int) -> "FeistelPermutation | _TablePermutation":
         permutation = self._permutations.get(epoch)
         if permutation is None:
             key = key64(_SHUFFLE, self.seed, epoch)
-            make = _TablePermutation if self.n <= TABLE_LIMIT else FeistelPermutation
-            permutation = make(self.n, key)
+            small = self.n <= TABLE_LIMIT
+            permutation = _table_permutation(self.n, key) if small else FeistelPermutation(self.n, key).at
             for oldest in list(self._permutations)[: 1 - _CACHED_EPOCHS]:
                 self._permutations.pop(oldest, None)
             self._permutations[epoch] = permutation
-        return permutation
+        return permutation(positions)
 
 
 class OrderReader:
@@ -193,32 +187,26 @@ def _draw_weighted(cumulative: _Weights, key: int, positions: _Indices) -> _Indi
 # The two permutations
 
 
-class _TablePermutation:
-    """A permutation of 0..n-1, stored as an array: the indices sorted by a keyed hash."""
-
-    def __init__(self, n: int, key: int) -> None:
-        # Hash and index share one 64-bit word: ties are broken by index, so every version of numpy sorts the same way.
-        bits = (n - 1).bit_length()
-        index = np.arange(n, dtype=np.uint64)
-        words = keyed_words(key, index)
-        words >>= np.uint64(bits)
-        words <<= np.uint64(bits)
-        words |= index
-        # numpy sorts 16-bit keys by radix; after that pass `words` is nearly sorted, which halves the time of the sort.
-        words = words[np.argsort((words >> np.uint64(48)).astype(np.uint16), kind="stable")]
-        words.sort(kind="stable")
-        words &= np.uint64((1 << bits) - 1)
-        self._elements = words.astype(np.uint32)
-
-    def at(self, positions: _Indices) -> _Indices:
-        """Return the elements at these positions."""
-        return self._elements[positions].astype(np.int64)
+def _table_permutation(n: int, key: int) -> _Permutation:
+    """Return a permutation of 0..n-1 that is stored as an array: the indices sorted by a keyed hash."""
+    # Hash and index share one 64-bit word: ties are broken by index, so every version of numpy sorts the same way.
+    bits = (n - 1).bit_length()
+    index = np.arange(n, dtype=np.uint64)
+    words = keyed_words(key, index)
+    words >>= np.uint64(bits)
+    words <<= np.uint64(bits)
+    words |= index
+    # numpy sorts 16-bit keys by radix; after that pass `words` is nearly sorted, which halves the time of the sort.
+    words = words[np.argsort((words >> np.uint64(48)).astype(np.uint16), kind="stable")]
+    words.sort(kind="stable")
+    words &= np.uint64((1 << bits) - 1)
+    elements = words.astype(np.uint32)
+    return lambda positions: elements[positions].astype(np.int64)
 
 
 _Words = npt.NDArray[np.uint32]
-_WideWords = npt.NDArray[np.uint64]
 _RoundKeys = tuple[_Words, _Words, _Words]
-_Scratch = tuple[_Words, _WideWords]
+_Scratch = tuple[_Words, npt.NDArray[np.uint64]]
 
 
 class FeistelPermutation:
@@ -242,7 +230,11 @@ class FeistelPermutation:
     def at(self, positions: _Indices) -> _Indices:
         """Return the elements at these positions, each of which must be in 0..n-1."""
         elements = np.empty(positions.size, dtype=np.int64)
-        scratch = self._take_scratch()
+        try:
+            # Arrays that no other thread uses; reused ones if possible, since new pages would double the cost.
+            scratch = self._idle.pop()
+        except IndexError:
+            scratch = np.empty((4, self.BLOCK), dtype=np.uint32), np.empty(self.BLOCK, dtype=np.uint64)
         for first in range(0, positions.size, self.BLOCK):
             block = elements[first : first + self.BLOCK]
             self._run_network(positions[first : first + self.BLOCK], block, scratch)
@@ -255,19 +247,13 @@ class FeistelPermutation:
         self._idle.append(scratch)
         return elements
 
-    def _take_scratch(self) -> _Scratch:
-        """Return arrays that no other thread uses; reused ones if possible, since new pages would double the cost."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return np.empty((4, self.BLOCK), dtype=np.uint32), np.empty(self.BLOCK, dtype=np.uint64)
-
     def _run_network(self, positions: _Indices, elements: _Indices, scratch: _Scratch) -> None:
         """Fill `elements` with the result of one pass over `positions`; both may be the same array."""
         # In place throughout: allocating an array for each operation would cost more than the operation.
         upper, lower, word, temporary = scratch[0][:, : positions.size]
         wide = scratch[1][: positions.size]
-        shift, high, half, high_wide = _word(32 - self._bits), _word(self._high), _wide_word(32), _wide_word(self._high)
+        shift, high = _word(32 - self._bits), _word(self._high)
+        half, high_wide = np.array(32, dtype=np.uint64), np.array(self._high, dtype=np.uint64)
         np.copyto(lower, positions, casting="unsafe")
         np.bitwise_and(lower, _word((1 << self._bits) - 1), out=lower)
         np.right_shift(positions, self._bits, out=elements)
@@ -311,10 +297,6 @@ def _hash(half: _Words, keys: _RoundKeys, word: _Words, temporary: _Words) -> No
 def _word(number: int) -> _Words:
     """Return a constant as a 0-d array: numpy operations take it twice as fast as a scalar."""
     return np.array(number, dtype=np.uint32)
-
-
-def _wide_word(number: int) -> _WideWords:
-    return np.array(number, dtype=np.uint64)
 
 
 _FIFTEEN: Final = _word(15)

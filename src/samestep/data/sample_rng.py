@@ -44,12 +44,19 @@ def sample_rng() -> torch.Generator:
     >>> with SampleContext(seed=0, epoch=0, index=3):
     ...     crop = torch.randint(0, 8, (2,), generator=sample_rng())
     """
-    return _current_context("sample_rng()").torch_rng()
+    context, index = _current_sample("sample_rng()")
+    if context.torch_rng is None:
+        context.torch_rng = torch.Generator().manual_seed(generator_seed(context.seed, context.epoch, index))
+    return context.torch_rng
 
 
 def sample_numpy_rng() -> np.random.Generator:
-    """Return the numpy generator of the sample being read; repeated calls for one sample return the same generator."""
-    return _current_context("sample_numpy_rng()").numpy_rng()
+    """Return the numpy generator of the sample being read, which is independent of its torch generator."""
+    context, index = _current_sample("sample_numpy_rng()")
+    if context.numpy_rng is None:
+        key = np.array([sample_key(context.seed, context.epoch, index), _NUMPY_STREAM], dtype=np.uint64)
+        context.numpy_rng = np.random.Generator(np.random.Philox(key=key))
+    return context.numpy_rng
 
 
 def epoch_setting() -> object:
@@ -75,12 +82,12 @@ class SampleContext:
     With `index=None` many samples are read at once by `__getitems__`: there is a setting, but no generator.
     """
 
-    __slots__ = ("_numpy_rng", "_token", "_torch_rng", "epoch", "index", "seed", "setting")
+    __slots__ = ("_token", "epoch", "index", "numpy_rng", "seed", "setting", "torch_rng")
 
     def __init__(self, seed: int, epoch: int, index: int | None, setting: object = NO_SETTING) -> None:
         self.seed, self.epoch, self.index, self.setting = seed, epoch, index, setting
-        self._torch_rng: torch.Generator | None = None
-        self._numpy_rng: np.random.Generator | None = None
+        self.torch_rng: torch.Generator | None = None
+        self.numpy_rng: np.random.Generator | None = None
         self._token: Token[SampleContext | None] | None = None
 
     def __enter__(self) -> Self:
@@ -94,29 +101,7 @@ class SampleContext:
     def move_to(self, index: int) -> None:
         """Use this context for another sample; a batch then needs one `with` block instead of one per sample."""
         self.index = index
-        self._torch_rng = self._numpy_rng = None
-
-    def torch_rng(self) -> torch.Generator:
-        """Return the torch generator of the sample, on the CPU."""
-        if self._torch_rng is None:
-            seed = generator_seed(self.seed, self.epoch, self._require_index("sample_rng()"))
-            self._torch_rng = torch.Generator().manual_seed(seed)
-        return self._torch_rng
-
-    def numpy_rng(self) -> np.random.Generator:
-        """Return the numpy generator of the sample, independent of the torch generator."""
-        if self._numpy_rng is None:
-            key = sample_key(self.seed, self.epoch, self._require_index("sample_numpy_rng()"))
-            self._numpy_rng = np.random.Generator(np.random.Philox(key=np.array([key, _NUMPY_STREAM], dtype=np.uint64)))
-        return self._numpy_rng
-
-    def _require_index(self, caller: str) -> int:
-        if self.index is None:
-            raise DataError(
-                f"{caller} was called in a dataset's __getitems__, which reads many samples, but a generator belongs "
-                "to one sample: call it in __getitem__, and remove __getitems__ from the dataset"
-            )
-        return self.index
+        self.torch_rng = self.numpy_rng = None
 
 
 _CONTEXT: ContextVar[SampleContext | None] = ContextVar("samestep_sample_context", default=None)
@@ -131,6 +116,16 @@ def _current_context(caller: str) -> SampleContext:
             "seed=0, epoch=0, index=3): dataset[3]"
         )
     return context
+
+
+def _current_sample(caller: str) -> tuple[SampleContext, int]:
+    context = _current_context(caller)
+    if context.index is None:
+        raise DataError(
+            f"{caller} was called in a dataset's __getitems__, which reads many samples, but a generator belongs to "
+            "one sample: call it in __getitem__, and remove __getitems__ from the dataset"
+        )
+    return context, context.index
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:

@@ -20,47 +20,33 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, count
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Final
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from samestep.data.loader import worker_name
+from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
 from samestep.data.sample_rng import SampleContext
-from samestep.errors import DataError, SampleError, StateError
+from samestep.errors import DataError, StateError
 from samestep.messages import info
 
 
-class Sharded(Protocol):
-    """A stream of shards that can be read separately."""
-
-    num_shards: int
-
-    def shard(self, index: int) -> Iterable[object]:
-        """Return shard number `index`, from its beginning."""
-        ...
-
-
-def is_sharded(dataset: object) -> TypeGuard[Sharded]:
+def is_sharded(dataset: Any) -> bool:
     """Return whether a dataset has `num_shards` and `shard(i)`; a `shard` with more arguments does not count."""
-    shard = getattr(dataset, "shard", None)
-    if not hasattr(dataset, "num_shards") or not callable(shard):
-        return False
     try:
-        inspect.signature(shard).bind(0)
-    except TypeError:
+        inspect.signature(dataset.shard).bind(0)
+        return hasattr(dataset, "num_shards")
+    except (AttributeError, TypeError):
         return False
-    return True
 
 
 def _is_stateful(dataset: object) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def check_stream(dataset: object) -> None:
+def check_stream(dataset: Any) -> None:
     """Raise `DataError` if a dataset cannot be read as a stream."""
     name = type(dataset).__name__
     # torch gives every Dataset, even an IterableDataset, a __getitem__ that only raises.
@@ -95,10 +81,7 @@ _Lane = tuple[PositionRange, PositionRange, Iterator[object]]
 """A part of every step that some shards feed: its range in a step, the part of it that this rank keeps, its records."""
 
 
-class _End(Enum):
-    """A value that no stream yields."""
-
-    REACHED = "end of the stream"
+_END: Final = object()  # a value that no stream yields
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +167,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             if ends:
                 return
 
-    def _read_by_shards(self, dataset: Sharded, worker: int, workers: int) -> Iterator[StreamStep]:
+    def _read_by_shards(self, dataset: Any, worker: int, workers: int) -> Iterator[StreamStep]:
         lanes = list(_open_lanes(dataset, self.global_batch, self.rank, self.world_size))
         padding: tuple[object, int] | None = None
         for number in count():
@@ -208,7 +191,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             samples += kept
         return total, positions, samples
 
-    def _first_record(self, dataset: Sharded) -> tuple[object, int] | None:
+    def _first_record(self, dataset: Any) -> tuple[object, int] | None:
         """Return the first record of any shard, for a rank whose own shards are empty."""
         records = chain.from_iterable(map(dataset.shard, range(dataset.num_shards)))
         _, kept = self._take(records, range(1), (0, 1))
@@ -226,7 +209,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             with hide_worker():
                 return iter(self.dataset)
         except Exception as error:
-            raise self._read_error("the stream could not start", position, error) from error
+            raise sample_error(f"the stream could not start at position {position}", self.rank, error) from error
 
     def _belongs_to(self, number: int, worker: int, workers: int) -> bool:
         return number >= self.start_step and (number - self.start_step) % workers == worker
@@ -238,13 +221,13 @@ class StreamPartition(IterableDataset[StreamStep]):
             with hide_worker():
                 for offset, position in enumerate(positions):
                     with SampleContext(self.seed, self.epoch, position):
-                        record = next(records, _End.REACHED)
-                    if record is _End.REACHED:
+                        record = next(records, _END)
+                    if record is _END:
                         return offset, kept
                     if keep[0] <= offset < keep[1]:
                         kept.append(record)
         except Exception as error:
-            raise self._read_error("the stream failed", position, error) from error
+            raise sample_error(f"the stream failed at position {position}", self.rank, error) from error
         return len(positions), kept
 
     def _make_step(
@@ -258,8 +241,8 @@ class StreamPartition(IterableDataset[StreamStep]):
         samples = [self._decode(record, position) for record, position in zip(records, positions, strict=True)]
         padding_sample = self._decode(*padding) if padding and not samples else None
         dataset: Any = self.dataset
-        by_position = found is not None
-        state = dataset.state_dict() if by_position and _is_stateful(dataset) and not hasattr(dataset, "seek") else None
+        stateful = found is not None and _is_stateful(dataset) and not hasattr(dataset, "seek")
+        state = dataset.state_dict() if stateful else None
         return StreamStep(number, samples, positions, found, state, padding_sample)
 
     def _decode(self, record: object, position: int) -> object:
@@ -269,15 +252,10 @@ class StreamPartition(IterableDataset[StreamStep]):
             with SampleContext(self.seed, self.epoch, position):
                 return self.decode(record)
         except Exception as error:
-            raise self._read_error("decode failed", position, error) from error
-
-    def _read_error(self, what: str, position: int, error: Exception) -> SampleError:
-        return SampleError(
-            f"{what} at position {position} on rank {self.rank}, {worker_name()}: {type(error).__name__}: {error}"
-        )
+            raise sample_error(f"decode failed at position {position}", self.rank, error) from error
 
 
-def _open_lanes(dataset: Sharded, global_batch: int, rank: int, world_size: int) -> Iterator[_Lane]:
+def _open_lanes(dataset: Any, global_batch: int, rank: int, world_size: int) -> Iterator[_Lane]:
     """Yield the lanes from which this rank keeps records."""
     lanes = min(dataset.num_shards, global_batch)
     low, high = split_evenly(global_batch, world_size, rank)

@@ -5,13 +5,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.rank_status import RankStatus
-from samestep.errors import CommunicationError, OnceFailed, SamestepError, TeacherError
+from samestep.errors import CommunicationError, OnceFailed, TeacherError
 
 T = TypeVar("T")
 Per = Literal["run", "node"]
@@ -39,47 +39,50 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     first_ranks = {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
     runners = {0: 0} if per == "run" else first_ranks
     if world.rank in runners.values():
-        _post(comm.store, f"once/{number}/{world.rank}", _run(comm, operation, function, *args))
+        with comm.running_once(operation):
+            outcome = run_and_pickle(world.rank, function, *args)
+        _post(comm.store, f"once/{number}/{world.rank}", outcome)
     with comm.collective(operation):
         outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
     for outcome in outcomes.values():
         if outcome.error is not None:
-            _raise_on_every_rank(operation, outcome)
-    value = outcomes[runners[0 if per == "run" else world.node]].value
-    assert value is not None
-    return pickle.loads(value)
+            unpickle_outcome(operation, outcome)
+    return unpickle_outcome(operation, outcomes[runners[0 if per == "run" else world.node]])
 
 
-def run_on_every_rank(
-    comm: Communicator,
-    operation: str,
-    function: Callable[..., T],
-    *args: object,
-    error_type: type[SamestepError] = TeacherError,
-) -> T:
+def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
     """Run `function(*args)` on every rank; if it fails on some, every rank raises.
 
-    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise `error_type`.
+    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise TeacherError.
     """
+    value, failure, failures = exchange_failures(
+        comm, operation, lambda error: f"{type(error).__name__}: {error}"[:1500], function, *args
+    )
+    if failure is not None:
+        raise failure
+    for rank, text in failures.items():
+        raise TeacherError(
+            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
+        )
+    return value
+
+
+def exchange_failures(
+    comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
+) -> tuple[T, Exception | None, dict[int, str]]:
+    """Run `function(*args)`; return its value, its exception, and by rank the descriptions of all exceptions."""
     value, failure = None, None
     try:
         value = function(*args)
     except Exception as error:  # noqa: BLE001  # the other ranks must know of any failure before it propagates
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"[:1500]
-    failures = {rank: text for rank, text in enumerate(comm.exchange_objects(operation, text)) if text is not None}
-    if failure is not None:
-        raise failure
-    if failures:
-        rank, text = next(iter(failures.items()))
-        raise error_type(
-            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
-        )
-    return value  # pyright: ignore[reportReturnType]  # there was no failure, so the function has returned
+    texts = comm.exchange_objects(operation, None if failure is None else describe(failure))
+    failures = {rank: text for rank, text in enumerate(texts) if text is not None}
+    return value, failure, failures  # pyright: ignore[reportReturnType]  # there is a value, or a failure
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What the function returned or raised on the rank that ran it, pickled."""
 
     rank: int
@@ -88,13 +91,12 @@ class _Outcome:
     trace: str = ""
 
 
-def _run(comm: Communicator, operation: str, function: Callable[..., object], *args: object) -> _Outcome:
+def run_and_pickle(rank: int, function: Callable[..., object], *args: object) -> Outcome:
+    """Run `function(*args)`; return its value or its exception."""
     try:
-        with comm.running_once(operation):
-            value = function(*args)
-        return _Outcome(comm.world.rank, pickle.dumps(value), None)
+        return Outcome(rank, pickle.dumps(function(*args)), None)
     except Exception as error:  # noqa: BLE001  # every rank raises it, whatever it is
-        return _Outcome(comm.world.rank, None, _pickle_error(error), traceback.format_exc())
+        return Outcome(rank, None, _pickle_error(error), traceback.format_exc())
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -106,7 +108,10 @@ def _pickle_error(error: Exception) -> bytes:
         return b""
 
 
-def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
+def unpickle_outcome(operation: str, outcome: Outcome) -> Any:
+    """Return what the function returned, or raise what it raised."""
+    if outcome.value is not None:
+        return pickle.loads(outcome.value)
     origin = f"raised on rank {outcome.rank} in {operation}, for every rank:\n{outcome.trace}"
     if outcome.error:
         error: Exception = pickle.loads(outcome.error)
@@ -115,7 +120,7 @@ def _raise_on_every_rank(operation: str, outcome: _Outcome) -> NoReturn:
     raise OnceFailed(origin)
 
 
-def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
+def _post(store: dist.Store, key: str, outcome: Outcome) -> None:
     data = pickle.dumps(outcome)
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     for index, chunk in enumerate(chunks):
@@ -123,7 +128,7 @@ def _post(store: dist.Store, key: str, outcome: _Outcome) -> None:
     store.set(key, str(len(chunks)))
 
 
-def _await(comm: Communicator, key: str) -> _Outcome:
+def _await(comm: Communicator, key: str) -> Outcome:
     """Wait up to `start_timeout`: the function may download for minutes while all other ranks wait."""
     since, pause, seen = time.monotonic(), 0.001, dict[int, RankStatus]()
     checked = since

@@ -1,11 +1,8 @@
 """Versions and GPUs as torch and nvidia-smi report them; imports torch."""
 
-import platform
 import re
-import shutil
 import subprocess
 import warnings
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,8 +22,6 @@ def detect_software() -> Software:
         warnings.simplefilter("ignore")
         usable = torch.cuda.is_available()
     return Software(
-        python=platform.python_version(),
-        system=platform.platform(),
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip,
         cuda_error=None if usable or not torch.backends.cuda.is_built() else _cuda_error(),
@@ -42,23 +37,23 @@ def detect_gpus() -> tuple[Gpu, ...]:
     Free memory comes from nvidia-smi if it is installed: torch needs a few hundred MiB of a GPU to query it, and fails
     if another process uses all of it.
     """
-    reported = _query_memory()
-    return tuple(_gpu(index, reported) for index in range(torch.cuda.device_count()))
+    reported, gpus = _query_memory(), list[Gpu]()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        smi, capability = reported.get(_uuid(index)), (properties.major, properties.minor)
+        free = smi[1] if smi else _free_memory(index)
+        gpus.append(Gpu(index, properties.name, properties.total_memory, free, capability))
+    return tuple(gpus)
 
 
 def detect_links() -> tuple[GpuLink, ...]:
     """The links between the GPUs that this process may use; empty if nvidia-smi does not report them."""
     if torch.cuda.device_count() < 2:
         return ()
-    reported = _query_memory()
-    visible = {
-        reported[uuid][0]: index for index in range(torch.cuda.device_count()) if (uuid := _uuid(index)) in reported
-    }
-    pairs = {
-        (visible[first], visible[second]): kind
-        for (first, second), kind in parse_links(_run_smi("topo", "-m")).items()
-        if first in visible and second in visible
-    }
+    reported, indices = _query_memory(), range(torch.cuda.device_count())
+    visible = {reported[uuid][0]: index for index in indices if (uuid := _uuid(index)) in reported}
+    links = parse_links(_run_smi("topo", "-m")).items()
+    pairs = {(visible[a], visible[b]): kind for (a, b), kind in links if a in visible and b in visible}
     return tuple(GpuLink(min(pair), max(pair), kind) for pair, kind in sorted(pairs.items()))
 
 
@@ -86,18 +81,6 @@ def parse_links(text: str) -> dict[tuple[int, int], str]:
     # The matrix also has rows and columns for network cards.
     links = {(int(a[3:]), int(b[3:])): cell for a, b, cell in cells if _PAIR.fullmatch(f"{a} {b} {cell}")}
     return {pair: kind for pair, kind in links.items() if pair[0] < pair[1]}
-
-
-def _gpu(index: int, reported: Mapping[str, tuple[int, int]]) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    smi = reported.get(_uuid(index))
-    return Gpu(
-        index=index,
-        name=properties.name,
-        memory_total=properties.total_memory,
-        memory_free=smi[1] if smi else _free_memory(index),
-        capability=(properties.major, properties.minor),
-    )
 
 
 def _free_memory(index: int) -> int:
@@ -128,13 +111,8 @@ def _query_memory() -> dict[str, tuple[int, int]]:
 
 def _run_smi(*arguments: str) -> str:
     """The output of nvidia-smi; empty if it is missing or fails, since it only adds to what torch reports."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
     try:
-        done = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
-        )
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout

@@ -5,7 +5,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 from pathlib import Path
 
@@ -70,9 +70,9 @@ class Hardware:
 class Software:
     """Versions, and what torch supports."""
 
-    python: str
-    system: str
-    torch: str | None  # None if it cannot be imported
+    python: str = field(default_factory=platform.python_version)
+    system: str = field(default_factory=platform.platform)
+    torch: str | None = None  # None if it cannot be imported
     torch_error: str | None = None
     cuda: str | None = None  # of the torch build, or ROCm; None for a CPU build
     cuda_error: str | None = None  # why torch cannot use CUDA although it was built for it
@@ -109,11 +109,6 @@ def read_hardware(gpus: tuple[Gpu, ...] = (), links: tuple[GpuLink, ...] = (), r
         gpus=gpus,
         links=links,
     )
-
-
-def software_without_torch(error: str) -> Software:
-    """The versions if torch cannot be imported."""
-    return Software(platform.python_version(), platform.platform(), None, error)
 
 
 def usable_cores(installed: int, affinity: int, quota: float | None) -> Cores:

@@ -55,7 +55,7 @@ class Network:
 def read_network(environ: Mapping[str, str]) -> Network:
     """Read the interfaces; resolves the host name, which may take a while."""
     host, interfaces = socket.gethostname(), tuple(_interfaces())
-    addresses = tuple(_own_addresses(host))
+    addresses = tuple(own_addresses(host))
     return Network(
         host=host,
         host_addresses=addresses,
@@ -125,16 +125,17 @@ def _interfaces() -> Iterator[Interface]:
         yield Interface(name, addresses, up, loopback)
 
 
-def _own_addresses(host: str) -> Iterator[str]:
-    """Addresses of the host name on which this machine can listen, in the order in which gloo tries them."""
+def own_addresses(host: str, port: int | None = None) -> Iterator[str]:
+    """Addresses of a host name on which this machine can listen, in the order in which gloo tries them."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: a name such as a..b
         return
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-            except OSError:
-                continue
+        except OSError:  # an address of another machine, or in use
+            continue
         yield str(address[0])

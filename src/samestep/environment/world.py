@@ -5,7 +5,7 @@ This is the only module that reads and sets environment variables.
 
 import os
 import shlex
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,11 +165,7 @@ def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """The variables of one launcher, and what to do if they are wrong.
-
-    >>> LauncherVariables({"RANK": "3"}, ("RANK",), remedy="unset RANK").number("RANK")
-    3
-    """
+    """The variables of one launcher, and what to do if they are wrong."""
 
     environ: Mapping[str, str]
     names: tuple[str, ...]  # the variables that an error shows
@@ -193,12 +189,8 @@ class LauncherVariables:
     def port(self) -> int:
         """MASTER_PORT, or 0 if it is not set."""
         port = self.count("MASTER_PORT")
-        self.check(
-            (
-                "MASTER_PORT" in self.environ and not 0 < port < 65536,
-                f"MASTER_PORT={port} is not a port from 1 to 65535",
-            )
-        )
+        invalid = "MASTER_PORT" in self.environ and not 0 < port < 65536
+        self.check((invalid, f"MASTER_PORT={port} is not a port from 1 to 65535"))
         return port
 
     def parse(self, name: str, function: Callable[[str], T]) -> T:
@@ -207,10 +199,6 @@ class LauncherVariables:
             return function(self.environ[name])
         except ValueError as error:
             raise self.error(f"{name}: {error}", self.remedy) from error
-
-    def first_set(self, *names: str) -> str:
-        """The first of several names for the same value that is set; the first name if none is."""
-        return next((name for name in names if self.environ.get(name)), names[0])
 
     def check(self, *checks: tuple[bool, str]) -> None:
         """Raise the error of the first check that is true."""
@@ -307,23 +295,19 @@ def _local_rank_and_size(given: LauncherVariables, rank: int, size: int, address
 def _from_slurm(environ: Mapping[str, str]) -> World:
     given = _slurm_variables(environ)
     rank, local_rank, node = (given.count(name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
-    tasks = given.first_set(*_TASKS)
-    size, nodes = given.count(tasks), given.count(given.first_set(*_NODES), 1)
+    tasks = _first_set(environ, _TASKS)
+    size, nodes = given.count(tasks), given.count(_first_set(environ, _NODES), 1)
     given.check(
         (size == 0, f"srun started this process, but {tasks}, the number of tasks, is missing"),
         (rank >= size, f"SLURM_PROCID={rank} is out of range for {size} task(s)"),
         (size > 1 and "SLURM_LOCALID" not in environ, f"SLURM_LOCALID is missing, but there are {size} ranks"),
         (nodes > 1 and "SLURM_NODEID" not in environ, f"SLURM_NODEID is missing, but there are {nodes} nodes"),
     )
-    for name, slurm_name, value in (
-        ("RANK", "SLURM_PROCID", rank),
-        ("WORLD_SIZE", tasks, size),
-        ("LOCAL_RANK", "SLURM_LOCALID", local_rank),
-    ):
+    same = {"RANK": ("SLURM_PROCID", rank), "WORLD_SIZE": (tasks, size), "LOCAL_RANK": ("SLURM_LOCALID", local_rank)}
+    for name, (slurm_name, value) in same.items():
         if given.count(name, value) != value:
-            raise given.error(
-                f"{name}={environ[name]} contradicts {slurm_name}={value}", f"run `unset {name}`, and {given.remedy}"
-            )
+            problem = f"{name}={environ[name]} contradicts {slurm_name}={value}"
+            raise given.error(problem, f"run `unset {name}`, and {given.remedy}")
     return World(
         rank=rank,
         size=size,
@@ -335,46 +319,46 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         port=_slurm_port(given),
         launcher="slurm",
         restart=given.count("SLURM_RESTART_COUNT"),
-        job=environ.get(given.first_set(*_JOB), ""),
+        job=environ.get(_first_set(environ, _JOB), ""),
     )
 
 
 def _slurm_variables(environ: Mapping[str, str]) -> LauncherVariables:
     remedy = "let srun number the ranks: `srun --ntasks=4 python train.py`, or `srun samestep run train.py`"
-    given = LauncherVariables(environ, (), remedy)
-    by_hand = tuple(name for name in (*_RANKS, *_MASTER) if name in environ)
-    of_step = tuple(given.first_set(*names) for names in (_TASKS, _TASKS_PER_NODE, _HOSTS))
+    by_hand = (name for name in (*_RANKS, *_MASTER) if name in environ)
+    of_step = (_first_set(environ, names) for names in (_TASKS, _TASKS_PER_NODE, _HOSTS))
     return LauncherVariables(environ, (*_SLURM, *of_step, *by_hand), remedy)
 
 
+def _first_set(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """The first of several names for the same value that is set; the first name if none is."""
+    return next((name for name in names if environ.get(name)), names[0])
+
+
 def _slurm_address(given: LauncherVariables, size: int, nodes: int) -> str:
-    hosts = given.first_set(*_HOSTS)
+    hosts = _first_set(given.environ, _HOSTS)
     if address := given.environ.get("MASTER_ADDR"):
         return address
     if nodes == 1:
         return _LOCALHOST  # always resolves, unlike the name of the node
     if not given.environ.get(hosts):
-        raise given.error(
-            f"{hosts} is missing, so {size} ranks cannot reach each other",
-            "run `export MASTER_ADDR=HOST` with the name of node 0 before srun",
-        )
+        problem = f"{hosts} is missing, so {size} ranks cannot reach each other"
+        raise given.error(problem, "run `export MASTER_ADDR=HOST` with the name of node 0 before srun")
     return given.parse(hosts, expand_nodes)[0]
 
 
 def _slurm_port(given: LauncherVariables) -> int:
-    job = given.number(given.first_set(*_JOB))
+    job = given.number(_first_set(given.environ, _JOB))
     if "MASTER_PORT" in given.environ:
         return given.port()
     if job is None:
-        raise given.error(
-            "SLURM_JOB_ID is missing, from which the ranks derive their port",
-            "run `export MASTER_PORT=29500` before srun",
-        )
+        problem = "SLURM_JOB_ID is missing, from which the ranks derive their port"
+        raise given.error(problem, "run `export MASTER_PORT=29500` before srun")
     return port_of(job, given.count("SLURM_STEP_ID"))
 
 
 def _slurm_local_size(given: LauncherVariables, size: int, node: int, nodes: int) -> int:
-    name = given.first_set(*_TASKS_PER_NODE)
+    name = _first_set(given.environ, _TASKS_PER_NODE)
     if not given.environ.get(name):
         given.check((nodes > 1, f"{name} is missing, so the ranks of this node cannot be counted"))
         return size

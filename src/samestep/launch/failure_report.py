@@ -6,18 +6,9 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from samestep.errors import PREEMPTED, STOPPED
 from samestep.launch.rank_logs import RankFiles
-
-PREEMPTED = 75
-"""Exit code of ranks that were asked to end and have saved (EX_TEMPFAIL): starting the job again resumes it."""
-STOPPED = 143
-"""Exit code of ranks that were asked to end and had nothing to save, as a shell reports SIGTERM."""
-OUT_OF_MEMORY = 76
-"""Exit code of ranks that ran out of memory in their first steps: half the micro-batch may fit."""
-TIME_LIMIT_REACHED = 124
-"""Exit code of the launcher if it killed ranks at the time limit, as timeout(1) has it."""
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -43,8 +34,7 @@ _LOST_PEER = (
 )
 _AGENT_TIMEOUT = 29  # one second less than torch's agent gives ranks to end, since its timestamps are whole seconds
 
-Kind = Literal["failed", "lost peer", "ended by launcher"]
-_KINDS: tuple[Kind, ...] = ("failed", "lost peer", "ended by launcher")
+_KINDS = ("failed", "lost peer", "ended by launcher")
 
 
 @dataclass(frozen=True)
@@ -61,8 +51,8 @@ class Failure:
     already_shown: bool = False  # whether the console shows everything it printed directly above the report
 
     @property
-    def kind(self) -> Kind:
-        """Whether it failed by itself, lost the connection to another rank, or was ended by the launcher."""
+    def kind(self) -> str:
+        """One of _KINDS: it failed by itself, lost the connection to another rank, or was ended by the launcher."""
         if self.ended_by_launcher:
             return "ended by launcher"
         return "lost peer" if self.is_traceback and is_lost_peer(self.output) else "failed"
@@ -84,7 +74,7 @@ class Failure:
         return 128 - self.code if self.code < 0 else self.code
 
 
-def format_report(failures: Sequence[Failure], ranks: int, host: str, logs: str, several_nodes: bool) -> str:
+def format_report(failures: Sequence[Failure], ranks: int, host: str, logs: Path, several_nodes: bool) -> str:
     """The table of failed ranks, followed by the output of the rank that failed first."""
     ordered = sort_by_cause(failures)
     root = ordered[0]
@@ -93,12 +83,14 @@ def format_report(failures: Sequence[Failure], ranks: int, host: str, logs: str,
     lines += [f"  rank {failure.rank:<4} pid {failure.pid:<8} {_row(failure, root)}" for failure in ordered]
     if root.kind == "lost peer" and several_nodes:
         lines.append("  No rank on this node failed by itself: look for the cause in the logs of the other nodes.")
-    title = f"rank {root.rank} on {host}, {root.ending}"
+    lines += ["", f"rank {root.rank} on {host}, {root.ending}"]
     if not root.output:
-        return "\n".join([*lines, "", f"{title}; it printed nothing"])
-    if root.already_shown and not root.is_traceback:  # for example the usage message of the script
-        return "\n".join([*lines, "", f"{title}; its last lines are above"])
-    return "\n".join([*lines, "", f"{title}{':' if root.is_traceback else '; its last lines:'}", root.output])
+        lines[-1] += "; it printed nothing"
+    elif root.already_shown and not root.is_traceback:  # for example the usage message of the script
+        lines[-1] += "; its last lines are above"
+    else:
+        lines[-1] += f"{'' if root.is_traceback else '; its last lines'}:\n{root.output}"
+    return "\n".join(lines)
 
 
 def _row(failure: Failure, root: Failure) -> str:
@@ -134,7 +126,7 @@ def is_ended_by_agent(code: int, seconds_after_first: float) -> bool:
 
 
 def is_requested_exit(codes: Collection[int]) -> bool:
-    """Whether the ranks ended because they were asked to, after saving or with nothing to save.
+    """Whether the ranks were stopped by a signal or a time limit, after saving or with nothing to save.
 
     The agent sends SIGTERM to the other ranks as soon as the first one has ended, so that code may appear too.
     """
@@ -148,7 +140,6 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # Log lines of native code, for example about a process group that was not destroyed; they are not the cause.
 _NATIVE_LOG = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_REQUESTED_EXIT = "StoppedEarly"  # the exception of samestep.training.preemption
 _MAX_TRACEBACK_LINES = 200
 _MAX_LOG_LINES = 20
 _MAX_LOG_BYTES = 1 << 20
@@ -160,24 +151,19 @@ def read_last_output(files: RankFiles, crashed: bool) -> tuple[str, bool]:
     The error file is preferred, then the last traceback in the log, then the end of the log. A rank that crashed by a
     signal did not end with an exception, so a traceback in its log is older and not shown.
     """
-    recorded = _read_error_file(files.error)
-    if recorded:
+    if recorded := _read_error_file(files.error)[1]:
         return recorded, True
     text = "\n".join(_read_log(path) for path in (files.screen, files.out, files.err) if path.exists())
     lines = [line for line in text.splitlines() if not _NATIVE_LOG.match(line)]
-    traceback = None if crashed else last_traceback(lines)
-    if traceback:
+    if not crashed and (traceback := last_traceback(lines)):
         return "\n".join(traceback), True
     return "\n".join([line for line in lines if line.strip()][-_MAX_LOG_LINES:]), False
 
 
 def read_stop_message(files: RankFiles) -> str:
-    """The message of a rank that ended because it was asked to, from its error file; empty if it wrote none."""
-    try:
-        kind, _, text = str(json.loads(files.error.read_text())["message"]["message"]).partition(": ")
-    except (OSError, ValueError, KeyError, TypeError):  # a script without a Run writes none
-        return ""
-    return text if kind == _REQUESTED_EXIT else ""
+    """Why a rank was stopped by a signal or a time limit, from its error file; empty if it wrote none."""
+    kind, _, text = _read_error_file(files.error)[0].partition(": ")
+    return text if kind == "StoppedEarly" else ""  # the exception of samestep.training.preemption
 
 
 def last_traceback(lines: list[str]) -> list[str]:
@@ -196,13 +182,15 @@ def last_traceback(lines: list[str]) -> list[str]:
     return trace if len(trace) <= _MAX_TRACEBACK_LINES else [*trace[:half], "  ...", *trace[-half:]]
 
 
-def _read_error_file(path: Path) -> str:
-    """The traceback in an error file as torch writes it; empty if there is none."""
+def _read_error_file(path: Path) -> tuple[str, str]:
+    """Message and traceback in an error file as torch writes it; empty if a script without a Run wrote none."""
     try:
         message = json.loads(path.read_text())["message"]
-        return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message).rstrip()
+        if not isinstance(message, dict):
+            return "", str(message).rstrip()
+        return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", "")).rstrip()
     except (OSError, ValueError, KeyError, TypeError):  # none was written, or the rank died while writing it
-        return ""
+        return "", ""
 
 
 def _read_log(path: Path) -> str:

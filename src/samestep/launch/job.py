@@ -5,7 +5,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -51,11 +52,6 @@ class Job:
         """Arguments of the Python interpreter; unbuffered, so that the last output of a killed rank is kept."""
         return ("-u", *(("-m",) if self.module else ()), self.target, *self.arguments)
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether ranks may be restarted within this job, after a failure or because nodes join or leave."""
-        return self.max_restarts > 0 or self.rendezvous.max_nodes > 1
-
 
 def choose_variables(
     job: Job, environ: Mapping[str, str], cores: int, gpus: int, bf16: Bf16Support
@@ -63,7 +59,7 @@ def choose_variables(
     """Variables to set for the ranks, without those that the user has set, and a line that explains them."""
     shared = f"{_count(cores, 'core')} for {_count(job.processes, 'rank')}, {_count(gpus, 'GPU')}"
     wanted = {"OMP_NUM_THREADS": (str(max(1, cores // job.processes)), shared)}
-    if job.may_restart:
+    if job.max_restarts > 0 or job.rendezvous.max_nodes > 1:  # after a failure, or because nodes join or leave
         reason = "the store that torch shares with its agent keeps outdated addresses after a restart"
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = ("1", reason)
     wanted |= {name: (value, bf16.detail) for name, value in bf16.workaround.items()}
@@ -72,11 +68,8 @@ def choose_variables(
         f"{name}={value} ({reason})" if name in values else f"{name}={environ[name]} (set by you)"
         for name, (value, reason) in wanted.items()
     ]
-    folder = {
-        "SAMESTEP_FOLDER": str(job.folder),
-        "SAMESTEP_FOLDER_IS_EXPLICIT": str(int(job.folder_is_explicit)),
-    }
-    return {**values, **folder}, "; ".join(explained)
+    values |= {"SAMESTEP_FOLDER": str(job.folder), "SAMESTEP_FOLDER_IS_EXPLICIT": str(int(job.folder_is_explicit))}
+    return values, "; ".join(explained)
 
 
 def _count(number: int, noun: str) -> str:
@@ -179,12 +172,9 @@ def check_target(target: str, module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    path: list[str] | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        part = ".".join(parts[:depth])
-        # A module that is not a package contains no other module.
-        spec = None if path == [] else _find_spec(part, path)
+    path = [str(Path.cwd()), *sys.path]
+    for part in accumulate(name.split("."), "{}.{}".format):
+        spec = _find_spec(part, path)
         if spec is None:
             raise LaunchError(
                 f"module {name} not found: {part} is neither in {Path.cwd()} nor installed; pass the dotted name as in "
@@ -195,8 +185,8 @@ def _check_module(name: str) -> None:
         raise LaunchError(f"{name} is a package without __main__.py: pass a module in it, as in {name}.train")
 
 
-def _find_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
-    local = PathFinder.find_spec(name, [str(Path.cwd())]) if path is None else None
-    if local is not None:
-        return local
-    return next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, path)) is not None), None)
+def _find_spec(name: str, path: list[str]) -> ModuleSpec | None:
+    specs = (
+        finder.find_spec(name, path) for finder in sys.meta_path if path
+    )  # a module that is not a package has none
+    return next(filter(None, specs), None)

@@ -11,16 +11,16 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from samestep.environment.world import OOM_RETRIES, export, oom_retries
-from samestep.errors import LaunchError
+from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.agent import run_agent
 from samestep.launch.failure_report import (
-    OUT_OF_MEMORY,
-    PREEMPTED,
-    STOPPED,
-    TIME_LIMIT_REACHED,
     Failure,
     format_report,
     is_ended_by_agent,
@@ -34,19 +34,11 @@ from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 _DISK_BLOCK = 4096  # bytes: with less free space no line can be written
-_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 class Launcher:
-    """Runs one job. The launcher's own messages go to `echo`.
-
-    After a failure or a signal no process of the job is left. After success, a process that a rank started and left
-    running on purpose may continue.
-    """
+    """Runs one job. The launcher's own messages go to `echo`."""
 
     def __init__(self, job: Job, signals: SignalHandler, echo: Callable[[str], None]) -> None:
         self._job, self._signals, self._echo = job, signals, echo
@@ -55,7 +47,8 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
 
-        Raises StoppedBySignal if a signal stopped the job, after all ranks have ended.
+        Raises StoppedBySignal if a signal stopped the job. After a failure or a signal no process of the job is left.
+        After success, a process that a rank started and left running on purpose may continue.
         """
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
@@ -65,35 +58,32 @@ class Launcher:
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""
-        from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
         job, logs, signals = self._job, self._logs, self._signals
         redirect_agent_log(logging.StreamHandler() if job.verbose else logs.open_agent_log(socket.gethostname()))
-        signals.raise_as(SignalException)
+        signals.exception = SignalException
         try:
-            run_agent(job, logs, signals, self._announce_restart)
-        except ChildFailedError as error:
-            signals.raise_as(None)
+            run_agent(job, logs, signals, self._echo)
+        except (ChildFailedError, SignalException) as error:
+            signals.exception = None
             signals.end_descendants()
+            if isinstance(error, SignalException):
+                raise StoppedBySignal(str(error), error.sigval) from error
             first = min(failure.timestamp for failure in error.failures.values())
             failures = [self._describe(rank, failure, first) for rank, failure in error.failures.items()]
-            self._raise_if_stopped([failure.code for failure in failures])
+            codes = [failure.code for failure in failures]
+            # After a signal, the signal is the cause of every failure, unless the ranks have saved.
+            has_saved = is_requested_exit(codes) and PREEMPTED in codes
+            if not has_saved and (cause := signals.received or signals.died_of_warning(codes)) is not None:
+                raise StoppedBySignal(f"stopped by {cause.name}", cause) from error
             return failures
-        except SignalException as error:
-            signals.raise_as(None)
-            signals.end_descendants()
-            raise StoppedBySignal(str(error), error.sigval) from error
         except (RendezvousError, DistError) as error:
             raise LaunchError(explain_rendezvous_error(job, error, had_started=bool(logs.files))) from error
         finally:
-            signals.raise_as(None)
+            signals.exception = None
             logs.close()
         return []
 
-    def _describe(self, rank: int, failure: "ProcessFailure", first: float) -> Failure:
+    def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
         output, is_traceback = read_last_output(self._logs.files[rank], crashed=failure.exitcode < 0)
         killed = failure.pid in self._signals.killed_pids and failure.exitcode < 0  # else it ended by itself before
         return Failure(
@@ -106,15 +96,6 @@ class Launcher:
             is_traceback=is_traceback,
             already_shown=self._logs.has_shown(rank),
         )
-
-    def _raise_if_stopped(self, codes: list[int]) -> None:
-        """After a signal, the signal is the cause of every failure, unless the ranks have saved."""
-        if is_requested_exit(codes) and PREEMPTED in codes:
-            return
-        warning = self._signals.warning
-        died_of_warning = warning if warning is not None and -warning in codes else None
-        if (cause := self._signals.received or died_of_warning) is not None:
-            raise StoppedBySignal(f"stopped by {cause.name}", cause)
 
     def _report_end(self, failures: list[Failure]) -> int:
         codes = [failure.code for failure in failures]
@@ -132,15 +113,8 @@ class Launcher:
         if shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
         several_nodes = self._job.rendezvous.max_nodes > 1
-        host, logs = socket.gethostname(), str(self._logs.folder)
-        self._echo(format_report(failures, self._job.processes, host, logs, several_nodes))
+        self._echo(format_report(failures, self._job.processes, socket.gethostname(), self._logs.folder, several_nodes))
         return sort_by_cause(failures)[0].exit_code
-
-    def _announce_restart(self) -> None:
-        self._echo(
-            "samestep: restarting all ranks, because a rank failed or the nodes changed; logs so far: "
-            f"{self._logs.folder}"
-        )
 
     def _halve_micro_batch(self) -> None:
         """Prepare a run with half the micro-batch; the launchers of other nodes do the same and use the same new id."""
@@ -156,9 +130,9 @@ class Launcher:
 
 
 def format_stop(code: int, files: list[RankFiles]) -> str:
-    """The last line of a job whose ranks ended because they were asked to, with the message of one of them."""
-    message = next((text for each in files if (text := read_stop_message(each))), None)
-    message = message or f"the ranks ended with exit code {code}"
+    """The last line of a job whose ranks were stopped by a signal or a time limit, with the message of one of them."""
+    messages = filter(None, map(read_stop_message, files))
+    message = next(messages, f"the ranks ended with exit code {code}")
     if code == PREEMPTED:
         return f"samestep: preempted: {message}; start the job again to resume"
     return f"samestep: stopped: {message}"
@@ -191,7 +165,7 @@ def explain_rendezvous_error(job: Job, error: Exception, had_started: bool) -> s
 def redirect_agent_log(handler: logging.Handler) -> None:
     """Send the log of torch's agent to `handler` only: on the console it would hide a rank's traceback."""
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    for prefix in _AGENT_LOGGERS:
+    for prefix in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logger = logging.getLogger(prefix)
         logger.addHandler(handler)
         logger.propagate = False

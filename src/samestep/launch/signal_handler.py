@@ -5,13 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any
 
-from samestep.launch.processes import (
+import psutil
+
+from samestep.environment.processes import (
     adopt_orphans,
-    descendant_pids,
     kill_descendants,
     running,
     send_signal,
@@ -21,14 +22,13 @@ from samestep.launch.processes import (
 _WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS = (*_STOP_SIGNALS, *_WARNING_SIGNALS)
-# A cluster may send SIGTERM twice for the same reason; a second one within this time is ignored.
-_DUPLICATE_SECONDS = 5.0
+DUPLICATE_SIGNAL_SECONDS = 5.0
+"""A second signal within this time is ignored: SLURM and the launcher may both forward the same one."""
 _POLL_SECONDS = 0.1
-_ExceptionFactory = Callable[[str, signal.Signals], BaseException]
 
 
 class StoppedBySignal(BaseException):
-    """A signal asked the launcher to stop while it had no ranks to forward the signal to."""
+    """A signal stopped the job; raised after all ranks have ended."""
 
     def __init__(self, text: str, sigval: signal.Signals) -> None:
         super().__init__(text)
@@ -46,7 +46,7 @@ class SignalHandler:
     def __init__(self, shutdown_timeout: int, grace_period: int) -> None:
         self.shutdown_timeout, self.grace_period = shutdown_timeout, grace_period
         self.received: signal.Signals | None = None
-        """The first signal that asked the launcher to stop."""
+        """The first signal that stopped the launcher."""
         self.warning: signal.Signals | None = None
         """The last warning that was forwarded."""
         self.time_limit_reached = False
@@ -57,16 +57,17 @@ class SignalHandler:
         """Ranks that were killed because another rank had failed."""
         self.on_blocked_main_thread: Callable[[signal.Signals], int] = lambda number: 128 + number
         """Called if a signal arrives while native code blocks the main thread; returns the launcher's exit code."""
+        self.exception: Callable[[str, signal.Signals], BaseException] | None = StoppedBySignal
+        """The exception that a signal raises; with None a signal is only recorded."""
         self._received_at = self._deadline = 0.0
         self._earlier_pids: set[int] = set()
         self._earlier_handlers: dict[signal.Signals, Any] = {}
         self._wakeup_fd, self._earlier_wakeup_fd = -1, -1
-        self._exception: _ExceptionFactory | None = StoppedBySignal
         self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> "SignalHandler":
         adopt_orphans(True)
-        self._earlier_pids = descendant_pids()
+        self._earlier_pids = {child.pid for child in psutil.Process().children(recursive=True)}
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._earlier_handlers[number] = signal.signal(number, self._handle)
@@ -76,9 +77,7 @@ class SignalHandler:
         threading.Thread(target=self._watch_arrivals, args=[arrivals], name="samestep signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for timer in self._timers:
             timer.cancel()
         signal.set_wakeup_fd(self._earlier_wakeup_fd)
@@ -87,14 +86,14 @@ class SignalHandler:
             signal.signal(number, handler)
         adopt_orphans(False)
 
-    def raise_as(self, exception: _ExceptionFactory | None) -> None:
-        """Choose the exception that a signal raises from now on; with None a signal is only recorded."""
-        self._exception = exception
+    def died_of_warning(self, codes: Collection[int]) -> signal.Signals | None:
+        """The warning that was forwarded, if it ended a rank that does not handle it."""
+        return self.warning if self.warning is not None and -self.warning in codes else None
 
     def raise_if_received(self) -> None:
         """Raise again if a signal was received, before anything new is started."""
-        if self.received is not None and self._exception is not None:
-            raise self._exception(f"stopping after {self.received.name}", self.received)
+        if self.received is not None and self.exception is not None:
+            raise self.exception(f"stopping after {self.received.name}", self.received)
 
     def set_time_limit(self, seconds: float) -> None:
         """Kill the ranks that still run after this time; they know the limit and should have ended before."""
@@ -107,7 +106,7 @@ class SignalHandler:
         send_signal(remaining, signal.SIGKILL)
 
     def end_descendants(self) -> None:
-        """End what the ranks started and left running; a second signal shortens the wait."""
+        """Terminate processes that ranks started and did not end; a second signal shortens the wait."""
         left = self.shutdown_timeout if self.received is None else max(0.0, self._deadline - time.monotonic())
         terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
 
@@ -119,7 +118,11 @@ class SignalHandler:
         elif self.received is None:
             self._received_at = now
             self._stop(received, saving=received == signal.SIGTERM and bool(self.rank_pids))
-        elif received != signal.SIGTERM or self.received != received or now - self._received_at > _DUPLICATE_SECONDS:
+        elif (
+            received != signal.SIGTERM
+            or self.received != received
+            or now - self._received_at > DUPLICATE_SIGNAL_SECONDS
+        ):
             kill_descendants(self._earlier_pids)
 
     def _stop(self, received: signal.Signals, saving: bool) -> None:
@@ -130,8 +133,8 @@ class SignalHandler:
         self._call_after(seconds, lambda: kill_descendants(self._earlier_pids))
         if saving:
             send_signal(self.rank_pids, received)  # the agent keeps monitoring them and sees how they end
-        elif self._exception is not None:
-            raise self._exception(f"received {received.name}", received)
+        elif self.exception is not None:
+            raise self.exception(f"received {received.name}", received)
 
     def _watch_arrivals(self, arrivals: int) -> None:
         """End this process if a stop signal arrives and the main thread does not run its handler.
@@ -163,14 +166,7 @@ class SignalHandler:
 
 
 def keep_exit_code() -> None:
-    """Ignore signals from the end of the main module on: unloading torch takes a second and must not change the result.
-
-    SIGKILL still works.
-    """
-    atexit.register(_ignore_signals)
-
-
-def _ignore_signals() -> None:
+    """Ignore signals but SIGKILL from the end of the main module on, while torch is unloaded, which takes a second."""
     for number in _SIGNALS:
         # SIG_IGN and not a function: Python removes functions before it unloads its modules.
-        signal.signal(number, signal.SIG_IGN)
+        atexit.register(signal.signal, number, signal.SIG_IGN)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,8 @@ def add_to_job_list(path: Path, job: SubmittedJob) -> None:
 def read_job_list(path: Path) -> list[SubmittedJob]:
     """The listed jobs, oldest first; a line that a crash left incomplete is skipped."""
     names = {field.name for field in fields(SubmittedJob)}
-    jobs: list[SubmittedJob] = []
-    for line in _read_json_lines(path):
-        if names <= line.keys():
-            line["command"] = tuple(line["command"])
-            jobs.append(SubmittedJob(**{name: line[name] for name in names}))
-    return jobs
+    jobs = [{name: line[name] for name in names} for line in _read_json_lines(path) if names <= line.keys()]
+    return [SubmittedJob(command=tuple(job.pop("command")), **job) for job in jobs]
 
 
 class StateQuery:
@@ -127,40 +124,31 @@ class StateQuery:
         if last["event"] == "ended":
             return JobState("FAILED" if code else "COMPLETED", "", code, restarts)
         # Only SLURM knows whether a stopped job will be requeued.
-        if (state := self._ask_controller(job.job_id)) is not None:
+        if (state := self._query(job.job_id)) is not None:
             return state
         if last["event"] == "stopped":
             return JobState("ENDED", "cancelled or timed out; SLURM has no record of it any more", code, restarts)
         return JobState("UNKNOWN", "SLURM has no record of it any more, and it recorded no end")
 
-    def _ask_controller(self, job_id: str) -> JobState | None:
-        """Ask the controller, which forgets a job minutes after its end, then accounting, which may not be set up."""
-        done = self._ask("scontrol", "show", "job", job_id)
-        if not isinstance(done, subprocess.CompletedProcess):
-            return done
-        if done.returncode == 0:
-            return parse_scontrol(done.stdout)
-        if "Invalid job id" in done.stderr:
-            return self._ask_accounting(job_id)
-        self._unreachable["scontrol"] = JobState(UNREACHABLE, _error_line(done))
-        return self._unreachable["scontrol"]
-
-    def _ask_accounting(self, job_id: str) -> JobState | None:
-        options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode,Restarts"]
-        done = self._ask("sacct", "--jobs", job_id, *options)
-        if not isinstance(done, subprocess.CompletedProcess):
-            return done
-        return parse_sacct(done.stdout) if done.returncode == 0 else None
-
-    def _ask(self, program: str, *arguments: str) -> "subprocess.CompletedProcess[str] | JobState | None":
-        """Call a SLURM program; UNREACHABLE if it does not answer in time, None if it is not installed."""
-        if program in self._unreachable or shutil.which(program) is None:
-            return self._unreachable.get(program)
-        try:
-            return _call(program, *arguments)
-        except LaunchError as error:
-            self._unreachable[program] = JobState(UNREACHABLE, str(error))
-            return self._unreachable[program]
+    def _query(self, job_id: str) -> JobState | None:
+        """Query the controller, which drops a job minutes after its end, then accounting, which may not be set up."""
+        columns = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode,Restarts"]
+        for parse, program, *arguments in (
+            (parse_scontrol, "scontrol", "show", "job", job_id),
+            (parse_sacct, "sacct", "--jobs", job_id, *columns),
+        ):
+            if program in self._unreachable or shutil.which(program) is None:
+                return self._unreachable.get(program)
+            try:
+                done = _call(program, *arguments)
+                if done.returncode == 0:
+                    return parse(done.stdout)
+                if program == "scontrol" and "Invalid job id" not in done.stderr:
+                    raise LaunchError(_error_line(done))
+            except LaunchError as error:
+                self._unreachable[program] = JobState(UNREACHABLE, str(error))
+                return self._unreachable[program]
+        return None
 
 
 def parse_scontrol(text: str) -> JobState | None:
@@ -212,38 +200,17 @@ def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that a crash left incomplete is skipped."""
     objects: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             value = json.loads(line)
-        except ValueError:
-            continue
-        objects += [value] if isinstance(value, dict) else []
+            objects += [value] if isinstance(value, dict) else []
     return objects
-
-
-class LogTail:
-    """Reads new bytes of a file that another process writes; the file may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-
-    def read(self) -> bytes:
-        """The next bytes, at most 64 KiB."""
-        if not self._path.exists():
-            return b""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            text = file.read(_CHUNK)
-            self._position = file.tell()
-        return text
 
 
 def follow(job: SubmittedJob, show: Callable[[bytes], None], echo: Callable[[str], None]) -> JobState:
     """Show a job's log and why it waits, until it ends; returns its final state."""
-    tail = LogTail(log_path(Path(job.folder), job.job_id))
-    last_reason = ""
+    log, position, last_reason = log_path(Path(job.folder), job.job_id), 0, ""
     while not (state := StateQuery().state(job)).ended:
-        _show_new(tail, show)
+        position = show_log(log, position, show)
         reason = state.reason if state.state in ("PENDING", UNREACHABLE) else ""
         if reason not in (last_reason, ""):
             echo(f"samestep: job {job.job_id} is waiting: {reason}")
@@ -252,16 +219,18 @@ def follow(job: SubmittedJob, show: Callable[[bytes], None], echo: Callable[[str
     # The log may arrive later than the state, so wait until nothing new arrives.
     deadline = time.monotonic() + _LOG_DELAY_SECONDS
     while time.monotonic() < deadline:
-        if _show_new(tail, show):
-            deadline = time.monotonic() + _LOG_DELAY_SECONDS
+        if (end := show_log(log, position, show)) > position:
+            position, deadline = end, time.monotonic() + _LOG_DELAY_SECONDS
         time.sleep(_LOG_DELAY_SECONDS / 10)
     return state
 
 
-def _show_new(tail: LogTail, show: Callable[[bytes], None]) -> bool:
-    """Show what was written since the last call; returns whether there was anything."""
-    shown = False
-    while text := tail.read():
-        show(text)
-        shown = True
-    return shown
+def show_log(log: Path, position: int, show: Callable[[bytes], None]) -> int:
+    """Show what was written to the log, which may not exist yet, after `position`; returns the new position."""
+    if not log.exists():
+        return position
+    with log.open("rb") as file:
+        file.seek(position)
+        while text := file.read(_CHUNK):
+            show(text)
+        return file.tell()

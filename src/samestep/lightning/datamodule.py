@@ -1,6 +1,8 @@
 """Wraps a user's LightningDataModule so that its DataLoaders are read exactly; everything else of it is unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,10 +22,10 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-def check_source(source: object) -> None:
-    """Raise `DataError` if `source` has no DataLoaders of Lightning."""
+def find_hooks(source: object) -> LoaderHooks:
+    """Return the DataLoader hooks that `source` defines; raise `DataError` if it is not of a class of Lightning."""
     if isinstance(source, LightningDataModule | LightningModule):
-        return
+        return {name: getattr(source, name) for name in _LOADER_HOOKS if is_overridden(name, source)}
     kind = type(source)
     if any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
         raise DataError(
@@ -37,11 +39,6 @@ def check_source(source: object) -> None:
     )
 
 
-def find_hooks(source: LightningDataModule | LightningModule) -> LoaderHooks:
-    """Return the DataLoader hooks that `source` defines."""
-    return {name: getattr(source, name) for name in _LOADER_HOOKS if is_overridden(name, source)}
-
-
 class ExactDataModule(LightningDataModule):
     """What `SameStep.datamodule` returns: replaces the loaders that `hooks` return, forwards the rest to `wrapped`."""
 
@@ -50,15 +47,9 @@ class ExactDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._hooks, self._wrapped, self._loaders, self._same_step = hooks, wrapped, loaders, same_step
-        exact = {
-            "train_dataloader": self._train,
-            "val_dataloader": self._val,
-            "test_dataloader": self._test,
-            "predict_dataloader": self._predict,
-        }
         # Lightning checks whether a hook is overridden. As an attribute it is, if and only if the user has one.
         for name in hooks:
-            setattr(self, name, exact[name])
+            setattr(self, name, partial(self._load, name))
         if wrapped is not None:
             self.prepare_data_per_node = wrapped.prepare_data_per_node
             self._log_hyperparams = wrapped._log_hyperparams  # pyright: ignore[reportPrivateUsage]  # of Lightning
@@ -84,25 +75,10 @@ class ExactDataModule(LightningDataModule):
             self._wrapped.trainer = self.trainer
             self._wrapped.setup(stage)
 
-    def _train(self) -> TrainLoader:
-        return self._loaders.make_train(self._check_trainer(), self._hooks["train_dataloader"]())
-
-    def _val(self) -> EvalLoader | list[EvalLoader]:
-        return self._evaluation("val_dataloader")
-
-    def _test(self) -> EvalLoader | list[EvalLoader]:
-        return self._evaluation("test_dataloader")
-
-    def _predict(self) -> object:
-        return self._hooks["predict_dataloader"]()  # Lightning's sampler for predictions repeats nothing
-
-    def _evaluation(self, hook: str) -> EvalLoader | list[EvalLoader]:
-        given, trainer = self._hooks[hook](), self._check_trainer()
-        if isinstance(given, list | tuple):
-            return self._loaders.make_evaluation(trainer, given, hook)
-        return self._loaders.make_evaluation(trainer, [given], hook)[0]
-
-    def _check_trainer(self) -> Trainer:
+    def _load(self, hook: str) -> object:
+        """Return the exact loader for what the user's `hook` returns, or several in an evaluation."""
+        if hook == "predict_dataloader":
+            return self._hooks[hook]()  # Lightning's sampler for predictions repeats nothing
         trainer = self.trainer
         if trainer is None:
             raise DataError("this datamodule of SameStep has no Trainer yet: pass it to trainer.fit, validate or test")
@@ -111,36 +87,37 @@ class ExactDataModule(LightningDataModule):
                 "the data comes from a SameStep that is not a callback of the Trainer: pass "
                 "Trainer(callbacks=[same, ...]) with the same SameStep"
             )
-        return trainer
+        given = self._hooks[hook]()
+        if hook == "train_dataloader":
+            return self._loaders.make_train(trainer, given)
+        if isinstance(given, list | tuple):
+            return self._loaders.make_evaluation(trainer, given, hook)
+        return self._loaders.make_evaluation(trainer, [given], hook)[0]
 
 
+@dataclass(eq=False)
 class ExactLoaders:
     """Makes the loaders of one SameStep, and ends their data workers."""
 
-    def __init__(
-        self,
-        global_batch: int,
-        seed: int,
-        micro_batch: int | None,
-        drop_last: bool,
-        epoch_settings: EpochSettings | None,
-    ) -> None:
-        self._global_batch, self._seed, self._micro_batch = global_batch, seed, micro_batch
-        self._drop_last, self._epoch_settings = drop_last, epoch_settings
-        self.train: TrainLoader | None = None
-        self.saved_identity: Mapping[str, int] = {}
-        """From the checkpoint that the Trainer resumes from; empty for a new run."""
-        self._open: dict[str, list[TrainLoader | EvalLoader]] = {}
-        self._warnings = WarnOnce()
+    global_batch: int
+    seed: int
+    micro_batch: int | None
+    drop_last: bool
+    epoch_settings: EpochSettings | None
+    train: TrainLoader | None = None
+    saved_identity: Mapping[str, int] = field(default_factory=dict[str, int])
+    """From the checkpoint that the Trainer resumes from; empty for a new run."""
+    _open: dict[str, list[TrainLoader | EvalLoader]] = field(default_factory=dict[str, list[TrainLoader | EvalLoader]])
+    _warnings: WarnOnce = field(default_factory=WarnOnce)
 
     def check_module(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise `StepError` if a step has several batches and the module would call optimizer.step() in each."""
-        own = -(-self._global_batch // trainer.world_size)
-        if not module.automatic_optimization and self._micro_batch is not None and own > self._micro_batch:
+        own = -(-self.global_batch // trainer.world_size)
+        if not module.automatic_optimization and self.micro_batch is not None and own > self.micro_batch:
             raise StepError(
                 f"{type(module).__name__} uses manual optimization and steps once per batch, and SameStep(micro_batch="
-                f"{self._micro_batch}) splits the {own} sample(s) of a rank in a step into "
-                f"{-(-own // self._micro_batch)} batches: leave micro_batch out, or use automatic optimization "
+                f"{self.micro_batch}) splits the {own} sample(s) of a rank in a step into "
+                f"{-(-own // self.micro_batch)} batches: leave micro_batch out, or use automatic optimization "
                 "(automatic_optimization = True)"
             )
 
@@ -148,11 +125,11 @@ class ExactLoaders:
         """Return the training loader, and set accumulate_grad_batches of the Trainer to the batches of a step."""
         spec = read_spec(loader, "train_dataloader", self._warnings.warn_once)
         overfit = float(getattr(trainer, "overfit_batches", 0)) > 0  # the same few steps in every epoch
-        order = SampleOrder(spec.n, self._seed, spec.shuffle and not overfit, None if overfit else spec.weights)
+        order = SampleOrder(spec.n, self.seed, spec.shuffle and not overfit, None if overfit else spec.weights)
         partition = self._partition(trainer, spec)
         self._warn_about_padding(partition)
         trainer.accumulate_grad_batches = partition.shape(0)[0]
-        self.train = TrainLoader(trainer, spec, order, partition, self._epoch_settings)
+        self.train = TrainLoader(trainer, spec, order, partition, self.epoch_settings)
         if self.saved_identity:
             self.train.check_identity(self.saved_identity)
             self.saved_identity = {}
@@ -169,7 +146,7 @@ class ExactLoaders:
                     f"the WeightedRandomSampler of {hook}() is ignored: an evaluation reads every sample once; weight "
                     "classes in the metric instead"
                 )
-            exact.append(EvalLoader(trainer, spec, self._seed, self._epoch_settings))
+            exact.append(EvalLoader(trainer, spec, self.seed, self.epoch_settings))
         self._replace(hook, exact)
         return exact
 
@@ -186,15 +163,14 @@ class ExactLoaders:
 
     def _partition(self, trainer: Trainer, spec: LoaderSpec) -> Partition:
         """Partition the data; like micro_batch, accumulate_grad_batches of the Trainer only splits a rank's part."""
-        accumulate, world_size, micro_batch = trainer.accumulate_grad_batches, trainer.world_size, self._micro_batch
+        accumulate, world_size, micro_batch = trainer.accumulate_grad_batches, trainer.world_size, self.micro_batch
         if micro_batch is None and accumulate > 1:
-            own = -(-self._global_batch // world_size)
-            micro_batch = -(-own // accumulate)
-        drop_last = self._drop_last or spec.drop_last
-        partition = Partition(spec.n, self._global_batch, trainer.global_rank, world_size, micro_batch, drop_last)
-        if self._micro_batch is not None and accumulate not in (1, partition.shape(0)[0]):
+            micro_batch = -(-self.global_batch // (world_size * accumulate))  # ceil(ceil(G / ranks) / batches)
+        drop_last = self.drop_last or spec.given.drop_last
+        partition = Partition(spec.n, self.global_batch, trainer.global_rank, world_size, micro_batch, drop_last)
+        if self.micro_batch is not None and accumulate not in (1, partition.shape(0)[0]):
             raise DataError(
-                f"SameStep(micro_batch={self._micro_batch}) splits a step into {partition.shape(0)[0]} batch(es) per "
+                f"SameStep(micro_batch={self.micro_batch}) splits a step into {partition.shape(0)[0]} batch(es) per "
                 f"rank, and the Trainer has accumulate_grad_batches={accumulate}: leave one of them out"
             )
         return partition

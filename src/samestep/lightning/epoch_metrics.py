@@ -5,7 +5,7 @@ counts are integers: 3 and 2 become 2. samestep adds sums and counts and sets th
 private to Lightning: only this module uses them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ def reduce_epoch_metrics(trainer: Trainer) -> None:
     if trainer.world_size == 1:
         return
     metrics = dict(_accumulators(trainer))
-    own = {key: (float(metric.value), _count(metric)) for key, metric in metrics.items()}
+    own = {
+        key: (float(metric.value), int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 1)
+        for key, metric in metrics.items()
+    }
     parts = gather(trainer, own)
     for key, metric in metrics.items():
         values, counts = zip(*(part[key] for part in parts if key in part), strict=True)
@@ -48,23 +51,25 @@ def epoch_values(trainer: Trainer) -> dict[str, float]:
     return values
 
 
-class LoggedValues:
-    """A copy of what was logged before a padding batch, to restore it after the batch."""
+def copy_logged_values(trainer: Trainer) -> Callable[[], None]:
+    """Copy what was logged before a padding batch; return a function that removes what the batch logs."""
+    names = ("value", "cumulated_batch_size")
+    before = {
+        key: {name: getattr(metric, name).clone() for name in names[: 1 + metric.meta.is_mean_reduction]}
+        for key, metric in _accumulators(trainer)
+    }
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._before = {key: _copy(metric) for key, metric in _accumulators(trainer)}
-
-    def restore(self) -> None:
-        """Remove what the padding batch has logged."""
-        for key, metric in _accumulators(self._trainer):
-            if key in self._before:
-                metric.__dict__.update(self._before[key])
+    def _restore() -> None:
+        for key, metric in _accumulators(trainer):
+            if key in before:
+                metric.__dict__.update(before[key])
             else:
                 metric.value = metric._defaults["value"].clone().to(metric.value.device)
                 if metric.meta.is_mean_reduction:
                     metric.cumulated_batch_size = torch.zeros_like(metric.cumulated_batch_size)
             metric._computed = None
+
+    return _restore
 
 
 def _results(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -77,12 +82,3 @@ def _accumulators(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for key, metric in _results(trainer):
         if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and not metric.meta.sync.rank_zero_only:
             yield key, metric
-
-
-def _count(metric: Any) -> int:
-    return int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 1
-
-
-def _copy(metric: Any) -> dict[str, torch.Tensor]:
-    names = ("value", "cumulated_batch_size") if metric.meta.is_mean_reduction else ("value",)
-    return {name: getattr(metric, name).clone() for name in names}

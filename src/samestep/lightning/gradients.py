@@ -8,12 +8,12 @@ DDP gets the gradients that it waits for, no graph is searched, and the optimize
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -22,15 +22,6 @@ from samestep.errors import WrapError
 
 UnusedParameters = Literal["error", "zero", "ignore"]
 _SHOWN = 6
-
-
-def check_unused_parameters(value: str) -> None:
-    """Raise `WrapError` if `value` is not a valid `unused_parameters`."""
-    if value not in get_args(UnusedParameters):
-        raise WrapError(
-            f"unused_parameters={value!r} is not an option of SameStep: use one of "
-            f"{', '.join(map(repr, get_args(UnusedParameters)))}"
-        )
 
 
 def check_strategy(model: object) -> None:
@@ -49,7 +40,8 @@ class GradientWatch:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._parameters: dict[str, nn.Parameter] = {}
-        self._used: dict[str, nn.Parameter] = {}
+        self.used: dict[str, nn.Parameter] = {}
+        """Parameters that got a gradient; clear it when a backward pass begins."""
         self._hooks: list[RemovableHandle] = []
         self.update()
 
@@ -59,29 +51,19 @@ class GradientWatch:
             if parameter.requires_grad and name not in self._parameters:
                 self._parameters[name] = parameter
                 # The hook runs for every parameter in every step: this one executes no line of Python.
-                hook = parameter.register_post_accumulate_grad_hook(partial(self._used.__setitem__, name))
+                hook = parameter.register_post_accumulate_grad_hook(partial(self.used.__setitem__, name))
                 self._hooks.append(hook)
-
-    def begin_backward(self) -> None:
-        """Forget the gradients of the previous backward pass."""
-        self._used.clear()
 
     def unused(self) -> dict[str, nn.Parameter]:
         """Return the parameters without a gradient from this backward pass."""
-        if len(self._used) == len(self._parameters):
+        if len(self.used) == len(self._parameters):
             return {}
-        return {name: p for name, p in self._parameters.items() if name not in self._used and p.requires_grad}
+        return {name: p for name, p in self._parameters.items() if name not in self.used and p.requires_grad}
 
     def remove(self) -> None:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-def set_zero_gradients(unused: dict[str, nn.Parameter]) -> None:
-    """Run a backward pass with zeros for these parameters, so that DDP's hooks see it."""
-    parameters = list(unused.values())
-    torch.autograd.backward(parameters, [torch.zeros_like(parameter) for parameter in parameters])
 
 
 def raise_unused(unused: dict[str, nn.Parameter], step: int, rank: int) -> None:
@@ -96,29 +78,21 @@ def raise_unused(unused: dict[str, nn.Parameter], step: int, rank: int) -> None:
     )
 
 
-class UnfrozenParameters:
-    """Averages the gradients of parameters that were unfrozen after DDP was built: DDP does not know them."""
+def average_unfrozen(known: set[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Average the gradients of parameters that were unfrozen after DDP was built, which are not in `known`.
 
-    def __init__(self, module: LightningModule) -> None:
-        self._known = {parameter for parameter in module.parameters() if parameter.requires_grad}
-
-    def average_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients that DDP does not; all ranks must call it."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        gradients = [_ensure_gradient(parameter) for parameter in trained if parameter not in self._known]
-        if not gradients:
-            return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
-def _ensure_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, or zeros if this rank did not use the parameter, since another rank may have."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    All ranks must call it.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    unfrozen = [parameter for parameter in trained if parameter not in known]
+    if not unfrozen:
+        return
+    # Zeros if this rank did not use a parameter, since another rank may have.
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in unfrozen]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    means = flat.split([gradient.numel() for gradient in gradients])
+    for parameter, gradient, mean in zip(unfrozen, gradients, means, strict=True):
+        parameter.grad = gradient.copy_(mean.view_as(gradient))

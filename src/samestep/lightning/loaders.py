@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
+from samestep.data.loader import BatchRequest, Loader, MapDataset
 from samestep.data.partition import Partition, split_evenly
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, sample_keys
@@ -37,14 +37,16 @@ _REPLACED = "SameStep makes the order of every epoch itself"
 class LoaderSpec:
     """What SameStep uses of a user's DataLoader."""
 
-    dataset: MapDataset
+    given: "DataLoader[Any]"  # of it: dataset, collate_fn, num_workers, drop_last, and batch_size in evaluation
     n: int
-    collate_fn: CollateFn
-    num_workers: int
     shuffle: bool
     weights: npt.NDArray[np.float64] | None  # of a WeightedRandomSampler
-    batch_size: int  # used in evaluation only
-    drop_last: bool
+
+    def open(self, trainer: Trainer, seed: int) -> Loader:
+        """Start the data workers."""
+        given, device = self.given, trainer.strategy.root_device
+        dataset = cast("MapDataset", given.dataset)
+        return Loader(dataset, seed, trainer.global_rank, given.collate_fn, given.num_workers, device)
 
 
 def read_spec(loader: object, hook: str, warn: Callable[[str], None]) -> LoaderSpec:
@@ -65,12 +67,8 @@ def read_spec(loader: object, hook: str, warn: Callable[[str], None]) -> LoaderS
             f"the DataLoader of {hook}() uses a custom batch_sampler: pass batch_size= and shuffle= "
             f"instead; {_REPLACED}"
         )
-    unused = {
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "timeout": loader.timeout,
-    }
-    if ignored := [name for name, value in unused.items() if value]:
+    options = ("worker_init_fn", "multiprocessing_context", "timeout")
+    if ignored := [name for name in options if getattr(loader, name)]:
         warn(
             f"{', '.join(ignored)} of the DataLoader of {hook}() is ignored: SameStep reads with its own data workers; "
             "for random numbers use samestep.sample_rng()"
@@ -78,17 +76,7 @@ def read_spec(loader: object, hook: str, warn: Callable[[str], None]) -> LoaderS
     n = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
     if n == 0:
         raise DataError(f"the dataset of {hook}() is empty: check the path it reads from")
-    shuffle, weights = _read_sampler(loader.sampler, n, hook)
-    return LoaderSpec(
-        dataset,  # pyright: ignore[reportArgumentType]  # not an IterableDataset
-        n,
-        loader.collate_fn,
-        loader.num_workers,
-        shuffle,
-        weights,
-        loader.batch_size,
-        loader.drop_last,
-    )
+    return LoaderSpec(loader, n, *_read_sampler(loader.sampler, n, hook))
 
 
 def _read_sampler(sampler: object, n: int, hook: str) -> tuple[bool, npt.NDArray[np.float64] | None]:
@@ -138,11 +126,8 @@ class TrainLoader:
         """Batches of a full step on every rank: what the Trainer must accumulate."""
         self.current: BatchInfo | None = None
         self._reader = OrderReader(order, partition.read_range, partition.steps)
-        self._device = trainer.strategy.root_device
-        self._loader: Loader | None = Loader(
-            spec.dataset, order.seed, partition.rank, spec.collate_fn, spec.num_workers, self._device
-        )
-        self.dataset = spec.dataset
+        self._loader: Loader | None = spec.open(trainer, order.seed)
+        self.dataset = spec.given.dataset
 
     def __len__(self) -> int:
         return self._batches_before(self._partition.steps)
@@ -229,20 +214,14 @@ class TrainLoader:
                 chosen = indices[rows.start - start : rows.stop - start]
                 if not rows.real:
                     chosen = indices[rows.padding_position - start : rows.padding_position - start + 1]
-                info = BatchInfo(
-                    step=epoch * self.steps + index,
-                    samples=end - begin,
-                    real=rows.real,
-                    last=number == len(micro_batches) - 1,
-                    indices=chosen.tolist(),
-                    make_keys=partial(self._keys, epoch, chosen),
-                )
-                requested.append(info)
+                step, last = epoch * self.steps + index, number == len(micro_batches) - 1
+                make_keys = partial(self._keys, epoch, chosen)
+                requested.append(BatchInfo(step, end - begin, rows.real, last, chosen.tolist(), make_keys))
                 yield BatchRequest(epoch, chosen, setting)
 
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
         words = sample_keys(self._order.seed, epoch, indices).view(np.int64)
-        return torch.from_numpy(words).to(self._device)
+        return torch.from_numpy(words).to(self._trainer.strategy.root_device)
 
 
 class EvalLoader:
@@ -261,13 +240,10 @@ class EvalLoader:
                 f"batch on each: use at least {world_size} samples, or evaluate on {spec.n} rank(s)"
             )
         self._slice = split_evenly(spec.n, world_size, trainer.global_rank)
-        largest = -(-spec.n // world_size)
-        self._batches = min(-(-largest // spec.batch_size), spec.n // world_size)
-        device = trainer.strategy.root_device
-        self._loader: Loader | None = Loader(
-            spec.dataset, seed, trainer.global_rank, spec.collate_fn, spec.num_workers, device
-        )
-        self.dataset = spec.dataset
+        largest, batch_size = -(-spec.n // world_size), spec.given.batch_size or 1
+        self._batches = min(-(-largest // batch_size), spec.n // world_size)
+        self._loader: Loader | None = spec.open(trainer, seed)
+        self.dataset = spec.given.dataset
 
     def __len__(self) -> int:
         return self._batches

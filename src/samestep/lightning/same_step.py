@@ -1,22 +1,22 @@
-"""`SameStep`, the callback that gives a Trainer exact data, exact gradients and exact metrics of an epoch."""
+"""`SameStep`, the callback that gives a Trainer exact data, gradients and metrics, and `mean` for masked losses."""
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from samestep.data.sample_rng import set_micro_batch
-from samestep.errors import DataError, StepError
+from samestep.errors import DataError, StepError, WrapError
 from samestep.lightning import gradients
-from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, check_source, find_hooks
-from samestep.lightning.epoch_metrics import LoggedValues, reduce_epoch_metrics
-from samestep.lightning.gradients import GradientWatch, UnfrozenParameters, UnusedParameters
+from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_hooks
+from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
+from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 
@@ -47,13 +47,17 @@ class SameStep(Callback):
         epoch_settings: EpochSettings | None = None,
         unused_parameters: UnusedParameters = "error",
     ) -> None:
-        gradients.check_unused_parameters(unused_parameters)
+        if unused_parameters not in get_args(UnusedParameters):
+            raise WrapError(
+                f"unused_parameters={unused_parameters!r} is not an option of SameStep: use one of "
+                f"{', '.join(map(repr, get_args(UnusedParameters)))}"
+            )
         self.unused_parameters = unused_parameters
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
         self._losses: dict[int, Tensor | float] = {}
         self._watch: GradientWatch | None = None
-        self._before_padding: LoggedValues | None = None
-        self._unfrozen: UnfrozenParameters | None = None
+        self._remove_logged: Callable[[], None] | None = None
+        self._ddp_parameters: set[nn.Parameter] | None = None
         self._scale_hook: RemovableHandle | None = None
         self._restore_hooks: list[Callable[[], None]] = []
 
@@ -62,10 +66,10 @@ class SameStep(Callback):
 
         `source` is a LightningDataModule, or a LightningModule with its own train_dataloader.
         """
-        check_source(source)
+        hooks = find_hooks(source)
         # Lightning itself calls the other hooks of a LightningModule.
         wrapped = source if isinstance(source, LightningDataModule) else None
-        return ExactDataModule(find_hooks(source), wrapped, self._loaders, self)
+        return ExactDataModule(hooks, wrapped, self._loaders, self)
 
     def dataloaders(
         self,
@@ -129,7 +133,7 @@ class SameStep(Callback):
             )
         self._losses.clear()
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
-            self._unfrozen = UnfrozenParameters(pl_module)
+            self._ddp_parameters = {parameter for parameter in pl_module.parameters() if parameter.requires_grad}
         # Sharded parameters get their gradients differently, and manual optimization may leave some out on purpose.
         watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
         if self.unused_parameters != "ignore" and pl_module.automatic_optimization and watchable:
@@ -142,7 +146,7 @@ class SameStep(Callback):
         if batch_idx == 0 and self._watch is not None:
             self._watch.update()  # callbacks unfreeze parameters at the beginning of an epoch
         if not self.batch_info.real:
-            self._before_padding = LoggedValues(trainer)
+            self._remove_logged = copy_logged_values(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Scale the gradient by the batch's share of the step, instead of by 1 / (ranks x batches)."""
@@ -151,7 +155,7 @@ class SameStep(Callback):
         if factor != 1.0:
             self._scale_hook = loss.register_hook(partial(torch.mul, factor))
         if self._watch is not None:
-            self._watch.begin_backward()
+            self._watch.used.clear()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle unused parameters and parameters that DDP does not know."""
@@ -161,10 +165,11 @@ class SameStep(Callback):
         unused = self._watch.unused() if self._watch is not None else {}
         if unused and self.unused_parameters == "error":
             gradients.raise_unused(unused, self.batch_info.step, trainer.global_rank)
-        if unused:
-            gradients.set_zero_gradients(unused)
-        if self._unfrozen is not None:
-            self._unfrozen.average_gradients(trainer.optimizers)
+        if unused:  # a backward pass, so that DDP's hooks see the zeros
+            zeros = [torch.zeros_like(parameter) for parameter in unused.values()]
+            torch.autograd.backward(list(unused.values()), zeros)
+        if self._ddp_parameters is not None:
+            gradients.average_unfrozen(self._ddp_parameters, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -177,9 +182,9 @@ class SameStep(Callback):
             self._losses[info.step] = self._losses.get(info.step, 0.0) + share
             if len(self._losses) > _MAX_LOSSES:  # no callback reads them
                 self._losses.pop(next(iter(self._losses)))
-        if self._before_padding is not None:
-            self._before_padding.restore()
-            self._before_padding = None
+        if self._remove_logged is not None:
+            self._remove_logged()
+            self._remove_logged = None
         set_micro_batch(None)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,7 +207,7 @@ class SameStep(Callback):
         self._loaders.close()
         if self._watch is not None:
             self._watch.remove()
-        self._watch = self._unfrozen = self._before_padding = None
+        self._watch = self._ddp_parameters = self._remove_logged = None
         while self._restore_hooks:
             self._restore_hooks.pop()()
         set_micro_batch(None)
@@ -211,6 +216,54 @@ class SameStep(Callback):
 def find_same_step(trainer: Trainer) -> SameStep | None:
     """Return the SameStep among the callbacks of a Trainer."""
     return next((callback for callback in list_callbacks(trainer) if isinstance(callback, SameStep)), None)
+
+
+def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the value of training_step for the mean over all samples of a step, or over what `mask` selects of them.
+
+    Without a mask it is `losses.mean()`. With a mask the count is summed over all ranks, in one small collective, and a
+    step must be one batch on each rank. In evaluation it is the mean over this batch: call
+    `self.log(..., batch_size=int(mask.sum()))`, and the value of the epoch is exact.
+
+    ```python
+    def training_step(self, batch):
+        losses = cross_entropy(self(batch.tokens), batch.targets, reduction="none")
+        return mean(self, losses, mask=batch.mask)
+    ```
+    """
+    if losses.dim() == 0:
+        raise StepError(
+            "samestep.lightning.mean got a single number and needs one loss per row: use reduction='none' (or return "
+            "the mean without it, if all rows have the same weight)"
+        )
+    if mask is None:
+        return losses.mean()
+    if mask.shape != losses.shape:
+        raise StepError(f"the mask has shape {tuple(mask.shape)}, and the losses have shape {tuple(losses.shape)}")
+    # A masked loss may be inf or nan, and nan times zero is nan: replace it by zero.
+    total = torch.where(mask != 0, losses * mask, torch.zeros_like(losses)).sum()
+    own_count = float(mask.sum(dtype=torch.float64))
+    if not module.trainer.training:
+        return total / own_count if own_count else total
+    same_step, batches = find_same_step(module.trainer), module.trainer.accumulate_grad_batches
+    if same_step is None:
+        raise StepError(
+            "samestep.lightning.mean was called in a Trainer without SameStep: pass Trainer(callbacks=[same, ...])"
+        )
+    if batches > 1:
+        raise StepError(
+            f"a masked mean needs one batch per step, and this step has {batches}: the count is known only after the "
+            "last one; leave SameStep(micro_batch=...) and accumulate_grad_batches out, or use more ranks"
+        )
+    info = same_step.batch_info
+    count = sum(gather(module.trainer, own_count if info.real else 0.0))
+    if count == 0:
+        raise StepError(
+            f"the masks of step {info.step} select nothing on any rank, so a mean does not exist: check how the mask "
+            "is made, or remove such samples from the dataset"
+        )
+    # SameStep weights the returned value by this batch's share of the samples; replace it by its share of the count.
+    return total / (count * info.share()) if info.real else total * 0
 
 
 def _identity(loader: object) -> object:

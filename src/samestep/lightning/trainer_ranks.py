@@ -3,8 +3,6 @@
 Lightning owns the process group, which on GPUs is NCCL only: small objects are exchanged pickled by torch.
 """
 
-import pickle
-import traceback
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar
 
@@ -14,8 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+from samestep.distributed.once import run_and_pickle, unpickle_outcome
 from samestep.environment.world import World, read_environ, read_world
-from samestep.errors import OnceFailed, WorldError
+from samestep.errors import WorldError
 from samestep.torch_private import wait_until_released
 
 T = TypeVar("T")
@@ -115,32 +114,11 @@ def once(owner: Trainer | LightningModule, function: Callable[..., T], *args: ob
     ```
     """
     trainer = owner.trainer if isinstance(owner, LightningModule) else owner
-    outcome = trainer.strategy.broadcast(_run(function, *args) if trainer.is_global_zero else None)
+    outcome = run_and_pickle(0, function, *args) if trainer.is_global_zero else None
+    outcome = trainer.strategy.broadcast(outcome)
     wait_for_gloo(trainer)
     assert outcome is not None
-    value, error, trace = outcome
-    if error is None:
-        return value  # pyright: ignore[reportReturnType]  # it came from `function`
-    where = f"raised on rank 0 in once({getattr(function, '__name__', type(function).__name__)}), for every rank:"
-    if isinstance(error, Exception):
-        error.add_note(f"{where}\n{trace}")
-        raise error
-    raise OnceFailed(f"{where}\n{trace}")
-
-
-def _run(function: Callable[..., T], *args: object) -> tuple[T | None, object, str]:
-    """Return (value, error, traceback); an error that cannot be pickled is sent as its text."""
-    try:
-        value = function(*args)
-        pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001  # every rank raises it
-        trace = traceback.format_exc()
-        try:
-            picklable = type(pickle.loads(pickle.dumps(error))) is type(error)
-        except Exception:  # noqa: BLE001  # a custom constructor, an open file in it
-            picklable = False
-        return None, error if picklable else str(error), trace
-    return value, None, ""
+    return unpickle_outcome(f"once({getattr(function, '__name__', type(function).__name__)})", outcome)
 
 
 def wait_for_gloo(trainer: Trainer) -> None:

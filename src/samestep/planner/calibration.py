@@ -67,8 +67,7 @@ def apply_calibration(cluster: ClusterSpec, calibration: Calibration | None) -> 
 
 def calibration_path(device: str, environ: Mapping[str, str]) -> Path:
     """File of a device's calibration. Each device model has its own, since different nodes may share a home folder."""
-    name = hashlib.sha256(device.encode()).hexdigest()[:16]
-    return cache_folder(environ) / f"calibration-{name}.json"
+    return cache_folder(environ) / f"calibration-{hashlib.sha256(device.encode()).hexdigest()[:16]}.json"
 
 
 def read_calibration(device: str, environ: Mapping[str, str]) -> Calibration | None:
@@ -98,7 +97,10 @@ def calibrate(device: torch.device, report: Callable[[str], None] = lambda _: No
     report("matrix products")
     flops = {name: _matmul_flops(device, dtype, tf32) for name, dtype, tf32 in _dtypes(device)}
     report("copies")
-    copy, host = _copy_bandwidth(device), _host_bandwidth(device)
+    size = _COPY_BYTES[device.type]
+    on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(size // 2, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copy, host = 2 * _copy_bandwidth(on_device, device), _copy_bandwidth(on_host, device)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     all_reduce = None
     if count > 1:
@@ -152,19 +154,9 @@ def _matmul_precision(precision: str) -> Generator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _copy_bandwidth(device: torch.device) -> float:
-    size = _COPY_BYTES[device.type]
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), device)
-
-
-def _host_bandwidth(device: torch.device) -> float:
-    size = _COPY_BYTES[device.type] // 2
-    source = torch.zeros(size, dtype=torch.uint8)
-    source = source.pin_memory() if device.type == "cuda" else source
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+def _copy_bandwidth(source: torch.Tensor, device: torch.device) -> float:
+    target = torch.empty_like(source, device=device)
+    return source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def all_reduce_bandwidth(count: int, backend: str, size: int) -> float:
@@ -177,11 +169,10 @@ def all_reduce_bandwidth(count: int, backend: str, size: int) -> float:
 
 def _all_reduce_rank(rank: int, count: int, backend: str, size: int, folder: str) -> None:
     """One of the processes; rank 0 writes the time of an all-reduce to a file."""
-    store = dist.FileStore(f"{folder}/store", count)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     tensor = torch.zeros(size // 4, device=device)
     # a fixed number instead of a fixed time: every rank must take part in every all-reduce
     seconds = min(_time_once(partial(dist.all_reduce, tensor), device) for _ in range(8))
@@ -197,7 +188,12 @@ def _launch_seconds(device: torch.device) -> float:
     """
     model = nn.Sequential(*(_Block() for _ in range(_LAYERS))).to(device)
     batch = torch.zeros(2, 4, _WIDTH, device=device)
-    step = partial(_small_step, model, batch)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext():
+            loss = model(batch).sum()
+        loss.backward()
+
     step()
     counter = OpCounter()
     with MemoryTracker(cuda=False, counter=counter):
@@ -215,29 +211,16 @@ class _Block(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Attention and MLP, each with a residual connection."""
         query, key, value = self.qkv(self.norm(batch)).chunk(3, -1)
         batch = batch + functional.scaled_dot_product_attention(query, key, value)
         return batch + self.mlp(batch)
-
-
-def _small_step(model: nn.Module, batch: torch.Tensor) -> None:
-    with torch.autocast("cuda", torch.bfloat16) if batch.device.type == "cuda" else nullcontext():
-        loss = model(batch).sum()
-    loss.backward()
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of `work`, averaged over many runs in a row so that launch and synchronization do not count."""
     once = max(_time_once(work, device), 1e-7)
     times = max(3, min(10_000, int(_SECONDS_PER_FIGURE / once)))
-
-    def many() -> None:
-        """Long enough to measure."""
-        for _ in range(times):
-            work()
-
-    return _time_once(many, device) / times
+    return _time_once(lambda: [work() for _ in range(times)], device) / times
 
 
 def _time_once(work: Callable[[], object], device: torch.device) -> float:

@@ -23,9 +23,6 @@ from samestep.planner.cluster_spec import (
     parse_cluster_spec,
 )
 
-_NVLINK = 25e9  # bytes per second of one NVLink 2, 3 or 4, one direction
-_NVLINK_5 = 50e9
-_BLACKWELL = 10  # compute capability from which on NVLink is of the fifth generation
 # Fraction of PCIe's bandwidth by the path between two GPUs: one switch, several, a host bridge, a socket, two sockets.
 _PCIE_PATHS = {"PIX": 1.0, "PXB": 1.0, "PHB": 0.8, "NODE": 0.8, "SYS": 0.5}
 _SOCKET_CORES = 10  # cores that saturate the memory bandwidth of a CPU
@@ -104,10 +101,10 @@ def peer_bandwidth(links: Sequence[GpuLink], gpus: Sequence[Gpu], pcie: float) -
     >>> peer_bandwidth([GpuLink(0, 1, "NV18")], [], pcie=64e9) / 1e9
     450.0
     """
-    nvlink = _NVLINK_5 if any(gpu.capability[0] >= _BLACKWELL for gpu in gpus) else _NVLINK
+    blackwell = any(gpu.capability[0] >= 10 for gpu in gpus)
+    nvlink = 50e9 if blackwell else 25e9  # of one link in one direction: NVLink 5, or 2 to 4
 
     def bandwidth(kind: str) -> float:
-        """Of one connection."""
         lanes = re.fullmatch(r"NV(\d+)", kind)
         return int(lanes[1]) * nvlink if lanes else _PCIE_PATHS.get(kind, 0.5) * pcie
 
@@ -164,14 +161,13 @@ def slurm_job_cluster(here: ClusterSpec, environ: Mapping[str, str], nodes: int)
 def _nodes_like_this(here: ClusterSpec, job: Allocation, nodes: int) -> ClusterSpec:
     """All GPUs of the job, each like those of this node; a job step may see only one of several GPUs."""
     count = max(job.gpus, here.devices_per_node) if job.inside else job.gpus
-    known = find_device(here.device.name)
-    sees_one = here.devices_per_node == 1 < count and known is not None
+    known = find_device(here.device.name) if here.devices_per_node == 1 < count else None
     assumed = "" if job.inside else ", assumed to be like those of this machine"
     return replace(
         here,
         devices_per_node=count,
         nodes=nodes,
-        intra_node_bandwidth=known.intra_node_bandwidth if sees_one and known else here.intra_node_bandwidth,
+        intra_node_bandwidth=known.intra_node_bandwidth if known else here.intra_node_bandwidth,
         source=f"{replace(job, gpus=count).describe(nodes)}{assumed}; {here.source}",
     )
 
@@ -208,8 +204,7 @@ def _gpus_per_node(environ: Mapping[str, str], nodes: int) -> tuple[int, str]:
 
 def _parse_gres(text: str) -> tuple[int, str]:
     """Number and name in `4`, `a100:4` or `a100:2,v100:2`; several names count as none."""
-    matches = [re.fullmatch(r"(?:(.+):)?(\d+)", part.strip()) for part in text.split(",")]
-    found = [match for match in matches if match is not None]
+    found = [match for part in text.split(",") if (match := re.fullmatch(r"(?:(.+):)?(\d+)", part.strip()))]
     names = {match[1] or "" for match in found}
     return sum(int(match[2]) for match in found), names.pop() if len(names) == 1 else ""
 

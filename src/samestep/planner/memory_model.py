@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.layouts import Layout
 from samestep.planner.model_profile import CUDA_CONTEXT, ModelProfile
-from samestep.planner.teacher_costs import PlacementCost
+from samestep.planner.teacher_costs import Placement
 
 _MIB = 2**20
 _CONTEXT = {"cuda": CUDA_CONTEXT, "mps": 300 * _MIB, "cpu": 300 * _MIB}  # without CUDA: a Python process with torch
@@ -45,7 +45,7 @@ def estimate_memory(
     *,
     accumulates: bool,
     precision: str,
-    teacher: PlacementCost | None = None,
+    teacher: Placement | None = None,
 ) -> MemoryEstimate:
     """Memory of `layout` with `micro_batch` samples per forward pass.
 

@@ -1,7 +1,7 @@
 """Find the blocks and frozen parts of a model, and measure their size and work."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,6 @@ from samestep.errors import PlanError
 from samestep.parallel.fsdp import find_blocks
 from samestep.planner.model_profile import ModelPart, ModelProfile, PeakMemory
 from samestep.planner.step_recorder import OpCounter
-
-_ADAM_STATES = 2  # tensors of optimizer state per parameter
 
 
 def resolve_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
@@ -55,49 +53,39 @@ def _unpack_sequential(block: nn.Module) -> Iterator[nn.Module]:
         yield from _unpack_sequential(child)
 
 
-class ForwardFlops:
-    """Counts the FLOPs of the forward passes of several modules."""
+@contextmanager
+def count_forward_flops(counter: OpCounter, modules: Iterable[nn.Module]) -> Generator[Mapping[nn.Module, float]]:
+    """Count the FLOPs of forward passes inside, by module; a module that is not called is missing."""
+    started: dict[nn.Module, float] = {}
+    flops: dict[nn.Module, float] = {}
 
-    def __init__(self, counter: OpCounter, modules: Iterable[nn.Module]) -> None:
-        self._counter, self._modules = counter, list({id(module): module for module in modules}.values())
-        self._flops: dict[int, float] = {}
+    def enter(module: nn.Module, *_: object) -> None:
+        started[module] = counter.flops
 
-    @contextmanager
-    def counting(self) -> Generator[None]:
-        """Count forward passes inside."""
-        started: dict[int, float] = {}
+    def leave(module: nn.Module, *_: object) -> None:
+        flops[module] = flops.get(module, 0.0) + (counter.flops - started.pop(module))
 
-        def enter(module: nn.Module, *_: object) -> None:
-            """Before the forward pass."""
-            started[id(module)] = self._counter.flops
-
-        def leave(module: nn.Module, *_: object) -> None:
-            """After the forward pass."""
-            flops = self._counter.flops - started.pop(id(module))
-            self._flops[id(module)] = self._flops.get(id(module), 0.0) + flops
-
-        hooks = [m.register_forward_pre_hook(enter) for m in self._modules]
-        hooks += [m.register_forward_hook(leave) for m in self._modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def of(self, module: nn.Module) -> float:
-        """FLOPs of a module's forward passes; 0 if it was never called."""
-        return self._flops.get(id(module), 0.0)
+    unique = dict.fromkeys(modules)
+    hooks = [module.register_forward_pre_hook(enter) for module in unique]
+    hooks += [module.register_forward_hook(leave) for module in unique]
+    try:
+        yield flops
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def describe_parts(modules: dict[str, nn.Module], flops: ForwardFlops, samples: int) -> tuple[ModelPart, ...]:
+def describe_parts(
+    modules: Mapping[str, nn.Module], flops: Mapping[nn.Module, float], samples: int
+) -> tuple[ModelPart, ...]:
     """Bytes of each module, and its FLOPs per sample."""
-    return tuple(_describe_part(name, module, flops.of(module) / samples) for name, module in modules.items())
-
-
-def _describe_part(name: str, module: nn.Module, flops: float) -> ModelPart:
-    trainable = storage_bytes(p for p in module.parameters() if p.requires_grad)
-    frozen = storage_bytes(p for p in module.parameters() if not p.requires_grad)
-    return ModelPart(name, trainable, frozen + storage_bytes(module.buffers()), flops)
+    parts: list[ModelPart] = []
+    for name, module in modules.items():
+        trainable = storage_bytes(p for p in module.parameters() if p.requires_grad)
+        frozen = storage_bytes(p for p in module.parameters() if not p.requires_grad)
+        frozen += storage_bytes(module.buffers())
+        parts.append(ModelPart(name, trainable, frozen, flops.get(module, 0.0) / samples))
+    return tuple(parts)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -120,7 +108,7 @@ def profile_weights(model: nn.Module) -> ModelProfile:
         buffers=storage_bytes(model.buffers()),
         gradients=trainable,
         optimizer="Adam",
-        optimizer_state=_ADAM_STATES * trainable,
+        optimizer_state=2 * trainable,  # Adam's two moments
         activations=PeakMemory.linear(0, 0),
         checkpointed_activations=None,
         forward_flops=0.0,
@@ -128,7 +116,7 @@ def profile_weights(model: nn.Module) -> ModelProfile:
         checkpointed_step_flops=0.0,
         ops=(),
         traced_samples=1,
-        blocks=describe_parts(named_blocks(model, ()), ForwardFlops(OpCounter(), ()), samples=1),
+        blocks=describe_parts(named_blocks(model, ()), {}, samples=1),
         frozen_parts=(),
         method="from the weights only: activations are not counted",
     )

@@ -11,7 +11,7 @@ from samestep.planner.cluster_spec import HOST_MARGIN, KNOWN_DEVICES, ClusterSpe
 from samestep.planner.layouts import DEFAULT_OPTIONS, Layout, PlanOptions, launch_command, layouts, script_lines
 from samestep.planner.memory_model import MemoryEstimate, estimate_memory
 from samestep.planner.model_profile import CUDA_MARGIN, ModelProfile
-from samestep.planner.teacher_costs import PlacementCost, TeacherProfile, TeacherSetup, placement_cost
+from samestep.planner.teacher_costs import Placement, TeacherProfile, TeacherSetup, placement_cost
 from samestep.planner.time_model import StepTime, estimate_step_time, matmul_slowdown
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -242,7 +242,7 @@ def _time(request: PlanRequest, layout: Layout, micro_batch: int, accumulation: 
     )
 
 
-def _teacher_cost(request: PlanRequest, layout: Layout, micro_batch: int) -> PlacementCost | None:
+def _teacher_cost(request: PlanRequest, layout: Layout, micro_batch: int) -> Placement | None:
     """The cost of the frozen parts if the layout places them outside of the model."""
     if layout.teacher_placement is None:
         return None

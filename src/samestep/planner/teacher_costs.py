@@ -1,8 +1,6 @@
 """Estimate memory and time of a frozen teacher for every placement, and choose the fastest placement that fits."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 from samestep.errors import PlanError
 from samestep.messages import format_bytes, format_seconds
@@ -78,14 +76,6 @@ class TeacherSetup:
         return int(self.cluster.host_memory * (1 - HOST_MARGIN)) - self.used_per_node
 
 
-class PlacementCost(NamedTuple):
-    """What a placement of a teacher costs."""
-
-    per_gpu: int  # bytes on the device with the most of it
-    per_node: int  # bytes of host memory per node
-    seconds: float  # estimated time that it adds to a step, without overlap with the student
-
-
 @dataclass(frozen=True)
 class Placement:
     """One placement of a teacher with its cost."""
@@ -94,8 +84,8 @@ class Placement:
     per_gpu: int  # bytes on the device with the most of it
     per_node: int  # bytes of host memory per node
     seconds: float  # estimated time that it adds to a step, without overlap with the student
-    fits: bool  # whether it can be chosen
-    reason: str  # why it was or was not chosen
+    fits: bool = True  # whether it can be chosen
+    reason: str = ""  # why it was or was not chosen
 
 
 @dataclass(frozen=True)
@@ -120,7 +110,7 @@ def compare_placements(setup: TeacherSetup, teacher: TeacherProfile) -> TeacherP
             "A teacher needs at least 1 rank, a global batch and a micro-batch of at least 1, got "
             f"{setup.ranks}, {setup.global_batch} and {setup.micro_batch}."
         )
-    placements = [_assess(name, cost(setup, teacher), setup) for name, cost in _COSTS.items()]
+    placements = [_check(Placement(name, *cost), setup) for name, cost in _costs(setup, teacher).items()]
     placements.append(_cached_placement(placements, setup, teacher))
     placements.append(
         replace(placements[0], name="custom", fits=False, reason="your own device map: never chosen automatically")
@@ -155,38 +145,24 @@ def explain_placement(placement: Placement, chosen: Placement | None, limit: flo
     return replace(placement, reason=f"{slower} {chosen.name}")
 
 
-def _assess(name: str, cost: PlacementCost, setup: TeacherSetup) -> Placement:
-    problem = _not_applicable(name, setup) or _does_not_fit(cost, setup)
-    return Placement(name, *cost, fits=problem is None, reason=problem or "")
-
-
-def _not_applicable(name: str, setup: TeacherSetup) -> str | None:
-    """Why a placement makes no sense here; None if it does."""
-    one_device, one_rank = setup.devices_per_rank == 1, setup.ranks == 1
-    no_gpu = setup.cluster.device.kind != "cuda"
-    cases = {
-        "balanced": (one_device, "each rank has one device: the same as gpu"),
-        "sequential": (one_device, "each rank has one device: the same as gpu"),
-        "sharded": (one_rank, "needs at least 2 ranks"),
-        "served": (one_rank, "needs at least 2 ranks"),
-        "offload": (no_gpu, "needs a GPU to load layers to"),
-        "disk": (no_gpu, "needs a GPU to load layers to"),
-    }
-    applies, reason = cases.get(name, (False, ""))
-    return reason if applies else None
-
-
-def _does_not_fit(cost: PlacementCost, setup: TeacherSetup) -> str | None:
-    free = max(setup.free_per_gpu, 0)
-    if cost.per_gpu > free:
-        return f"does not fit: {format_bytes(cost.per_gpu)} needed, {format_bytes(free)} free per device"
+def _check(placement: Placement, setup: TeacherSetup) -> Placement:
+    """The placement with the reason if it makes no sense here or does not fit."""
+    kind, free, free_on_node = setup.cluster.device.kind, max(setup.free_per_gpu, 0), max(setup.free_per_node, 0)
     # without a GPU the copy of each rank is in host memory too
-    on_cpu = setup.cluster.device.kind == "cpu"
-    host = cost.per_node + (cost.per_gpu * setup.ranks_per_node if on_cpu else 0)
-    if host > setup.free_per_node:
-        free = max(setup.free_per_node, 0)
-        return f"does not fit: {format_bytes(host)} of host memory needed, {format_bytes(free)} free per node"
-    return None
+    host = placement.per_node + (placement.per_gpu * setup.ranks_per_node if kind == "cpu" else 0)
+    needed, needed_on_host = format_bytes(placement.per_gpu), format_bytes(host)
+    name, one_device = placement.name, setup.devices_per_rank == 1
+    problems = {
+        "each rank has one device: the same as gpu": name in ("balanced", "sequential") and one_device,
+        "needs at least 2 ranks": name in ("sharded", "served") and setup.ranks == 1,
+        "needs a GPU to load layers to": name in ("offload", "disk") and kind != "cuda",
+        f"does not fit: {needed} needed, {format_bytes(free)} free per device": placement.per_gpu > free,
+        f"does not fit: {needed_on_host} of host memory needed, {format_bytes(free_on_node)} free per node": (
+            host > setup.free_per_node
+        ),
+    }
+    reason = next((reason for reason, applies in problems.items() if applies), "")
+    return replace(placement, fits=not reason, reason=reason)
 
 
 def _cached_placement(others: list[Placement], setup: TeacherSetup, teacher: TeacherProfile) -> Placement:
@@ -204,99 +180,50 @@ def _cached_placement(others: list[Placement], setup: TeacherSetup, teacher: Tea
     return Placement("cached", first.per_gpu, first.per_node, first.seconds, False, reason)
 
 
-def placement_cost(name: str, setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
+def placement_cost(name: str, setup: TeacherSetup, teacher: TeacherProfile) -> Placement:
     """Memory and time of one placement."""
-    return _COSTS[name](setup, teacher)
+    return Placement(name, *_costs(setup, teacher)[name])
 
 
-def _gpu(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    return PlacementCost(teacher.bytes + _working(setup, teacher), 0, _all_forwards(setup, teacher))
+def _costs(setup: TeacherSetup, teacher: TeacherProfile) -> dict[str, tuple[int, int, float]]:
+    """Bytes on the device with the most of it, bytes of host memory per node, and seconds per step, by placement."""
+    cluster, size, ranks, local_ranks = setup.cluster, teacher.bytes, setup.ranks, setup.ranks_per_node
+    working = (teacher.working_per_sample + teacher.output_per_sample) * min(setup.micro_batch, setup.samples)
+    full, output = size + working, teacher.output_per_sample * setup.samples
+    # the current and the next layer, and everything outside of layers
+    two_layers = min(2 * teacher.largest_layer + teacher.resident, size) + working
+    # one forward pass on one device: the maximum of its matrix products and of reading the weights once
+    flops = teacher.flops_per_sample * setup.micro_batch
+    products = flops / matmul_rate(cluster, teacher.dtype, flops, tf32=True)
+    forward = max(products, size / memory_bandwidth(cluster))
+
+    def overlapped(transfer: float) -> float:
+        return setup.micro_batches * max(forward, transfer)
+
+    several = setup.devices_per_rank > 1
+    balanced = min(-(-size // setup.devices_per_rank) + (teacher.largest_layer if several else 0), size)
+    # `sequential` fills the first device before it uses the next one, whatever training needs there
+    first = min(size, int(_SEQUENTIAL_FILL * cluster.device.memory_free)) if several else size
+    gather = collective_seconds(cluster, ranks, size * (ranks - 1) / ranks)
+    # `served`: one rank computes for all ranks; the size of the inputs is negligible
+    served = setup.micro_batches * ranks * forward + collective_seconds(cluster, ranks, output * (ranks - 1))
+    on_cpu = cluster.device.kind == "cpu"  # then it is in the host memory of one node once, not once per rank
+    return {
+        "gpu": (full, 0, overlapped(0)),
+        # one copy in host memory; without a GPU each rank computes on its own cores
+        "cpu": (0, size + local_ranks * working, overlapped(0) if on_cpu else _shared_cores_seconds(setup, teacher)),
+        "balanced": (balanced + working, 0, overlapped(0)),
+        "sequential": (first + working, 0, overlapped(0)),
+        "offload": (two_layers, size, overlapped(size / host_bandwidth(cluster))),
+        "disk": (two_layers, 0, overlapped(size * local_ranks / cluster.disk_bandwidth)),  # shared by a node's ranks
+        "sharded": (min(-(-size // ranks) + two_layers, full), 0, overlapped(gather)),
+        "served": (0, full, served) if on_cpu else (full, 0, served),
+    }
 
 
-def _cpu(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    """One copy in host memory; the ranks of a node share its cores."""
-    memory = teacher.bytes + setup.ranks_per_node * _working(setup, teacher)
-    if setup.cluster.device.kind == "cpu":
-        return PlacementCost(0, memory, _all_forwards(setup, teacher))  # each rank computes on its own cores
+def _shared_cores_seconds(setup: TeacherSetup, teacher: TeacherProfile) -> float:
+    """All forward passes of a node on its cores, and the copy of the outputs to a rank's device."""
     flops = teacher.flops_per_sample * setup.samples * setup.ranks_per_node
     passes = setup.micro_batches * setup.ranks_per_node
     seconds = max(flops / (setup.cluster.cores * CORE_FLOPS), passes * teacher.bytes / HOST_MEMORY_BANDWIDTH)
-    copy_back = teacher.output_per_sample * setup.samples / host_bandwidth(setup.cluster)
-    return PlacementCost(0, memory, seconds + copy_back)
-
-
-def _balanced(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    part = -(-teacher.bytes // setup.devices_per_rank)
-    part += teacher.largest_layer if setup.devices_per_rank > 1 else 0
-    memory = min(part, teacher.bytes) + _working(setup, teacher)
-    return PlacementCost(memory, 0, _all_forwards(setup, teacher))
-
-
-def _sequential(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    """Fills the first device before it uses the next one, whatever training needs there."""
-    filled = int(_SEQUENTIAL_FILL * setup.cluster.device.memory_free)
-    first = teacher.bytes if setup.devices_per_rank == 1 else min(teacher.bytes, filled)
-    return PlacementCost(first + _working(setup, teacher), 0, _all_forwards(setup, teacher))
-
-
-def _offload(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    transfer = teacher.bytes / host_bandwidth(setup.cluster)
-    return PlacementCost(_two_layers(setup, teacher), teacher.bytes, _all_forwards(setup, teacher, transfer))
-
-
-def _disk(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    """The ranks of a node share its disk."""
-    transfer = teacher.bytes * setup.ranks_per_node / setup.cluster.disk_bandwidth
-    return PlacementCost(_two_layers(setup, teacher), 0, _all_forwards(setup, teacher, transfer))
-
-
-def _sharded(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    sent = teacher.bytes * (setup.ranks - 1) / setup.ranks
-    transfer = collective_seconds(setup.cluster, setup.ranks, sent)
-    shard = -(-teacher.bytes // setup.ranks)
-    memory = min(shard + _two_layers(setup, teacher), teacher.bytes + _working(setup, teacher))
-    return PlacementCost(memory, 0, _all_forwards(setup, teacher, transfer))
-
-
-def _served(setup: TeacherSetup, teacher: TeacherProfile) -> PlacementCost:
-    """One rank holds the teacher and computes for all ranks; the size of the inputs is negligible."""
-    memory = teacher.bytes + _working(setup, teacher)
-    sent = teacher.output_per_sample * setup.samples * (setup.ranks - 1)
-    passes = setup.micro_batches * setup.ranks
-    seconds = passes * _forward_seconds(setup, teacher) + collective_seconds(setup.cluster, setup.ranks, sent)
-    # Without a GPU it is in the host memory of one node, once. `per_gpu` would count it for each rank.
-    on_cpu = setup.cluster.device.kind == "cpu"
-    return PlacementCost(0, memory, seconds) if on_cpu else PlacementCost(memory, 0, seconds)
-
-
-_COSTS: Mapping[str, Callable[[TeacherSetup, TeacherProfile], PlacementCost]] = {
-    "gpu": _gpu,
-    "cpu": _cpu,
-    "balanced": _balanced,
-    "sequential": _sequential,
-    "offload": _offload,
-    "disk": _disk,
-    "sharded": _sharded,
-    "served": _served,
-}
-
-
-def _forward_seconds(setup: TeacherSetup, teacher: TeacherProfile) -> float:
-    """One forward pass on one device: the maximum of its matrix products and of reading the weights once."""
-    flops = teacher.flops_per_sample * setup.micro_batch
-    products = flops / matmul_rate(setup.cluster, teacher.dtype, flops, tf32=True)
-    return max(products, teacher.bytes / memory_bandwidth(setup.cluster))
-
-
-def _all_forwards(setup: TeacherSetup, teacher: TeacherProfile, transfer: float = 0.0) -> float:
-    """All forward passes of a step, each the maximum of compute and of the transfer that overlaps with it."""
-    return setup.micro_batches * max(_forward_seconds(setup, teacher), transfer)
-
-
-def _working(setup: TeacherSetup, teacher: TeacherProfile) -> int:
-    return (teacher.working_per_sample + teacher.output_per_sample) * min(setup.micro_batch, setup.samples)
-
-
-def _two_layers(setup: TeacherSetup, teacher: TeacherProfile) -> int:
-    """The current and the next layer, and everything outside of layers."""
-    return min(2 * teacher.largest_layer + teacher.resident, teacher.bytes) + _working(setup, teacher)
+    return seconds + teacher.output_per_sample * setup.samples / host_bandwidth(setup.cluster)

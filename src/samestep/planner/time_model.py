@@ -14,8 +14,7 @@ _MEMORY_EFFICIENCY = 0.8
 _NETWORK_EFFICIENCY = 0.7
 _MIN_KERNEL_SECONDS = 2e-6
 # Host time to launch one operation in eager mode, including Python, if no calibration measured it.
-_LAUNCH_SECONDS = {"cuda": 3e-5}
-_LAUNCH_SECONDS_OTHER = 5e-6
+_LAUNCH_SECONDS = {"cuda": 3e-5, "mps": 5e-6, "cpu": 5e-6}
 # Fraction of the rate of a large matrix product, or of a copy, that operators reach on a GPU: measured with
 # `benchmarks/step_time.py --operations` on an H200, rounded. Operators that are missing here only move data.
 _OP_EFFICIENCY = {
@@ -38,8 +37,7 @@ _OP_EFFICIENCY = {
 }
 _DATA_MOVEMENT_EFFICIENCY = 0.8
 # Latency of a collective: NCCL between GPUs, gloo between processes.
-_COLLECTIVE_LATENCY = {"cuda": 3e-5}
-_COLLECTIVE_LATENCY_OTHER = 3e-4
+_COLLECTIVE_LATENCY = {"cuda": 3e-5, "mps": 3e-4, "cpu": 3e-4}
 _DDP_BUCKET = 25 * 2**20  # the last bucket has no backward pass left to overlap with
 _GATHER_HOST_SECONDS = 1e-4  # host time per block that FSDP gathers and frees
 _FUSED_OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -149,9 +147,8 @@ def op_seconds(cluster: ClusterSpec, op: Op, tf32: bool, scale: float = 1.0) -> 
 
 def launch_seconds(cluster: ClusterSpec, ops: Sequence[Op]) -> float:
     """Host time to launch these operations, which does not depend on their size."""
-    device = cluster.device
-    each = _LAUNCH_SECONDS.get(device.kind, _LAUNCH_SECONDS_OTHER)
-    return sum(op.count for op in ops) * (each if device.launch_seconds is None else device.launch_seconds)
+    measured = cluster.device.launch_seconds
+    return sum(op.count for op in ops) * (_LAUNCH_SECONDS[cluster.device.kind] if measured is None else measured)
 
 
 def matmul_rate(cluster: ClusterSpec, dtype: str, flops: float, tf32: bool) -> float:
@@ -160,9 +157,8 @@ def matmul_rate(cluster: ClusterSpec, dtype: str, flops: float, tf32: bool) -> f
     A dtype that the device does not support is computed as float32.
     """
     device = cluster.device
-    dtypes = (dtype, "tf32", "float32") if tf32 and dtype == "float32" else (dtype, "float32")
-    first = "tf32" if tf32 and dtype == "float32" and "tf32" in device.peak_flops else dtype
-    for name in (first, *dtypes):
+    use_tf32 = tf32 and dtype == "float32" and "tf32" in device.peak_flops
+    for name in ("tf32", "float32") if use_tf32 else (dtype, "float32"):
         if points := device.measured_flops.get(name):
             return _interpolate(points, flops)
         if name in device.peak_flops:
@@ -196,11 +192,7 @@ def collective_seconds(cluster: ClusterSpec, ranks: int, sent: float) -> float:
     """Time until every rank has sent `sent` bytes to its neighbor in a ring of `ranks` ranks."""
     if ranks < 2 or sent <= 0:
         return 0.0
-    return sent / ring_bandwidth(cluster, ranks) + _collective_latency(cluster)
-
-
-def _collective_latency(cluster: ClusterSpec) -> float:
-    return _COLLECTIVE_LATENCY.get(cluster.device.kind, _COLLECTIVE_LATENCY_OTHER)
+    return sent / ring_bandwidth(cluster, ranks) + _COLLECTIVE_LATENCY[cluster.device.kind]
 
 
 def ring_bandwidth(cluster: ClusterSpec, ranks: int) -> float:
@@ -208,11 +200,7 @@ def ring_bandwidth(cluster: ClusterSpec, ranks: int) -> float:
     intra = cluster.intra_node_bandwidth * (1 if cluster.all_reduce_measured else _NETWORK_EFFICIENCY)
     if ranks <= cluster.devices_per_node:
         return intra
-    return min(intra, _network_bandwidth(cluster) * cluster.devices_per_node)
-
-
-def _network_bandwidth(cluster: ClusterSpec) -> float:
-    return cluster.inter_node_bandwidth * _NETWORK_EFFICIENCY
+    return min(intra, cluster.inter_node_bandwidth * _NETWORK_EFFICIENCY * cluster.devices_per_node)
 
 
 def _communication_seconds(
@@ -241,10 +229,9 @@ def _all_gather_seconds(
     sent = times * model.compute_bytes(precision) * (layout.shards - 1) / layout.shards
     seconds = collective_seconds(cluster, layout.shards, sent)
     if layout.cpu_offload:
-        stored = sum(model.trainable.values())
-        seconds += times * stored / layout.shards / host_bandwidth(cluster)
+        seconds += times * sum(model.trainable.values()) / layout.shards / host_bandwidth(cluster)
     units = len(model.blocks) + 1  # parameters outside of blocks are gathered as one unit
-    host = times * units * (_GATHER_HOST_SECONDS + _collective_latency(cluster))
+    host = times * units * (_GATHER_HOST_SECONDS + _COLLECTIVE_LATENCY[cluster.device.kind])
     return max(seconds - compute, seconds / (times * units)) + host
 
 
@@ -255,11 +242,10 @@ def _reduce_scatter_seconds(layout: Layout, cluster: ClusterSpec, model: ModelPr
     replicas = layout.ranks // layout.shards
     if replicas > 1:
         between = 2 * model.gradients / layout.shards * (replicas - 1) / replicas
-        seconds += between / _network_bandwidth(cluster)
+        seconds += between / (cluster.inter_node_bandwidth * _NETWORK_EFFICIENCY)
     if layout.cpu_offload:
         seconds += model.gradients / layout.shards / host_bandwidth(cluster)
-    last_block = 1 / max(len(model.blocks), 1)
-    return max(seconds - backward, seconds * last_block)
+    return max(seconds - backward, seconds * (1 / max(len(model.blocks), 1)))  # the last block cannot overlap
 
 
 def _optimizer_seconds(layout: Layout, cluster: ClusterSpec, model: ModelProfile) -> float:

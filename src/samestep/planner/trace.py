@@ -24,8 +24,8 @@ from samestep.parallel.precision import compute_in, use_channels_last
 from samestep.parallel.submodules import frozen_parts, keep_frozen_in_eval
 from samestep.planner.cuda_emulation import emulate_cuda
 from samestep.planner.model_parts import (
-    ForwardFlops,
     checkpointable_classes,
+    count_forward_flops,
     describe_parts,
     named_blocks,
     resolve_classes,
@@ -120,8 +120,8 @@ def trace_calls(
         traced, _ = _build(build, loss)
         _prepare(traced, config)
         with without_memory(), RealIntegers():
-            example = strip_memory(traced.model, traced.example)
-            tracer = StepTracer(replace(traced, example=example), config, sizes[0])
+            stripped = replace(traced, example=strip_memory(traced.model, traced.example))
+            tracer = StepTracer(stripped, config, sizes[0])
             counters = [OpCounter(record_calls=True) for _ in sizes]
             for samples, counter in zip(sizes, counters, strict=True):
                 tracer.trace(samples, counter)
@@ -160,7 +160,10 @@ def _profile(build: Build, loss: Loss | None, config: StepConfig) -> ModelProfil
     with _target(config.target):
         traced, method = _build(build, loss)
         try:
-            return _trace(traced, config, method)
+            _prepare(traced, config)
+            with without_memory(), RealIntegers():
+                stripped = replace(traced, example=strip_memory(traced.model, traced.example))
+                return _measure_steps(stripped, config, 2 * max(MIN_SAMPLES, traced.samples), method)
         except Exception as error:
             if not cannot_be_traced(error):
                 raise
@@ -194,13 +197,6 @@ def _prepare(traced: TracedModel, config: StepConfig) -> None:
         use_channels_last(traced.model, traced.model)
 
 
-def _trace(traced: TracedModel, config: StepConfig, method: str) -> ModelProfile:
-    _prepare(traced, config)
-    with without_memory(), RealIntegers():
-        stripped = replace(traced, example=strip_memory(traced.model, traced.example))
-        return _measure_steps(stripped, config, 2 * max(MIN_SAMPLES, traced.samples), method)
-
-
 def _measure_steps(traced: TracedModel, config: StepConfig, samples: int, method: str) -> ModelProfile:
     """Trace steps of `samples` and of half as many samples, without and with activation checkpointing."""
     model, sizes = traced.model, (samples // 2, samples)
@@ -208,9 +204,8 @@ def _measure_steps(traced: TracedModel, config: StepConfig, samples: int, method
     frozen, blocks = frozen_parts(model), named_blocks(model, classes)
     tracer = StepTracer(traced, config, samples)
     counter = OpCounter()
-    part_flops = ForwardFlops(counter, [*blocks.values(), *frozen.values()])
     small = tracer.trace(sizes[0])
-    with part_flops.counting():
+    with count_forward_flops(counter, [*blocks.values(), *frozen.values()]) as part_flops:
         large = tracer.trace(sizes[1], counter)
     activations = _peak_memory(tracer, small, large, sizes)
     checkpointed_counter, checkpointed_activations = counter, None
@@ -270,22 +265,14 @@ class StepTracer:
     """A model and its optimizer after a first step, so that the optimizer state exists."""
 
     def __init__(self, traced: TracedModel, config: StepConfig, samples: int) -> None:
-        self.traced, self._config = traced, config
+        self.traced, self._config, self.on_cuda = traced, config, config.target == "cuda"
         self._trainable = [p for p in traced.model.parameters() if p.requires_grad]
         self.optimizer = _make_optimizer(config.optimizer, self._trainable)
-        if config.dtype is not None and config.target == "cpu":
+        if config.dtype is not None and not self.on_cuda:
             compute_in(traced.model, torch.device("cpu"), config.dtype)
         self.gradient_bytes = self._first_step(samples)
-        """Bytes of all gradients."""
         self.state_bytes = storage_bytes(_state_tensors(self.optimizer))
-        """Bytes of the optimizer state."""
         self.weight_bytes = storage_bytes((*traced.model.parameters(), *traced.model.buffers()))
-        """Bytes of parameters and buffers."""
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the step would run on a GPU."""
-        return self._config.target == "cuda"
 
     def trace(self, samples: int, counter: OpCounter | None = None) -> StepTrace:
         """Trace a step with one micro-batch; `counter` counts the operators of forward and backward pass."""
@@ -301,7 +288,7 @@ class StepTracer:
                 self._backward(loss)
                 del loss
                 tracker.counter = None  # the optimizer's work is estimated from the bytes of its state
-                _step(self.optimizer, self._config.optimizer)
+                self._step()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -315,7 +302,7 @@ class StepTracer:
         size = storage_bytes(gradient for gradient in gradients if gradient.layout == torch.strided)
         if self.on_cuda:
             _step_as_on_cuda(self.optimizer)
-        _step(self.optimizer, self._config.optimizer)
+        self._step()
         self.optimizer.zero_grad()
         return size
 
@@ -328,20 +315,25 @@ class StepTracer:
 
     def _backward(self, loss: torch.Tensor) -> None:
         what = f"the backward pass of {type(self.traced.model).__name__}"
-        with explain_errors(
-            what, lambda error: f"{what} failed ({error}). Call loss.backward() on its own to see the traceback."
-        ):
+        with explain_errors(what, "failed", "Call loss.backward() on its own to see the traceback."):
             loss.backward()
+
+    def _step(self) -> None:
+        """Step the optimizer without a closure, as training loops do."""
+        with explain_errors(
+            _optimizer_name(self._config.optimizer),
+            "cannot step after a backward pass",
+            "Use an optimizer that needs no closure and supports the gradients of this model, such as AdamW or SGD.",
+        ):
+            self.optimizer.step()
 
 
 def _make_optimizer(optimizer: str | MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    make, name = _find_optimizer(optimizer) if isinstance(optimizer, str) else optimizer, _optimizer_name(optimizer)
+    make = _find_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
     with explain_errors(
-        name,
-        lambda error: (
-            f"{name} does not accept the parameters of this model ({error}). Name another class of torch.optim, or "
-            "pass trace_model(optimizer=...) a function of the parameters."
-        ),
+        _optimizer_name(optimizer),
+        "does not accept the parameters of this model",
+        "Name another class of torch.optim, or pass trace_model(optimizer=...) a function of the parameters.",
     ):
         made = make(parameters)
     if not isinstance(made, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]  # the user's function
@@ -362,19 +354,6 @@ def _find_optimizer(name: str) -> MakeOptimizer:
 
 def _optimizer_name(optimizer: str | MakeOptimizer) -> str:
     return f"optimizer={optimizer!r}" if isinstance(optimizer, str) else "the optimizer"
-
-
-def _step(optimizer: Optimizer, requested: str | MakeOptimizer) -> None:
-    """Step without a closure, as training loops do."""
-    name = _optimizer_name(requested)
-    with explain_errors(
-        name,
-        lambda error: (
-            f"{name} cannot step after a backward pass ({error}). Use an optimizer that needs no closure and supports "
-            "the gradients of this model, such as AdamW or SGD."
-        ),
-    ):
-        optimizer.step()
 
 
 def _step_as_on_cuda(optimizer: Optimizer) -> None:

@@ -19,12 +19,12 @@ from samestep.torch_private import cannot_be_traced, has_no_memory, with_memory
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 Build = Callable[[], object]
+Args = tuple[object, ...]
 _EXAMPLE = "def build(): return Net(), (torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long))"
 _NO_DEVICE = (
     "Build the model and its batch without a device: a plan does not need one, and Run moves them to its device."
 )
 _CUDA_ERRORS = ("cuda", "nvidia driver", "no kernel image")
-_NEEDS_VALUES = object()
 _MAX_INTEGERS = 2**26  # elements of an integer tensor that is computed with real values
 
 
@@ -42,7 +42,6 @@ class TracedModel:
         rows = torch.arange(samples) % self.samples
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
-            """Rows of one tensor."""
             return tensor[rows] if tensor.dim() and tensor.shape[0] == self.samples else tensor
 
         return map_tensors(self.example, take)
@@ -50,8 +49,13 @@ class TracedModel:
     def compute_loss(self, batch: object) -> torch.Tensor:
         """A scalar loss from a forward pass."""
         if self.loss is None:
-            return _default_loss(_call_model(self.model, batch), _labels(self.model, batch))
-        with explain_errors("the loss function", _loss_failed):
+            return _default_loss(*_call_model(self.model, batch))
+        with explain_errors(
+            "the loss function",
+            "failed",
+            "It is called with the model and a batch like the example: lambda model, batch: "
+            "cross_entropy(model(batch[0]), batch[1])",
+        ):
             losses = self.loss(self.model, batch)
         if not torch.is_tensor(losses) or not losses.requires_grad:
             raise PlanError(
@@ -63,12 +67,12 @@ class TracedModel:
 
 def build_model(build: Build, loss: Loss | None) -> TracedModel:
     """Call the user's build function and check what it returns."""
-    name = _name(build)
-    with explain_errors(name, lambda error: f"{name} failed ({error}). Call it on its own to see the traceback."):
+    name = f"{getattr(build, '__qualname__', type(build).__name__)}()"
+    with explain_errors(name, "failed", "Call it on its own to see the traceback."):
         built = build()
     if not isinstance(built, tuple | list) or len(built) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         raise PlanError(f"{name} returned {_describe(built)}. Return a model and an example batch: {_EXAMPLE}")
-    model, example, *rest = cast("tuple[object, ...]", built)
+    model, example, *rest = cast("Args", built)
     if not isinstance(model, nn.Module):
         raise PlanError(f"{name} returned {_describe(model)} as its model. Return an nn.Module first: {_EXAMPLE}")
     _check_model(name, model)
@@ -107,39 +111,24 @@ def _count_samples(build_name: str, example: object) -> int:
     return sizes[0]
 
 
-def _call_model(model: nn.Module, batch: object) -> object:
-    """Call the model as its signature allows: with all items of the batch, or with the first."""
-    name = type(model).__name__
+def _call_model(model: nn.Module, batch: object) -> tuple[object, torch.Tensor | None]:
+    """The outputs of the model, and the second item of a pair as labels if the model takes the first only."""
     with explain_errors(
-        name,
-        lambda error: (
-            f"{name} cannot be called with the example batch ({error}). Return the batch in the form that the model "
-            "takes, or return a third value from the build function, lambda model, batch: loss, that calls the model."
-        ),
+        type(model).__name__,
+        "cannot be called with the example batch",
+        "Return the batch in the form that the model takes, or return a third value from the build function, lambda "
+        "model, batch: loss, that calls the model.",
     ):
         if isinstance(batch, Mapping):
-            return model(**cast("Mapping[str, object]", batch))
-        if isinstance(batch, tuple | list):
-            values = cast("tuple[object, ...]", batch)
-            return model(*values) if _accepts(model, values) else model(values[0])
-        return model(batch)
-
-
-def _accepts(model: nn.Module, values: tuple[object, ...]) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*values)
-    except TypeError:
-        return False
-    return True
-
-
-def _labels(model: nn.Module, batch: object) -> torch.Tensor | None:
-    """The second item of a pair if the model takes the first only."""
-    if isinstance(batch, tuple | list):
-        values = cast("tuple[object, ...]", batch)
-        if len(values) == 2 and isinstance(values[1], torch.Tensor) and not _accepts(model, values):
-            return values[1]
-    return None
+            return model(**cast("Mapping[str, object]", batch)), None
+        if not isinstance(batch, tuple | list):
+            return model(batch), None
+        values, labels = cast("Args", batch), ()
+        try:
+            inspect.signature(model.forward).bind(*values)
+        except TypeError:  # the model takes the first item only
+            values, labels = values[:1], values[1:]
+        return model(*values), labels[0] if len(labels) == 1 and isinstance(labels[0], torch.Tensor) else None
 
 
 def _default_loss(output: object, labels: torch.Tensor | None) -> torch.Tensor:
@@ -179,8 +168,8 @@ def _output_tensors(output: object) -> list[torch.Tensor]:
 
 
 @contextmanager
-def explain_errors(what: str, explain: Callable[[str], str]) -> Generator[None]:
-    """Turn an exception that `what` raises into a PlanError with the message of `explain`.
+def explain_errors(what: str, problem: str, advice: str) -> Generator[None]:
+    """Turn an exception into a PlanError with the message "{what} {problem} (the exception). {advice}".
 
     Exceptions because a trace has no values pass through.
     """
@@ -191,14 +180,8 @@ def explain_errors(what: str, explain: Callable[[str], str]) -> Generator[None]:
             raise
         text = describe_error(error)
         needs_cuda = any(word in text.lower() for word in _CUDA_ERRORS)
-        raise PlanError(f"{what} needs CUDA ({text}). {_NO_DEVICE}" if needs_cuda else explain(text)) from error
-
-
-def _loss_failed(error: str) -> str:
-    return (
-        f"the loss function failed ({error}). It is called with the model and a batch like the example: lambda model, "
-        "batch: cross_entropy(model(batch[0]), batch[1])"
-    )
+        problem, advice = ("needs CUDA", _NO_DEVICE) if needs_cuda else (problem, advice)
+        raise PlanError(f"{what} {problem} ({text}). {advice}") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -217,10 +200,6 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _name(build: Build) -> str:
-    return f"{getattr(build, '__qualname__', type(build).__name__)}()"
-
-
 def _describe(value: object) -> str:
     """What a value is, for an error message."""
     if isinstance(value, torch.Tensor):
@@ -234,11 +213,7 @@ class FloatsOnMeta(TorchDispatchMode):
     """Inside, new floating-point tensors are created on the meta device, and so are results computed from them."""
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run the operation on the meta device if it creates or takes a floating-point tensor."""
         kwargs = dict(kwargs or {})
@@ -258,11 +233,7 @@ class RealIntegers(TorchDispatchMode):
     """Inside `without_memory()`, operations on integers alone are computed with real values."""
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run the operation on shapes, and again with values if only integers are involved."""
         kwargs = kwargs or {}
@@ -273,12 +244,11 @@ class RealIntegers(TorchDispatchMode):
         if not in_place:
             try:
                 result: object = func(*args, **kwargs)
+                if not _are_integers(result):
+                    return result
             except Exception as error:
                 if not cannot_be_traced(error):
                     raise
-                result = _NEEDS_VALUES
-            if result is not _NEEDS_VALUES and not _are_integers(result):
-                return result
         with with_memory():
             return func(*args, **kwargs)
 
@@ -291,7 +261,6 @@ def strip_memory(model: nn.Module, batch: object) -> object:
     known: dict[int, torch.Tensor] = {}
 
     def strip(tensor: torch.Tensor) -> torch.Tensor:
-        """The same replacement for the same tensor."""
         if id(tensor) not in known:
             known[id(tensor)] = _without_memory(tensor)
         return known[id(tensor)]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.context import RunContext
-from samestep.distributed.device import MemoryShare, smallest_memory_share
+from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.world import World
 from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
@@ -53,7 +53,7 @@ class PlacementChoice:
 def choose_placement(context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> PlacementChoice:
     """Choose the fastest placement that fits the rank with the least memory; rank 0 decides, and prints the table."""
     what, comm, device = "choosing a placement", context.comm, context.device
-    share = smallest_memory_share(comm, what, device, float(free_device_memory(device)))
+    share = min(memory_shares(comm, what, device, float(free_device_memory(device))))
     host = int(min(float(part[0]) for part in comm.exchange(what, [float(free_host_memory())])))
 
     def choose() -> PlacementChoice:

@@ -14,8 +14,9 @@ from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
-from samestep.distributed.device import choose_device, detect_accelerators
+from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
     deadline,
     read_environ,
@@ -24,9 +25,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import CommunicationError, LogError
-from samestep.launch.failure_report import OUT_OF_MEMORY
-from samestep.launch.processes import LAUNCHER, LauncherWatch
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
@@ -54,14 +53,15 @@ class RetryWithSmallerMicroBatch(SystemExit):
 class Lifecycle:
     """Starts and ends a run; between start and end it holds the run's context and step loop."""
 
-    def __init__(self, config: RunConfig, padding: PaddingFilter) -> None:
+    def __init__(self, config: RunConfig) -> None:
         config.check()
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
-        self.config, self._padding = config, padding
+        self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
-        self.choice = choose_device(self.world, detect_accelerators(), config.backend)
-        self.comm = Communicator(self.world, self.choice.backend, config.start_timeout, config.step_timeout)
+        cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
+        self.device_choice = choose_device(self.world, cuda, mps, config.backend)
+        self.comm = Communicator(self.world, self.device_choice.backend, config.start_timeout, config.step_timeout)
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
@@ -99,7 +99,7 @@ class Lifecycle:
         """Connect the ranks and open what they need."""
         if self._loop is not None:
             raise CommunicationError("this run was already started: start a Run once, by `with` or by start()")
-        device = self.choice.device
+        device = self.device_choice.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
         self._watch.start()
@@ -110,22 +110,22 @@ class Lifecycle:
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
             self._loop, self._last_context = StepLoop(context), context
             self._preemption = Preemption(context, deadline())
-            context.callbacks.append(self._preemption)
+            context.callbacks.append(self._preemption)  # its saves include checkpoints that are due at the same step
             self._preemption.signals.install()
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
             raise
-        if self.choice.warning:
-            self._warnings.warn_once(self.choice.warning)
+        if self.device_choice.warning:
+            self._warnings.warn_once(self.device_choice.warning)
 
     def _open_context(self, folder: Path) -> RunContext:
-        config, device = self.config, self.choice.device
+        config, device = self.config, self.device_choice.device
         if self.world.is_main:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
         acceleration = Acceleration(self.comm, detect_support(device, config.precision, config.compile), self.print)
-        return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self._padding, self.summary)
+        return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)
 
     def leave(self, error: BaseException | None) -> None:
         """End as `with` does: after success, early, or after an exception."""
@@ -134,6 +134,7 @@ class Lifecycle:
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.end()
         else:
+            self._add_peers_note(error)
             retry = self._handle_out_of_memory(error)
             self.fail(error)
             if retry:
@@ -165,8 +166,7 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
-        if isinstance(error, RuntimeError) and (note := self.comm.peers_note()):
-            error.add_note(note)  # torch does not know which rank it waited for
+        self._add_peers_note(error)
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
@@ -190,14 +190,14 @@ class Lifecycle:
     def summary(self, status: str) -> dict[str, object]:
         """The summary of this run, for summary.json and checkpoints."""
         progress = self._loop.context.progress if self._loop else None
-        device = self.choice.device
+        device = self.device_choice.device
         starts = list(self._loop.step_starts) if self._loop else []
         return {
             "status": status,
             "versions": {"samestep": __version__, "torch": torch.__version__},
             "world_size": self.world.size,
             "nodes": self.world.nodes,
-            "backend": self.choice.backend,
+            "backend": self.device_choice.backend,
             "device": str(device),
             "global_batch": self.config.global_batch,
             "seed": self.config.seed,
@@ -209,6 +209,12 @@ class Lifecycle:
             "plan": [plan.summary(device, starts) for plan in self.plans] if self._loop else [],
             "teacher": [teacher.summary() for teacher in self.teachers] if self._loop else [],
         }
+
+    def _add_peers_note(self, error: BaseException) -> None:
+        """Add the status of the other ranks to an error of torch, which does not know which rank it waited for."""
+        added = getattr(error, "__notes__", [])
+        if isinstance(error, RuntimeError) and (note := self.comm.peers_note()) and note not in added:
+            error.add_note(note)
 
     def _handle_out_of_memory(self, error: BaseException) -> bool:
         """Whether the launcher should retry with half the micro-batch after this error; if not, add advice to it."""
@@ -273,12 +279,11 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
 
 
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:
-    mine = [float(config.global_batch), float(config.seed)]
-    for rank, theirs in enumerate(comm.exchange("Run.start", mine)):
-        if theirs.tolist() != mine:
+    for rank, (batch, seed) in enumerate(comm.exchange_objects("Run.start", (config.global_batch, config.seed))):
+        if (batch, seed) != (config.global_batch, config.seed):
             raise CommunicationError(
                 f"rank {comm.world.rank} has Run(global_batch={config.global_batch}, seed={config.seed}) and rank "
-                f"{rank} has Run(global_batch={theirs[0]:.0f}, seed={theirs[1]:.0f}): pass the same values on all ranks"
+                f"{rank} has Run(global_batch={batch}, seed={seed}): pass the same values on all ranks"
             )
 
 

@@ -11,14 +11,13 @@ from typing import Any, Final
 
 from samestep.context import RunContext
 from samestep.distributed.metric_sync import StepCallback
-from samestep.launch.failure_report import PREEMPTED, STOPPED
+from samestep.errors import PREEMPTED, STOPPED
+from samestep.launch.signal_handler import DUPLICATE_SIGNAL_SECONDS
 
 # Control values of the metric sync; the highest of all ranks counts. SIGUSR1 and SIGUSR2 are warnings that leave time.
 _CAUSES: Final = ("", "SIGUSR1", "SIGUSR2", "the time limit", "SIGTERM")
 _WARNING, _TIME_LIMIT = 2, 3
 _HANDLED: Final = {signal.SIGUSR1: 1, signal.SIGUSR2: 2, signal.SIGTERM: 4}
-# SLURM and the launcher may both forward the same signal: a second one within this time is the same.
-_ECHO_SECONDS: Final = 5.0
 _MIN_MARGIN_SECONDS, _MAX_MARGIN_SECONDS = 5.0, 30.0  # processes need seconds to exit on a busy machine
 _MARGIN: Final = 0.05  # fraction of the time that was left at the start
 
@@ -75,7 +74,7 @@ class SignalRecorder:
         now, is_warning = time.monotonic(), number != signal.SIGTERM
         if os.getpid() != self._process:  # a process that the script forked, which runs no steps
             _terminate(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
-        elif now - self._first.setdefault(is_warning, now) > _ECHO_SECONDS:
+        elif now - self._first.setdefault(is_warning, now) > DUPLICATE_SIGNAL_SECONDS:
             _terminate(number, signal.SIG_DFL)
         self.received = max(self.received, _HANDLED[signal.Signals(number)])
 

@@ -14,7 +14,7 @@ from samestep.checkpoint.parts import Stateful
 from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
-from samestep.distributed.collectives import Collectives, PaddingFilter
+from samestep.distributed.collectives import Collectives
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
@@ -67,26 +67,17 @@ class Run(Collectives):
             ledger: Whether to record every trained sample, for `samestep audit`.
 
         """
+        timeouts = start_timeout, step_timeout
         config = RunConfig(
-            global_batch,
-            seed,
-            folder,
-            backend,
-            start_timeout,
-            step_timeout,
-            replica_check_every,
-            precision,
-            compile,
-            ledger,
+            global_batch, seed, folder, backend, *timeouts, replica_check_every, precision, compile, ledger
         )
-        padding = PaddingFilter()
-        self._lifecycle = Lifecycle(config, padding)
-        super().__init__(self._lifecycle.comm, padding)
+        self._lifecycle = Lifecycle(config)
+        super().__init__(self._lifecycle.comm, self._lifecycle.padding)
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self._lifecycle.choice.device
+        return self._lifecycle.device_choice.device
 
     @property
     def folder(self) -> Path:
@@ -131,15 +122,8 @@ class Run(Collectives):
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
         for the `optimizer` of that name.
         """
-        options = WrapOptions(
-            strategy,
-            unused_parameters,
-            sync_batchnorm,
-            cpu_offload,
-            blocks,
-            activation_checkpointing,
-            channels_last,
-        )
+        memory = cpu_offload, blocks, activation_checkpointing
+        options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
         return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
 
     def shard(

@@ -1,4 +1,11 @@
-"""This rank's part of a dataset: epochs of steps for training, one pass over all samples for evaluation."""
+"""This rank's part of a dataset: epochs of steps for training, one pass over all samples for evaluation.
+
+The way of a sample: data/permutation.py gives the dataset index at each position of the epoch, data/partition.py says
+which positions this rank trains in which step and micro-batch, data/loader.py reads them in workers, and `Shard` turns
+each batch into a `MicroBatch` of a `Step`. training/step_loop.py hands the step to the user's loop body, and
+`Step.mean` in training/step.py scales the loss so that the gradients that DDP or FSDP averages are those of the mean
+over the global batch.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,9 +22,9 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
+from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
 
 EpochSettings = Callable[[int], object]
 
@@ -49,15 +56,15 @@ class Shard(TrainingData):
         self._order = SampleOrder(n, seed, shuffle, _to_numpy(sampling_weights))
         rows, world = choose_micro_batch(context, micro_batch), context.world
         self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
-        check_lengths(loop.exchange_counts("run.shard", n))
+        check_lengths(context.comm.exchange_objects("run.shard", n))
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
         weighted = sampling_weights is not None
         description = ShardDescription(n, seed, shuffle, global_batch, weighted, drop_last)
-        self._ledger = open_ledger(context, name, "shard", description)
         self._name = name or f"shard-{loop.shards}"
         loop.shards += 1
+        self._ledger = open_ledger(context, self._name, description)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
         context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
@@ -75,7 +82,7 @@ class Shard(TrainingData):
         """The epochs from the current position up to `count` in all; a resumed epoch continues with its next step."""
         steps = self._partition.steps
         if self._context.loggers is not None:
-            self._context.loggers.expect(count * steps, self._epoch * steps + self._step)
+            self._context.loggers.console.expect(count * steps, self._epoch * steps + self._step)
         yield from self._epochs(count, self.steps_left)
 
     def steps(self, epoch: int) -> Iterator[Step]:
@@ -146,7 +153,7 @@ class Shard(TrainingData):
         self._set_position(state["epoch"], state["step"])
 
     def _advance(self, epoch: int, index: int, trained: bool) -> None:
-        """Move the position behind a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step; if its samples were trained, record them in the ledger."""
         self._step = index + 1
         if trained and self._ledger:
             start, stop = self._partition.slice(index)
@@ -195,13 +202,9 @@ class Shard(TrainingData):
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
         if purpose not in self._loaders:
+            rank, device = self._partition.rank, self._context.device
             self._loaders[purpose] = Loader(
-                self._dataset,
-                self._order.seed,
-                self._partition.rank,
-                self._collate_fn,
-                self._num_workers,
-                self._context.device,
+                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device
             )
         return self._loaders[purpose]
 

@@ -48,7 +48,7 @@ class MicroBatch:
         """
         self._row_draws[row % len(self.keys)] += 1
         draw = draws + self._row_draws[row % len(self.keys)]
-        # every bit of key and draw reaches the lower 32 bits, which are those that torch uses
+        # key64 mixes all bits into the lower 32, the only ones that torch's CPU generator uses
         return key64(int(self.keys[row]), draw) % (1 << 63)
 
 
@@ -173,7 +173,7 @@ class Step:
         self._context.acceleration.close_forward()
         detached = value.detach()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
-        return self._scaled(value)
+        return self._for_backward(value)
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """A scalar whose gradient, averaged over ranks and summed over micro-batches, is that of the global sum."""
@@ -182,7 +182,7 @@ class Step:
         weighted, _ = self._weigh(losses, mask)
         value = weighted.sum() * self._context.world.size
         self._context.acceleration.close_forward()
-        return self._scaled(value)
+        return self._for_backward(value)
 
     def finite(self) -> bool:
         """Whether the gradients of this step are finite, the same on every rank; rank 0 warns if they are not.
@@ -239,7 +239,9 @@ class Step:
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
         if (loss := self.loss) is not None:
-            context.metrics.pending.values[self.number, "train/loss"] = loss  # name and step are valid
+            context.metrics.pending.values[self.number, "train/loss"] = (
+                loss  # skips the checks of PendingMetrics.add, which cost time in every step
+            )
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
@@ -248,7 +250,7 @@ class Step:
         for model in self._context.models:
             model.drop_gradients()
 
-    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
+    def _for_backward(self, value: torch.Tensor) -> torch.Tensor:
         factor = self._context.acceleration.loss_factor
         if value.requires_grad and (len(self) > 1 or factor != 1.0):
             value.register_hook(partial(_check_backward_in_time, self))

@@ -37,7 +37,7 @@ class StepLoop:
         return self.current.number if self.current is not None else self.context.progress.steps
 
     def run(self, step: Step) -> Iterator[Step]:
-        """Yield `step` once to the user's loop body, then end it; a boundary that all ranks reach."""
+        """Yield `step` to the user's loop body, then run the step boundary: checks, metric sync and callbacks."""
         progress = self.context.progress
         self.current, progress.in_step = step, True
         self.step_starts.append(time.perf_counter())
@@ -47,10 +47,6 @@ class StepLoop:
             progress.in_step = False
         step.close()
         self._end(step)
-
-    def exchange_counts(self, operation: str, count: int) -> list[int]:
-        """An integer of every rank, in rank order; a collective."""
-        return [int(part[0]) for part in self.context.comm.exchange(operation, [float(count)])]
 
     def detach(self) -> None:
         """Stop watching optimizers."""
@@ -93,7 +89,7 @@ class StepLoop:
         context = self.context
         context.comm.start_steps()
         if context.loggers is not None:
-            context.loggers.advance(context.progress.steps)
+            context.loggers.console.advance(context.progress.steps)
         every = context.config.replica_check_every
         if every and (step.number + 1) % every == 0 and not context.comm.alone:
             tensors = replicated_tensors(context.models, self._optimizers)

@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
-from samestep.data.partition import Partition
+from samestep.data.partition import MicroBatchRows, Partition
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
-from samestep.training.epoch import Epoch, TrainingData, choose_micro_batch, open_ledger
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
+from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
@@ -54,7 +54,7 @@ class Stream(TrainingData):
         description = ShardDescription(
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
         )
-        self._ledger = open_ledger(context, None, "stream", description)
+        self._ledger = open_ledger(context, f"stream-{len(context.ledgers)}", description)
         self._number = 0
         self._state: object = None
         self._ended = False
@@ -71,10 +71,10 @@ class Stream(TrainingData):
             self._ledger.begin(epoch, self._step)
         parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
         for part, count, largest in self._with_counts(parts):
-            micro_batches = list(self._micro_batches(part, largest, epoch))
-            position = StepPosition(self._number, self._step, epoch, count, len(micro_batches))
+            rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
+            position = StepPosition(self._number, self._step, epoch, count, len(rows))
             advance = partial(self._advance, position, part)
-            yield from self._loop.run(Step(self._context, position, iter(micro_batches), advance))
+            yield from self._loop.run(Step(self._context, position, self._micro_batches(part, rows, epoch), advance))
         if not self._step:
             raise DataError(self._empty_message())
         self._begin_epoch(epoch + 1)
@@ -121,7 +121,7 @@ class Stream(TrainingData):
         self._state, self._ended = None, False
 
     def _advance(self, position: StepPosition, part: StreamStep, trained: bool) -> None:
-        """Move the position behind a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step; if its samples were trained, record them in the ledger."""
         global_batch = self._context.config.global_batch
         self._step, self._number, self._state = position.index + 1, position.number + 1, part.state
         # a stream that was read to its end may report the state of its beginning
@@ -160,18 +160,18 @@ class Stream(TrainingData):
             return
         while True:
             part = next(parts, _NO_SAMPLES)
-            counts = self._loop.exchange_counts("a step of run.stream", len(part.samples))
+            counts = self._context.comm.exchange_objects("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
             yield part, sum(counts), max(counts)
 
-    def _micro_batches(self, part: StreamStep, largest: int, epoch: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, part: StreamStep, all_rows: list[MicroBatchRows], epoch: int) -> Iterator[MicroBatch]:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
         device, min_rows = self._context.device, self._context.min_rows
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
         self._padding = samples[-1:] or ([part.padding_sample] if part.padding_sample is not None else self._padding)
         assert self._padding  # some rank has a sample of this step, and a rank without any receives one of them
-        for rows in Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0):
+        for rows in all_rows:
             chosen, row_positions = samples[rows.start : rows.stop], positions[rows.start : rows.stop]
             missing = rows.rows - len(chosen)
             if min_rows:  # BatchNorm should see no padding if it can do without

@@ -33,11 +33,6 @@ def adopt_orphans(enabled: bool) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
-def descendant_pids() -> set[int]:
-    """Process ids of all descendants of this process, zombies included."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
 def running(pids: Collection[int]) -> set[int]:
     """Those of these descendants that have not ended."""
     return {process.pid for process in _running_descendants() if process.pid in pids}
@@ -49,25 +44,25 @@ def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
     A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
     it after a few seconds.
     """
-    processes = _running_descendants(exclude)
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    psutil.wait_procs(processes, timeout=timeout)
+    psutil.wait_procs(kill_descendants(exclude, signal.SIGTERM), timeout=timeout)
     for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
         processes = kill_descendants(exclude)
         if not processes:
             break
         psutil.wait_procs(processes, timeout=1.0)
-    _reap_zombies(exclude)
+    # Collect the exit status of ended children, adopted ones too: the init process of a container may not do it.
+    for child in psutil.Process().children():
+        if child.pid not in exclude and process_is_gone(child):
+            with suppress(ChildProcessError):  # collected already
+                os.waitpid(child.pid, os.WNOHANG)
 
 
-def kill_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
-    """Send SIGKILL to every descendant not in `exclude`, without waiting; returns them."""
+def kill_descendants(exclude: Collection[int] = (), number: signal.Signals = signal.SIGKILL) -> list[psutil.Process]:
+    """Send SIGKILL, or another signal, to every descendant not in `exclude`, without waiting; returns them."""
     processes = _running_descendants(exclude)
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.kill()
+            process.send_signal(number)
     return processes
 
 
@@ -81,14 +76,6 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
     descendants = psutil.Process().children(recursive=True)
     return [process for process in descendants if process.pid not in exclude and not process_is_gone(process)]
-
-
-def _reap_zombies(exclude: Collection[int]) -> None:
-    """Collect the exit status of ended children, adopted ones too: the init process of a container may not do it."""
-    for child in psutil.Process().children():
-        if child.pid not in exclude and process_is_gone(child):
-            with suppress(ChildProcessError):  # collected already
-                os.waitpid(child.pid, os.WNOHANG)
 
 
 def process_is_gone(process: psutil.Process | int) -> bool:
@@ -115,9 +102,8 @@ class LauncherWatch:
 
     def start(self) -> None:
         """Start watching if there is a launcher. If it is gone already, this process ends at once."""
-        launcher = find_launcher(self._environ)
-        self.launched = launcher is not None
-        if launcher is not None:
+        if (launcher := find_launcher(self._environ)) is not None:
+            self.launched = True
             threading.Thread(target=self._watch, args=[launcher], name="samestep launcher watch", daemon=True).start()
 
     def stop(self) -> None:

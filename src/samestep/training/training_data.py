@@ -1,4 +1,4 @@
-"""An epoch, and the options that shards and streams share: micro-batch size, data workers and the ledger."""
+"""The base of shards and streams: epochs, position, keys of samples, micro-batch size, data workers and the ledger."""
 
 from collections.abc import Callable, Iterator
 from numbers import Integral
@@ -37,14 +37,15 @@ class Epoch:
     def __iter__(self) -> Iterator[Step]:
         if self._started:
             raise DataError(
-                f"epoch {self.number} was iterated twice, so its samples would count twice: ask for more epochs(...)"
+                f"epoch {self.number} was iterated twice, so its samples would count twice: call epochs() with a "
+                "larger number"
             )
         self._started = True
         return self._steps(self.number)
 
 
 class TrainingData:
-    """What shards and streams have in common: a position in their epochs, and keys of their samples."""
+    """The base of Shard and Stream: the position in the epochs, and the keys of samples."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._loop, self._context = loop, loop.context
@@ -107,11 +108,10 @@ def choose_num_workers(context: RunContext, dataset: object, num_workers: int | 
     return chosen
 
 
-def open_ledger(context: RunContext, name: str | None, kind: str, description: ShardDescription) -> ShardLedger | None:
+def open_ledger(context: RunContext, name: str, description: ShardDescription) -> ShardLedger | None:
     """A ledger for another shard or stream, if the run keeps ledgers."""
     if not context.config.ledger:
         return None
-    name = name or f"{kind}-{len(context.ledgers)}"
     if any(ledger.name == name for ledger in context.ledgers):
         raise DataError(f"two shards are named {name!r}, and each needs its own ledger: pass different names")
     generation = context.once(next_generation, context.folder, name)
