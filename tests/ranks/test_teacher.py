@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div, log_softmax
 from samestep import Run
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.teacher_costs import TeacherSetup
-from samestep.teacher import single_device
+from samestep.teacher import resident
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.model_files import open_weights
 from tests.teachers import VOCABULARY, TinyLM, random_tokens, save, tiny_lm
@@ -105,16 +105,16 @@ def test_the_ranks_of_a_node_convert_the_weights_once(ranks, tmp_path):
 
 def convert(weights, fails):
     """The tensors that this rank converted; rank 1 may fail."""
-    fill, mine = single_device._fill_part, []
+    fill, mine = resident._fill_part, []
 
-    def watched(frozen, dtype, layout, path, total):
-        mine.extend(layout)
+    def watched(frozen, part, path, total):
+        mine.extend(tensor.name for tensor in part)
         if fails and run.rank == 1:
             raise OSError("the disk is gone")
-        fill(frozen, dtype, layout, path, total)
+        fill(frozen, part, path, total)
 
     with Run(global_batch=6, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_device, "_fill_part", watched)
+        patch.setattr(resident, "_fill_part", watched)
         teacher = run.teacher(TinyLM, weights=weights, placement="cpu", dtype=torch.bfloat16)
         same = all(torch.equal(value, tensor.bfloat16()) for value, tensor in pairs(teacher.module, tiny_lm()))
     return mine, same
