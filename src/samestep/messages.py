@@ -56,7 +56,8 @@ def info_to(write: Callable[[str], None]) -> Generator[None]:
     Only a program uses this (the command line, a Run): you could not silence a library that prints by itself.
     """
     logger = logging.getLogger(_PACKAGE)
-    handler, level, propagate = _CallbackHandler(write), logger.level, logger.propagate
+    handler, level, propagate = logging.Handler(), logger.level, logger.propagate
+    handler.emit = lambda record: write(record.getMessage())  # the text without level or name
     logger.addHandler(handler)
     if level == logging.NOTSET:
         logger.setLevel(logging.INFO)
@@ -67,16 +68,6 @@ def info_to(write: Callable[[str], None]) -> Generator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-
-
-class _CallbackHandler(logging.Handler):
-    def __init__(self, write: Callable[[str], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Pass on the text without level or name."""
-        self._write(record.getMessage())
 
 
 def _is_internal(module_globals: dict[str, object]) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.distributed.device import MemoryShare, smallest_memory_share
+from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.world import World
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
@@ -176,7 +176,7 @@ def test_planned_and_actual_memory_are_compared_if_the_device_reports_it():
 
 def memory_share(free):
     with free_memory(None), Run(global_batch=8) as run:
-        return smallest_memory_share(run._comm, "detecting free memory", run.device, free)
+        return min(memory_shares(run._comm, "detecting free memory", run.device, free))
 
 
 def test_ranks_on_one_device_share_its_free_memory(ranks):

@@ -213,7 +213,7 @@ def test_an_exception_in_a_users_part_is_reported_with_the_checkpoint(tmp_path):
 
 def test_the_last_valid_checkpoint_is_never_removed(tmp_path, monkeypatch):
     save(tmp_path, [5], keep=1)
-    monkeypatch.setattr(manifest, "_write_all", full_disk)
+    monkeypatch.setattr(manifest.os, "fsync", full_disk)
     with pytest.raises(CheckpointError, match="failed: the disk is full: free some space"):
         save(tmp_path, [6], keep=1)
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_the_last_valid_checkpoint_is_never_removed(tmp_path, monkeypatch):
     assert restored(tmp_path) == ("step-00000005", [])
 
 
-def full_disk(handle, data):
+def full_disk(handle):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -137,8 +137,8 @@ def test_settings_that_torch_does_not_combine_raise():
         "Run(global_batch=4, precision='fp32').start()"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "CommunicationError: the script set torch.backends.*.fp32_precision" in ended.stderr
-    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32 where fp32 stays" in ended.stderr
+    assert "CommunicationError: the script sets torch.backends.*.fp32_precision" in ended.stderr
+    assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32" in ended.stderr
 
 
 class Pair(NamedTuple):

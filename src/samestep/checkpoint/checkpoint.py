@@ -25,6 +25,7 @@ from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import StepCallback
+from samestep.distributed.once import exchange_failures
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
@@ -64,8 +65,7 @@ class Checkpoint(StepCallback):
         self.restored: Path | None = None if restored is None else restored[0]
         """The checkpoint from which training resumed; None if it started from the beginning."""
         self._history = [] if restored is None else restored[1].history
-        self._last_number: int | None = None
-        """The number of the last checkpoint if the script passes its own numbers, else None."""
+        self._last_number: int | None = None  # that of the last checkpoint if the script passes its own numbers
         if restored is not None and restored[1].step != context.progress.steps:
             self._last_number = restored[1].step
         self._first_step = self._saved_step = context.progress.steps
@@ -76,7 +76,7 @@ class Checkpoint(StepCallback):
         self._save_seconds = 0.0
         self._staging = HostStaging(context.world.rank)
         self._current: BackgroundSave | None = None
-        self._best_metric = BestMetricTracker(retention.keep_best)
+        self._metric_count = 0  # how often the metric `keep_best` was logged before the last save
         self._warnings = WarnOnce()
         context.callbacks.append(self)
 
@@ -149,11 +149,11 @@ class Checkpoint(StepCallback):
 
     def save_before_exit(self) -> str:
         """Save the state of this step before the run ends early, wait until it is published, and return its name."""
-        if self._requested or not self._saves or self._saved_step != self._context.progress.steps:
-            if self._requested:
-                self._save(self._requested_step)
-            else:  # with the last number it is newer than the last checkpoint and older than the next
-                self._save(self._last_number, automatic=True, preempted=self._last_number is None)
+        if self._requested:
+            self._save(self._requested_step)
+        elif not self._saves or self._saved_step != self._context.progress.steps:
+            # with the last number it is newer than the last checkpoint and older than the next
+            self._save(self._last_number, automatic=True, preempted=self._last_number is None)
         self.wait()
         return self._saved_name
 
@@ -197,7 +197,12 @@ class Checkpoint(StepCallback):
         if context.world.is_main and _lacks_position(context):
             self._warnings.warn_once(_NO_POSITION)
         number = context.progress.steps if step is None else step
-        _check_same_number(comm, number)
+        for rank, (other,) in enumerate(comm.exchange("checkpoint.save", [float(number)])):
+            if int(other) != number:
+                raise CheckpointError(
+                    f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other)}: all ranks "
+                    "must save the same step; call checkpoint.save at the same point on every rank"
+                )
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
         state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
@@ -205,9 +210,7 @@ class Checkpoint(StepCallback):
         self._staging.stage(tensors, comm.alone)
         self._saves += 1
         self._current = BackgroundSave(
-            rank=context.world.rank,
-            world_size=context.world.size,
-            store=None if comm.alone else comm.store,
+            comm=comm,
             store_prefix=f"checkpoint/{self._token}/{self._saves}",
             staged=self._staging,
             state=state,
@@ -255,9 +258,8 @@ class Checkpoint(StepCallback):
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
-        run = encode(
-            json.loads(json.dumps(summary, default=str)), "run", {}
-        )  # the manifest is strict JSON, without NaN
+        # The manifest is strict JSON, without NaN.
+        run = encode(json.loads(json.dumps(summary, default=str)), "run", {})
         assert isinstance(run, dict)
         return Manifest(
             step=number,
@@ -266,27 +268,18 @@ class Checkpoint(StepCallback):
             history=[*self._history, current],
             parts=self.parts.kinds,
             run=run,
-            metric=self._best_metric.value(metrics, context.log_count, automatic) if context.world.is_main else None,
+            metric=self._best_metric(metrics, automatic) if context.world.is_main else None,
         )
 
-
-class BestMetricTracker:
-    """Returns the value of the metric `keep_best` for a checkpoint, if it was logged since the previous checkpoint."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name, self._count, self._warnings = name, 0, WarnOnce()
-
-    def value(
-        self, metrics: Mapping[str, float], log_count: Callable[[str], int], automatic: bool
-    ) -> tuple[str, float] | None:
-        """Return name and value, or None if these weights have none; `metrics` are the last logged values.
+    def _best_metric(self, metrics: Mapping[str, float], automatic: bool) -> tuple[str, float] | None:
+        """Return name and value of the metric `keep_best`, or None if it was not logged since the previous checkpoint.
 
         An `automatic` save can come before the first evaluation, so a missing metric is then not a reason to warn.
         """
-        name = self._name
+        name = self._retention.keep_best
         if name is None:
             return None
-        previous, self._count = self._count, log_count(name)
+        previous, self._metric_count = self._metric_count, self._context.log_count(name)
         if name not in metrics:
             if not automatic or not all(other.startswith("train/") for other in metrics):
                 self._warnings.warn_once(
@@ -294,7 +287,7 @@ class BestMetricTracker:
                     f"{', '.join(sorted(metrics)) or 'none'}); log it before checkpoint.save()"
                 )
             return None
-        if self._count == previous:  # the value belongs to older weights
+        if self._metric_count == previous:  # the value belongs to older weights
             return None
         if not math.isfinite(metrics[name]):
             self._warnings.warn_once(
@@ -308,27 +301,13 @@ def run_on_all_ranks(
     comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
 ) -> T:
     """Run `function(*args)` on every rank; if it raises on one, raise CheckpointError with that message on all."""
-    value, error, cause = None, None, None
-    try:
-        value = function(*args)
-    except Exception as failure:  # noqa: BLE001  # state_dict and load_state_dict of the user can raise anything
-        error, cause = describe(failure), failure
-    for rank, text in enumerate(comm.exchange_objects(operation, error)):
-        if text is not None:
-            raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from cause
-    return value  # pyright: ignore[reportReturnType]  # it did not raise, so there is a value
+    value, failure, failures = exchange_failures(comm, operation, describe, function, *args)
+    for rank, text in failures.items():
+        raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from failure
+    return value
 
 
 def _lacks_position(context: RunContext) -> bool:
     """Whether training reads data whose position is in no checkpoint of the run."""
     parts = [each.parts for each in context.callbacks if isinstance(each, Checkpoint)]
     return any(not any(each.may_contain(data) for each in parts) for data in context.training_data)
-
-
-def _check_same_number(comm: Communicator, number: int) -> None:
-    for rank, other in enumerate(comm.exchange("checkpoint.save", [float(number)])):
-        if int(other[0]) != number:
-            raise CheckpointError(
-                f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other[0])}: all ranks "
-                "must save the same step; call checkpoint.save at the same point on every rank"
-            )

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from samestep.checkpoint.manifest import (
-    MANIFEST_FILE,
-    CorruptCheckpoint,
-    Manifest,
-    disk_error,
-    read_manifest,
-    verify_checkpoint,
-)
+from samestep.checkpoint.manifest import MANIFEST_FILE, Manifest, disk_error, read_manifest, verify_checkpoint
 from samestep.disk import write_atomically
 from samestep.errors import CheckpointError
 from samestep.messages import format_bytes
@@ -108,7 +101,7 @@ def _read_manifests(
         try:
             if found.path.name not in corrupt:
                 manifests[found] = read_manifest(found.path)
-        except (CorruptCheckpoint, CheckpointError, OSError):
+        except (CheckpointError, OSError):
             continue
     return manifests
 

@@ -85,14 +85,13 @@ def acquire(folder: Path) -> FolderLock | None:
 
 
 def _this_process() -> LockHolder:
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
     return LockHolder(
         host=socket.gethostname(),
         namespace=process_namespace(),
         pid=os.getpid(),
         started_at=psutil.Process().create_time(),
         launch=launch_name(),
-        since=now,
+        since=datetime.now().astimezone().isoformat(timespec="seconds"),
         token=f"{time.time_ns():x}-{os.getpid():x}",
     )
 

@@ -26,7 +26,7 @@ VERSION: Final = 1
 _BLOCK_BYTES: Final = 8 << 20
 
 
-class CorruptCheckpoint(Exception):
+class CorruptCheckpoint(CheckpointError):
     """A checkpoint differs from what was written; the message says in which file and how."""
 
 
@@ -130,14 +130,13 @@ def verify_checkpoint(folder: Path) -> Manifest:
 def write_verified(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file, fsync it, read it again and compare the checksums."""
     digest, size = hashlib.sha256(), 0
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
         for block in blocks:
-            view = memoryview(block)
-            for start in range(0, len(view), _BLOCK_BYTES):
-                part = view[start : start + _BLOCK_BYTES]
+            for start in range(0, len(block), _BLOCK_BYTES):
+                part = block[start : start + _BLOCK_BYTES]
                 digest.update(part)
-                size += len(part)
-                _write_all(file.fileno(), part)
+                size += file.write(part)
+        file.flush()
         os.fsync(file.fileno())
     written = FileRecord(size, digest.hexdigest())
     if hash_file(path) != written:
@@ -150,14 +149,11 @@ def write_verified(path: Path, blocks: Iterable[bytes | memoryview]) -> FileReco
 
 def hash_file(path: Path) -> FileRecord:
     """Return size and checksum of a file, read from the disk and not from the page cache if possible."""
-    digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def disk_error(error: OSError, action: str) -> CheckpointError:
@@ -166,11 +162,6 @@ def disk_error(error: OSError, action: str) -> CheckpointError:
     return CheckpointError(
         f"{action} failed: {describe_os_error(error)}{fewer}; the checkpoints already published are unchanged"
     )
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
 
 
 def _with_checksum(record: dict[str, object]) -> bytes:

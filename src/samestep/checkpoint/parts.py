@@ -86,7 +86,6 @@ class Parts:
         states = {name: self._allocate(name, values[name], index, targets) for name in names}
 
         def load() -> None:
-            """Pass the filled state to every part."""
             for name in self._parts:
                 self._load(name, states[name])
 
@@ -169,7 +168,6 @@ def _unwrapped_names(module: nn.Module) -> Callable[[str], str]:
     prefixes = [(path, f"{path}{prefix}.") for path, prefix in reversed(wrappers) if prefix is not None]
 
     def unwrapped(name: str) -> str:
-        """Return the name without the prefixes."""
         for path, wrapped_path in prefixes:
             if name.startswith(wrapped_path):
                 name = path + name.removeprefix(wrapped_path)

@@ -112,7 +112,6 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     """Load on every rank, and check that all ranks are at the same step."""
 
     def describe(error: Exception) -> str:
-        """Return the message for all ranks."""
         kind = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
         return f"{path} cannot be restored: {kind}{error}"
 

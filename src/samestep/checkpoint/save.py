@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-import torch.distributed as dist
-
 from samestep.checkpoint import checkpoint_folder
 from samestep.checkpoint.manifest import (
     INDEX_FILE,
@@ -26,6 +24,7 @@ from samestep.checkpoint.manifest import (
 )
 from samestep.checkpoint.tensor_storage import HostStaging, index_to_json, safetensors_blocks
 from samestep.disk import fsync_folder
+from samestep.distributed.communicator import Communicator
 from samestep.errors import CheckpointError
 
 _POLL_SECONDS: Final = 0.02
@@ -36,9 +35,7 @@ _TIMEOUT_AFTER_FAILURE: Final = 5.0
 class BackgroundSave:
     """One checkpoint that is being written; the thread starts at once."""
 
-    rank: int
-    world_size: int
-    store: dist.Store | None  # through which ranks report that they are done; None for a single process
+    comm: Communicator  # ranks report through its store that they are done
     store_prefix: str  # the prefix of this checkpoint's keys in the store
     staged: HostStaging  # the tensors that this rank writes
     state: dict[str, object]  # everything that is not a tensor; rank 0 writes it
@@ -78,7 +75,11 @@ class BackgroundSave:
         except Exception as error:  # noqa: BLE001  # any failure must reach all ranks
             report = json.dumps({"error": self._describe(error)})
         try:
-            self.error = self._collect_and_publish(report) if self.rank == 0 else self._report_to_rank_0(report)
+            if self.comm.world.is_main:
+                self.error = self._collect_and_publish(report)
+            else:
+                self._post(str(self.comm.world.rank), report)
+                self.error = json.loads(self._await("end"))
         except Exception as error:  # noqa: BLE001  # the store ended with its host, or the run failed
             self.error = self._describe(error)
         self.seconds = time.monotonic() - self.started
@@ -90,15 +91,12 @@ class BackgroundSave:
         path = self.writing / self.staged.file
         return {path.name: write_verified(path, safetensors_blocks(self.staged.entries))}
 
-    def _report_to_rank_0(self, report: str) -> str | None:
-        self._post(str(self.rank), report)
-        return json.loads(self._await("end"))
-
     def _collect_and_publish(self, report: str) -> str | None:
         """On rank 0: publish if every rank has written its file, else clean up; post the outcome for all ranks."""
         error: str | None = None
         try:
-            reports = [json.loads(report), *(json.loads(self._await(str(r))) for r in range(1, self.world_size))]
+            others = range(1, self.comm.world.size)
+            reports = [json.loads(report), *(json.loads(self._await(str(rank))) for rank in others)]
             if errors := [report["error"] for report in reports if "error" in report]:
                 error = errors[0]
             else:
@@ -140,21 +138,20 @@ class BackgroundSave:
             raise disk_error(error, f"{self.published} is published, but writing `latest`") from error
 
     def _post(self, key: str, value: str) -> None:
-        if self.store is not None:
-            self.store.set(f"{self.store_prefix}/{key}", value)
+        if not self.comm.alone:
+            self.comm.store.set(f"{self.store_prefix}/{key}", value)
 
     def _await(self, key: str) -> str:
         # Poll: a blocking get would keep the training thread from using the store.
-        assert self.store is not None
-        key = f"{self.store_prefix}/{key}"
-        while not self.store.check([key]):
+        store, key = self.comm.store, f"{self.store_prefix}/{key}"
+        while not store.check([key]):
             if self._abandoned_at is not None and time.monotonic() - self._abandoned_at > _TIMEOUT_AFTER_FAILURE:
                 raise CheckpointError(f"{self.published.name} was not published: the run failed while it was written")
             time.sleep(_POLL_SECONDS)
-        return self.store.get(key).decode()
+        return store.get(key).decode()
 
     def _describe(self, error: Exception) -> str:
-        action = f"writing the checkpoint {self.published} on rank {self.rank}"
+        action = f"writing the checkpoint {self.published} on rank {self.comm.world.rank}"
         if isinstance(error, OSError):
             return str(disk_error(error, action))
         if isinstance(error, CheckpointError):

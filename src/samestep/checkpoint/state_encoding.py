@@ -23,7 +23,7 @@ _Encode = Callable[[Any, str, Tensors], object]
 _Decode = Callable[[Any, GetTensor], object]
 
 
-def encode(value: object, path: str, tensors: Tensors) -> object:
+def encode(value: Any, path: str, tensors: Tensors) -> object:
     """Return `value` as json.dumps accepts it, and add every tensor in it to `tensors` under its path.
 
     >>> tensors = {}
@@ -32,17 +32,20 @@ def encode(value: object, path: str, tensors: Tensors) -> object:
     >>> list(tensors)
     ['state/w']
     """
-    if value is None or type(value) in (str, bool, int):
+    kind = type(value)
+    if value is None or kind in (str, bool, int) or (kind is float and math.isfinite(value)):
         return value
+    if kind is list:
+        return _encode_items(value, path, tensors)
+    if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         return {_TAG: "tensor", "v": _add_tensor(value.detach(), path, tensors)}
-    for exact_type, (tag, encode_value, _) in _TYPES.items():
-        if type(value) is exact_type:
-            encoded = encode_value(value, path, tensors)
-            return encoded if tag is None else {_TAG: tag, "v": encoded}
+    if kind in _TYPES:
+        tag, encode_value, _ = _TYPES[kind]
+        return {_TAG: tag, "v": encode_value(value, path, tensors)}
     if isinstance(value, np.generic):
         return {_TAG: "numpy", "v": [value.dtype.str, encode(value.item(), path, tensors)]}
-    kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     raise CheckpointError(
         f"{path} is a value of {name}, which a checkpoint cannot store without executing code when it is read: return "
@@ -50,7 +53,7 @@ def encode(value: object, path: str, tensors: Tensors) -> object:
     )
 
 
-def decode(value: object, get_tensor: GetTensor) -> object:
+def decode(value: object, get_tensor: GetTensor) -> Any:
     """Return what `encode` was given, with the tensors that `get_tensor` returns for their names."""
     if isinstance(value, list):
         return [decode(item, get_tensor) for item in value]
@@ -58,12 +61,7 @@ def decode(value: object, get_tensor: GetTensor) -> object:
         return value
     if _TAG not in value:
         return {key: decode(item, get_tensor) for key, item in value.items()}
-    tag = value[_TAG]
-    if tag == "tensor":
-        return get_tensor(str(value["v"]))
-    if tag == "numpy":
-        return np.dtype(value["v"][0]).type(decode(value["v"][1], get_tensor))
-    if tag not in _DECODERS:
+    if (tag := value[_TAG]) not in _DECODERS:
         raise CheckpointError(
             f"the state has a value of type {tag!r}, which this version of samestep does not know: update samestep"
         )
@@ -108,12 +106,6 @@ def _encode_pairs(value: dict[object, object], path: str, tensors: Tensors) -> l
     ]
 
 
-def _encode_dict(value: dict[Any, object], path: str, tensors: Tensors) -> object:
-    if all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
-    return {_TAG: "dict", "v": _encode_pairs(value, path, tensors)}
-
-
 def _encode_array(value: "np.ndarray[Any, Any]", path: str, tensors: Tensors) -> str:
     try:
         tensor = torch.from_numpy(np.array(value, order="C"))
@@ -128,10 +120,6 @@ def _decode_pairs(value: list[list[object]], get_tensor: GetTensor) -> dict[obje
     return {decode(key, get_tensor): decode(item, get_tensor) for key, item in value}
 
 
-def _decode_items(value: list[object], get_tensor: GetTensor) -> list[object]:
-    return [decode(item, get_tensor) for item in value]
-
-
 def _decode_dtype(value: str, get_tensor: GetTensor) -> torch.dtype:
     del get_tensor
     dtype = getattr(torch, value.removeprefix("torch."), None)
@@ -142,34 +130,30 @@ def _decode_dtype(value: str, get_tensor: GetTensor) -> torch.dtype:
     return dtype
 
 
-_TYPES: Final[dict[type, tuple[str | None, _Encode, _Decode]]] = {
-    float: (
-        None,
-        lambda v, _path, _tensors: v if math.isfinite(v) else {_TAG: "float", "v": repr(v)},
-        lambda v, _: float(v),
-    ),
-    list: (None, _encode_items, _decode_items),
-    dict: (None, _encode_dict, _decode_pairs),
-    tuple: ("tuple", _encode_items, lambda v, get: tuple(_decode_items(v, get))),
-    set: ("set", _encode_set, lambda v, get: set(_decode_items(v, get))),
-    frozenset: (
-        "frozenset",
-        _encode_set,
-        lambda v, get: frozenset(_decode_items(v, get)),
-    ),
+def _to_text(value: object, path: str, tensors: Tensors) -> str:
+    del path, tensors
+    return str(value)
+
+
+_TYPES: Final[dict[type, tuple[str, _Encode, _Decode]]] = {
+    float: ("float", _to_text, lambda v, _: float(v)),  # NaN and infinity
+    dict: ("dict", _encode_pairs, _decode_pairs),  # with keys that are not strings
+    tuple: ("tuple", _encode_items, lambda v, get: tuple(decode(v, get))),
+    set: ("set", _encode_set, lambda v, get: set(decode(v, get))),
+    frozenset: ("frozenset", _encode_set, lambda v, get: frozenset(decode(v, get))),
     OrderedDict: ("OrderedDict", _encode_pairs, lambda v, get: OrderedDict(_decode_pairs(v, get))),
     Counter: ("Counter", _encode_pairs, lambda v, get: Counter(_decode_pairs(v, get))),
     bytes: ("bytes", lambda v, _path, _tensors: base64.b64encode(v).decode(), lambda v, _: base64.b64decode(v)),
-    complex: ("complex", lambda v, _path, _tensors: str(v), lambda v, _: complex(v)),
+    complex: ("complex", _to_text, lambda v, _: complex(v)),
     np.ndarray: ("array", _encode_array, lambda v, get: get(str(v)).numpy()),
-    torch.dtype: ("dtype", lambda v, _path, _tensors: str(v), _decode_dtype),
-    torch.device: ("device", lambda v, _path, _tensors: str(v), lambda v, _: torch.device(v)),
+    torch.dtype: ("dtype", _to_text, _decode_dtype),
+    torch.device: ("device", _to_text, lambda v, _: torch.device(v)),
     torch.Size: ("Size", _encode_items, lambda v, _: torch.Size(v)),
 }
-"""For each exact type: its tag (None if JSON has the type), its encoder and its decoder."""
+"""For each exact type that JSON does not have: its tag, its encoder and its decoder."""
 
 _DECODERS: Final[dict[str, _Decode]] = {
-    **{tag: decode_value for tag, _, decode_value in _TYPES.values() if tag is not None},
-    "float": lambda v, _: float(v),
-    "dict": _decode_pairs,
+    **{tag: decode_value for tag, _, decode_value in _TYPES.values()},
+    "tensor": lambda v, get: get(str(v)),
+    "numpy": lambda v, get: np.dtype(v[0]).type(decode(v[1], get)),
 }

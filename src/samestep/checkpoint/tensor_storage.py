@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -119,23 +118,17 @@ class HostStaging(_StorageDefaults, StorageWriter):
     """
 
     def __init__(self, rank: int) -> None:
-        self.file = f"rank-{rank:05}.safetensors"
-        """The name of the file that the chunks are written to."""
-        self.entries: list[FileEntry] = []
-        """The chunks of this rank."""
-        self.index: Index = {}
-        """All tensors of all ranks; on rank 0, empty elsewhere."""
+        self.file = f"rank-{rank:05}.safetensors"  # the name of the file that the chunks are written to
+        self.entries: list[FileEntry] = []  # the chunks of this rank
+        self.index: Index = {}  # all tensors of all ranks; on rank 0, empty elsewhere
         self._buffers: dict[str, torch.Tensor] = {}
 
     def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> None:
         """Let DCP assign every chunk to one rank, and copy this rank's chunks; a collective."""
         self.entries, self.index = [], {}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with _without_process_group_warning():
-                dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
-        except CheckpointException as error:  # not a subclass of Exception
-            raise CheckpointError(f"the state cannot be saved: {_failures(error)}") from error
+        with _translate_errors("the state cannot be saved"):
+            dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the chunks of the plan; from CUDA asynchronously into pinned memory."""
@@ -216,17 +209,7 @@ def safetensors_blocks(entries: Iterable[FileEntry]) -> Iterable[bytes | memoryv
 
 def index_to_json(index: Index) -> dict[str, object]:
     """Return the content of index.json."""
-    return {
-        name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "chunks": [
-                {"offset": list(chunk.offset), "shape": list(chunk.shape), "file": chunk.file, "key": chunk.key}
-                for chunk in tensor.chunks
-            ],
-        }
-        for name, tensor in index.items()
-    }
+    return {name: {**asdict(tensor), "dtype": DTYPE_NAMES[tensor.dtype]} for name, tensor in index.items()}
 
 
 # File -> tensor
@@ -262,11 +245,8 @@ class CheckpointReader(_StorageDefaults, StorageReader):
     def load_into(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors in place, a sharded one with the slice of this rank; not a collective."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            with _without_process_group_warning():
-                dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"{self._folder} cannot be loaded: {_failures(error)}") from error
+        with _translate_errors(f"{self._folder} cannot be loaded"):
+            dcp.load(tensors, storage_reader=self, planner=planner, no_dist=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index as DCP's metadata, from which it plans the reads."""
@@ -284,7 +264,9 @@ class CheckpointReader(_StorageDefaults, StorageReader):
         """Copy the slices of the plan, file by file."""
         by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            chunk = self._chunk(item.storage_index)
+            offset = tuple(item.storage_index.offset or ())
+            chunks = self._index[item.storage_index.fqn].chunks
+            chunk = next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
             by_file[chunk.file].append((chunk.key, item))
         for name, items in by_file.items():
             with safe_open(self._folder / name, framework="pt") as file:
@@ -296,11 +278,6 @@ class CheckpointReader(_StorageDefaults, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _chunk(self, wanted: MetadataIndex) -> Chunk:
-        offset = tuple(wanted.offset or ())
-        chunks = self._index[wanted.fqn].chunks
-        return next(chunk for chunk in chunks if chunk.offset == offset and 0 not in chunk.shape)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DCP requires it, and the index is already read."""
@@ -320,11 +297,12 @@ def _slices(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]
 
 
 @contextmanager
-def _without_process_group_warning() -> Generator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-def _failures(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+def _translate_errors(what: str) -> Generator[None]:
+    """Raise CheckpointError if DCP fails, and ignore its warning that there is no process group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as error:  # not a subclass of Exception
+        failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        raise CheckpointError(f"{what}: {failures}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ class Collectives:
         ...     run.mean([1, 2, 3, 6])
         3.0
         """
-        tally = self._tally(values)
+        tally = self._add(_Tally(), values)
         parts = self._comm.exchange("run.mean", [tally.total(), float(tally.count)])
         count = sum(int(part[1]) for part in parts)
         if count == 0:
@@ -82,14 +82,28 @@ class Collectives:
         """
         tallies: dict[str, _Tally] = {}
         for batch in batches:
-            for name, values in _named_values(batch).items():
+            if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+                raise CommunicationError(
+                    f"run.means needs a dictionary of values per batch, got {type(batch).__name__}: pass "
+                    "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
+                )
+            for name, values in batch.items():
                 self._add(tallies.setdefault(name, _Tally()), values)
-        sums = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
-        return _means(self._comm.exchange_objects("run.means", sums))  # a rank without batches has no names
+        mine = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
+        parts = self._comm.exchange_objects("run.means", mine)
+        # a rank without batches has no names
+        sums = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
+        counts = {name: sum(count for _, count in values) for name, values in sums.items()}
+        if not sums or 0 in counts.values():
+            names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
+            raise CommunicationError(
+                f"run.means got no values{names} on any rank, so the mean is undefined: is the dataset empty?"
+            )
+        return {name: math.fsum(total for total, _ in values) / counts[name] for name, values in sums.items()}
 
     def sum(self, values: Values) -> int | float:
         """The sum of every element on every rank; integers stay exact."""
-        parts = self._comm.exchange_objects("run.sum", self._tally(values).total())
+        parts = self._comm.exchange_objects("run.sum", self._add(_Tally(), values).total())
         return sum(parts) if all(isinstance(part, int) for part in parts) else math.fsum(parts)
 
     def max(self, values: Values) -> int | float:
@@ -135,14 +149,10 @@ class Collectives:
         """Wait until every rank is here."""
         self._comm.exchange("run.barrier", [])
 
-    def _tally(self, values: Values) -> "_Tally":
-        tally = _Tally()
-        self._add(tally, values)
-        return tally
-
-    def _add(self, tally: "_Tally", values: Values) -> None:
+    def _add(self, tally: "_Tally", values: Values) -> "_Tally":
         for value in _iterate(values):
             tally.add(self._padding.drop(_to_tensor(value)))
+        return tally
 
 
 class PaddingFilter:
@@ -207,18 +217,6 @@ class _Tally:
         return math.fsum([int_sum, *float_sums]) if float_sums else int_sum
 
 
-def _means(parts: list[dict[str, tuple[int | float, int]]]) -> dict[str, float]:
-    """Means by name from the (sum, count) of each rank."""
-    sums = {name: [part[name] for part in parts if name in part] for name in dict.fromkeys(chain(*parts))}
-    counts = {name: sum(count for _, count in values) for name, values in sums.items()}
-    if not sums or 0 in counts.values():
-        names = "".join(f" for {name!r}" for name, count in counts.items() if not count)
-        raise CommunicationError(
-            f"run.means got no values{names} on any rank, so the mean is undefined: is the dataset empty?"
-        )
-    return {name: math.fsum(part for part, _ in values) / counts[name] for name, values in sums.items()}
-
-
 def _all_reduce_mean(comm: Communicator, tensor: torch.Tensor, weight: float) -> torch.Tensor:
     wide = tensor.detach() if tensor.is_complex() else _widen(tensor.detach())
     payload = torch.cat([wide.reshape(-1) * weight, wide.new_tensor([weight])])  # values and weight in one collective
@@ -252,15 +250,6 @@ def _check_same_tensors(comm: Communicator, tensor: torch.Tensor, op: Op) -> Non
                 f"{comm.world.rank}, but rank {rank} passed a different op, dtype or size ({int(theirs[2])} "
                 "elements): pass tensors of the same shape and dtype on all ranks"
             )
-
-
-def _named_values(batch: object) -> Mapping[str, Values]:
-    if isinstance(batch, Mapping):
-        return cast("Mapping[str, Values]", batch)
-    raise CommunicationError(
-        f"run.means needs a dictionary of values per batch, got {type(batch).__name__}: pass "
-        "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
-    )
 
 
 def _iterate(values: Values) -> Iterable[object]:

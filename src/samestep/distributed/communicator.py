@@ -35,13 +35,13 @@ class Communicator:
     def __init__(self, world: World, backend: str, start_timeout: float, step_timeout: float) -> None:
         self.world, self.backend = world, backend
         self.timeout = self.start_timeout = start_timeout
-        self.once_calls = 0
-        """The number of `run.once` calls so far, the same on every rank."""
+        self.once_calls = 0  # the number of `run.once` calls so far, the same on every rank
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
         self._control_group: dist.ProcessGroup | None = None
-        self._existing_group = self._is_open = self._steps_started = False
+        self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
+        self._existing_group = self._is_open = False
         self._inside_once: str | None = None
 
     @property
@@ -98,9 +98,9 @@ class Communicator:
 
     def start_steps(self) -> None:
         """Switch from `start_timeout` to the shorter `step_timeout`, once the first step is complete."""
-        if self._steps_started:
+        if self._timeout_option == "step_timeout":
             return
-        self._steps_started, self.timeout = True, self._step_timeout
+        self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
             for group in dict.fromkeys((dist.group.WORLD, self._control_group or dist.group.WORLD)):
                 set_group_timeout(self._step_timeout, group)
@@ -193,10 +193,6 @@ class Communicator:
     def peers_note(self) -> str | None:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
         return None if self._board is None else self._board.peers_note()
-
-    @property
-    def _timeout_option(self) -> str:
-        return "step_timeout" if self._steps_started else "start_timeout"
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.world.size)]

@@ -14,14 +14,6 @@ BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True)
-class Accelerators:
-    """What torch sees on this node."""
-
-    cuda: int  # number of CUDA devices visible to this process
-    mps: bool  # whether Apple's GPU is usable
-
-
-@dataclass(frozen=True)
 class DeviceChoice:
     """A device and a backend, with the reason."""
 
@@ -31,20 +23,15 @@ class DeviceChoice:
     warning: str | None = None
 
 
-def detect_accelerators() -> Accelerators:
-    """Ask torch, without creating a CUDA context."""
-    return Accelerators(cuda=torch.cuda.device_count(), mps=torch.backends.mps.is_available())
-
-
-def choose_device(world: World, seen: Accelerators, backend: str | None) -> DeviceChoice:
-    """Choose device and backend; `backend` is the user's choice or None."""
+def choose_device(world: World, cuda: int, mps: bool, backend: str | None) -> DeviceChoice:
+    """Choose from the number of CUDA devices and whether Apple's GPU is usable; `backend` is the user's or None."""
     if backend is not None and backend not in BACKENDS:
         raise WorldError(f"backend={backend!r} is not supported: use {' or '.join(map(repr, BACKENDS))}")
-    if backend == "nccl" and not seen.cuda:
+    if backend == "nccl" and not cuda:
         raise WorldError("backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo")
-    if seen.cuda:
-        return _choose_cuda(world, seen.cuda, backend)
-    if seen.mps and world.size == 1:
+    if cuda:
+        return _choose_cuda(world, cuda, backend)
+    if mps and world.size == 1:
         return DeviceChoice(torch.device("mps"), "none", "one rank on Apple's GPU")
     reason = f"{world.size} rank(s) on the CPU: no GPU is visible"
     return DeviceChoice(torch.device("cpu"), _backend(world, "gloo"), reason)
@@ -71,7 +58,7 @@ def _backend(world: World, name: str) -> str:
     return name if world.size > 1 else "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class MemoryShare:
     """One rank's share of a device's free memory."""
 
@@ -88,11 +75,6 @@ def memory_shares(comm: Communicator, operation: str, device: torch.device, free
         MemoryShare(int(free / ranks_per_device[node, device_id]), ranks_per_device[node, device_id])
         for free, node, device_id in gathered
     ]
-
-
-def smallest_memory_share(comm: Communicator, operation: str, device: torch.device, free: float) -> MemoryShare:
-    """The smallest share of any rank; a collective."""
-    return min(memory_shares(comm, operation, device, free), key=lambda share: (share.free, share.ranks))
 
 
 def _device_id(device: torch.device) -> float:

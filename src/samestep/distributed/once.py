@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.rank_status import RankStatus
-from samestep.errors import CommunicationError, OnceFailed, SamestepError, TeacherError
+from samestep.errors import CommunicationError, OnceFailed, TeacherError
 
 T = TypeVar("T")
 Per = Literal["run", "node"]
@@ -50,32 +50,35 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     return unpickle_outcome(operation, outcomes[runners[0 if per == "run" else world.node]])
 
 
-def run_on_every_rank(
-    comm: Communicator,
-    operation: str,
-    function: Callable[..., T],
-    *args: object,
-    error_type: type[SamestepError] = TeacherError,
-) -> T:
+def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
     """Run `function(*args)` on every rank; if it fails on some, every rank raises.
 
-    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise `error_type`.
+    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise TeacherError.
     """
+    value, failure, failures = exchange_failures(
+        comm, operation, lambda error: f"{type(error).__name__}: {error}"[:1500], function, *args
+    )
+    if failure is not None:
+        raise failure
+    for rank, text in failures.items():
+        raise TeacherError(
+            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
+        )
+    return value
+
+
+def exchange_failures(
+    comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
+) -> tuple[T, Exception | None, dict[int, str]]:
+    """Run `function(*args)`; return its value, its exception, and by rank the descriptions of all exceptions."""
     value, failure = None, None
     try:
         value = function(*args)
     except Exception as error:  # noqa: BLE001  # the other ranks must know of any failure before it propagates
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"[:1500]
-    failures = {rank: text for rank, text in enumerate(comm.exchange_objects(operation, text)) if text is not None}
-    if failure is not None:
-        raise failure
-    if failures:
-        rank, text = next(iter(failures.items()))
-        raise error_type(
-            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
-        )
-    return value  # pyright: ignore[reportReturnType]  # there was no failure, so the function has returned
+    texts = comm.exchange_objects(operation, None if failure is None else describe(failure))
+    failures = {rank: text for rank, text in enumerate(texts) if text is not None}
+    return value, failure, failures  # pyright: ignore[reportReturnType]  # there is a value, or a failure
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,11 @@ def _wait_for_listener(address: str, port: int, timeout: float) -> float:
     while (waited := time.monotonic() - since) < timeout:
         try:
             socket.create_connection((address, port), timeout=timeout - waited).close()
+            break
         except ConnectionRefusedError:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         except OSError:
-            break
-        else:
             break
     return waited
 

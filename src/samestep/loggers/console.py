@@ -14,14 +14,7 @@ from rich.table import Column
 from rich.text import Text
 
 from samestep.disk import is_disk_error
-from samestep.loggers.text_log import (
-    format_metric,
-    format_progress,
-    format_record,
-    is_learning_rate,
-    is_memory,
-    is_throughput,
-)
+from samestep.loggers import text_log
 from samestep.messages import format_duration
 
 _LINE_SECONDS = 1.0
@@ -81,12 +74,14 @@ class LineConsole(Console):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print one record, unless one of its kind was printed less than a second ago."""
         # Only some records contain speed and memory: each training line shows the last known values.
-        latest = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
+        latest = {
+            name: value for name, value in values.items() if text_log.is_throughput(name) or text_log.is_memory(name)
+        }
         self._speed_and_memory.update(latest)
-        text = format_record(step, values)
+        text = text_log.format_record(step, values)
         if _training_values(values):
             self._progress.advance(step)
-            text = format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
+            text = text_log.format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
             if (left := self._progress.seconds_left()) is not None:
                 text = f"{text} | ETA {format_duration(left)}"
         if self._limiter.is_due(values.keys() - latest.keys(), text):
@@ -136,7 +131,7 @@ class BarConsole(Console):
             self._progress.advance(step)
             self._fields.update(_bar_fields(training))
             self._refresh()
-        if len(training) < len(values) and self._limiter.is_due(values, text := format_record(step, values)):
+        if len(training) < len(values) and self._limiter.is_due(values, text := text_log.format_record(step, values)):
             self.print(text)
 
     def print(self, text: str) -> None:
@@ -159,7 +154,7 @@ class BarConsole(Console):
 
     def _texts(self) -> list[str]:
         """The texts next to the bar, the most important first."""
-        texts = {"step": f"step {format_progress(self._progress.step, self._progress.total)}", **self._fields}
+        texts = {"step": f"step {text_log.format_progress(self._progress.step, self._progress.total)}", **self._fields}
         if (left := self._progress.seconds_left()) is not None:
             texts["eta"] = f"ETA {format_duration(left)}"
         return [texts[key] for key in ("step", "loss", "speed", "eta", "learning_rate", "memory") if key in texts]
@@ -199,10 +194,8 @@ class ProgressEstimate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()
-        self.step = 0
-        """The highest step so far."""
-        self.total: int | None = None
-        """The last step of the run, if it is known."""
+        self.step = 0  # the highest step so far
+        self.total: int | None = None  # the last step of the run, if it is known
 
     def expect(self, total: int | None, start: int) -> None:
         """Set the last step, and the first one: a resumed run does not start at 0."""
@@ -280,7 +273,7 @@ def _training_values(values: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in values.items()
-        if "/" not in name or name.startswith("train/") or is_learning_rate(name)
+        if "/" not in name or name.startswith("train/") or text_log.is_learning_rate(name)
     }
 
 
@@ -290,13 +283,13 @@ def _bar_fields(training: Mapping[str, float]) -> dict[str, str]:
     for name, value in training.items():
         for field, matches in _BAR_FIELDS.items():
             if matches(name):
-                fields.setdefault(field, format_metric(name.removeprefix("train/"), value))
+                fields.setdefault(field, text_log.format_metric(name.removeprefix("train/"), value))
     return fields
 
 
 _BAR_FIELDS: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name in ("train/loss", "loss"),
-    "speed": is_throughput,
-    "learning_rate": is_learning_rate,
-    "memory": is_memory,
+    "speed": text_log.is_throughput,
+    "learning_rate": text_log.is_learning_rate,
+    "memory": text_log.is_memory,
 }

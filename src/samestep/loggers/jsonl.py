@@ -79,16 +79,7 @@ def _records(path: Path) -> Iterator[dict[str, float]]:
         if not isinstance(record, dict) or "step" not in record:
             example = '{"step": 12, "train/loss": 0.43}'
             raise LogError(f"{path}, line {number} is not a record like {example}: pass the metrics.jsonl of a run")
-        yield _with_infinities(record)
-
-
-def _with_infinities(record: dict[str, object]) -> dict[str, float]:
-    signs = record.pop("infinite", {})
-    assert isinstance(signs, dict)
-    restored: dict[str, float] = {}
-    for name, value in record.items():
-        if value is None:
-            value = math.copysign(math.inf, signs[name]) if name in signs else math.nan
-        assert isinstance(value, float | int)
-        restored[name] = value
-    return restored
+        signs = record.pop("infinite", {})
+        for name in [name for name, value in record.items() if value is None]:
+            record[name] = math.copysign(math.inf, signs[name]) if name in signs else math.nan
+        yield record

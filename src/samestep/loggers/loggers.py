@@ -53,30 +53,19 @@ class Loggers:
     """
 
     def __init__(self, console: Console, folder: Callable[[], Path | None], warn: Callable[[str], None]) -> None:
-        self._console, self._get_folder, self._warn = console, folder, warn
+        self.console, self._get_folder, self._warn = console, folder, warn
         self._folder: Path | None = None
         self._text: TextLog | None = None
         self._jsonl: JsonlLogger | None = None
         self._all: list[Logger] = [console]
         self._printed: list[str] = []  # before log.txt was open
-        self.is_open = False
-        """Whether anything was logged, so that there are files."""
-        self.last: dict[str, float] = {}
-        """The last value of each metric."""
-        self.counts: Counter[str] = Counter()
-        """How often each metric was logged."""
-
-    def expect(self, total: int, start: int) -> None:
-        """Set the first and the last step, for the progress bar."""
-        self._console.expect(total, start)
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar."""
-        self._console.advance(step)
+        self.is_open = False  # whether anything was logged, so that there are files
+        self.last: dict[str, float] = {}  # the last value of each metric
+        self.counts: Counter[str] = Counter()  # how often each metric was logged
 
     def print(self, text: str) -> None:
         """Print text now; log.txt receives it too, as soon as it is open."""
-        self._console.print(text)
+        self.console.print(text)
         if self._text is not None:
             self._text.print(text)
         elif not self.is_open:
@@ -111,7 +100,7 @@ class Loggers:
         self.is_open, self._folder = True, self._get_folder()
         if self._folder is None:
             return
-        self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self._console.print)
+        self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self.console.print)
         for text in self._printed:
             self._text.print(text)
         self._jsonl = JsonlLogger(self._folder / METRICS_FILE, warn=self._warn, report=self.print)

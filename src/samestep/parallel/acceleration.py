@@ -7,7 +7,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
-from samestep.parallel.precision import LossScale, PrecisionSupport, agree_on_precision, set_fp32_products
+from samestep.parallel.precision import LossScale, PrecisionSupport, choose_precision, set_fp32_products
 from samestep.parallel.wrapped_model import WrappedModel
 
 _HAVE_FUSED_KERNELS = (Adam, AdamW, SGD)  # on CUDA in every supported torch
@@ -17,7 +17,7 @@ class Acceleration:
     """The precision of a run and what follows from it, from its start to its end."""
 
     def __init__(self, comm: Communicator, support: PrecisionSupport, report: Callable[[str], None]) -> None:
-        self.precision = agree_on_precision(comm, support)
+        self.precision = choose_precision(comm.exchange_objects("Run.start, agreeing on precision", support))
         self.loss_scale = LossScale(comm) if self.precision.name == "fp16" else None
         """The loss scale; None unless the run computes in fp16."""
         self._report = report
@@ -100,7 +100,10 @@ def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:
     for group in optimizer.param_groups:
         group["fused"] = True
         for parameter in group["params"]:
-            _move_step_count(optimizer.state.get(parameter), parameter)
+            # a fused kernel counts steps on the device; a restored state may still count on the CPU
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(parameter.device, torch.float32)
     return True
 
 
@@ -113,10 +116,3 @@ def _allows_fused(group: dict[str, object], device: str) -> bool:
         and all(p.device.type == device and torch.is_floating_point(p) for p in parameters)
         and not any(p.grad is not None and p.grad.is_sparse for p in parameters)
     )
-
-
-def _move_step_count(state: dict[str, object] | None, parameter: torch.Tensor) -> None:
-    """A fused kernel counts steps on the device; a restored state may still count on the CPU."""
-    count = None if state is None else state.get("step")
-    if state is not None and isinstance(count, torch.Tensor):
-        state["step"] = count.to(parameter.device, torch.float32)

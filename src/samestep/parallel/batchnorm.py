@@ -30,15 +30,8 @@ def batchnorms_outside_frozen(model: nn.Module) -> list[_BatchNorm]:
 
 def unsynced_batchnorm_names(model: nn.Module) -> list[str]:
     """Names of BatchNorm layers outside of frozen parts that see only the rows of their own rank."""
-    frozen = _frozen_modules(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and module.track_running_stats
-        and not isinstance(module, SYNCHRONIZED)
-        and id(module) not in frozen
-    ]
+    found = {id(norm) for norm in unsynced_batchnorms(model)} & {id(norm) for norm in batchnorms_outside_frozen(model)}
+    return [name for name, module in model.named_modules() if id(module) in found]
 
 
 def unsynced_batchnorms(model: nn.Module) -> list[_NormBase]:
@@ -136,10 +129,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Sum the gradients of all ranks."""
-        del ctx
-        summed = gradient.clone()
-        dist.all_reduce(summed)
-        return summed
+        return _SumOverRanks.forward(ctx, gradient)
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -41,20 +42,13 @@ def shard_model(
     sharded_blocks, uses = find_blocks(model, blocks), _parameter_uses(model)
     for block in sharded_blocks if compile else ():
         block.compile()
+    shard = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
     for block in sharded_blocks:
         if _has_own_parameters(block, uses):
-            fully_shard(
-                block,
-                mesh=mesh,
-                reshard_after_forward=False if keep_unsharded else None,
-                mp_policy=policy,
-                offload_policy=offload,
-                ignored_params=ignored,
-            )
+            shard(block, mp_policy=policy, reshard_after_forward=False if keep_unsharded else None)
     # outputs in fp32, so that losses are computed in fp32
     root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=reduce_dtype)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=root, offload_policy=offload, ignored_params=ignored)
-    reduce_unused_as_zeros(sharded)
+    reduce_unused_as_zeros(shard(model, mp_policy=root))
 
 
 def check_dimensions(model: nn.Module) -> None:

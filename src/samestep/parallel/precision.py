@@ -63,20 +63,14 @@ def check_precision(requested: str) -> Precision:
 
 def detect_support(device: torch.device, requested: Precision, compile: bool) -> PrecisionSupport:
     """Ask torch what `device` supports."""
-    if device.type != "cuda":
-        return PrecisionSupport(device.type, False, False, requested, compile)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    tf32 = torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
-    return PrecisionSupport("cuda", bf16, tf32, requested, compile)
-
-
-def agree_on_precision(comm: Communicator, mine: PrecisionSupport) -> ComputePrecision:
-    """One precision for all ranks, so that a rank whose GPU lacks bf16 does not use another one than its peers."""
-    return choose_precision(comm.exchange_objects("Run.start, agreeing on precision", mine))
+    cuda = device.type == "cuda"
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    tf32 = cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
+    return PrecisionSupport(device.type, bf16, tf32, requested, compile)
 
 
 def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
-    """Decide from what every rank supports and requested."""
+    """One precision for all ranks, so that a rank whose GPU lacks bf16 does not use another one than its peers."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
         if (other.requested, other.compile) != (first.requested, first.compile):
@@ -92,18 +86,6 @@ def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
 def _choose_name(ranks: Sequence[PrecisionSupport]) -> tuple[str, str]:
     requested = ranks[0].requested
     without_bf16 = ", ".join(str(rank) for rank, each in enumerate(ranks) if each.device == "cuda" and not each.bf16)
-    if requested != "auto":
-        _check_supported(ranks, without_bf16)
-        return requested, "as requested"
-    if any(rank.device != "cuda" for rank in ranks):
-        return "fp32", f"auto, on {'the CPU' if ranks[0].device == 'cpu' else 'an Apple GPU'}"
-    if without_bf16:
-        return "fp32", f"auto: the GPUs of rank(s) {without_bf16} do not support bf16"
-    return "bf16", "auto: the GPU supports it" if len(ranks) == 1 else "auto: every GPU supports it"
-
-
-def _check_supported(ranks: Sequence[PrecisionSupport], without_bf16: str) -> None:
-    requested = ranks[0].requested
     if requested in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
         raise CommunicationError(
             f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it"
@@ -113,6 +95,13 @@ def _check_supported(ranks: Sequence[PrecisionSupport], without_bf16: str) -> No
             "precision='bf16' needs compute capability 8.0 or higher, which the GPUs of rank(s) "
             f"{without_bf16} do not have: use precision='fp16' or 'fp32', or omit it"
         )
+    if requested != "auto":
+        return requested, "as requested"
+    if any(rank.device != "cuda" for rank in ranks):
+        return "fp32", f"auto, on {'the CPU' if ranks[0].device == 'cpu' else 'an Apple GPU'}"
+    if without_bf16:
+        return "fp32", f"auto: the GPUs of rank(s) {without_bf16} do not support bf16"
+    return "bf16", "auto: the GPU supports it" if len(ranks) == 1 else "auto: every GPU supports it"
 
 
 def set_fp32_products(precision: ComputePrecision) -> Callable[[], None]:
@@ -131,7 +120,6 @@ def set_fp32_products(precision: ComputePrecision) -> Callable[[], None]:
     cudnn.allow_tf32 = not precision.strict
 
     def restore() -> None:
-        """Restore the settings."""
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32 = before[1]
 
@@ -147,7 +135,6 @@ def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     contexts: list[torch.autocast | None] = []
 
     def enter(*_: object) -> None:
-        """Start autocast, unless it is already on."""
         autocast = None if torch.is_autocast_enabled(device.type) else torch.autocast(device.type, dtype=dtype)
         contexts.append(autocast)
         if autocast is not None:
@@ -179,10 +166,6 @@ def in_fp32(output: object) -> object:
         values = [in_fp32(value) for value in cast("Sequence[object]", output)]
         make = cast("Callable[..., object]", type(output))
         return make(*values) if hasattr(output, "_fields") else make(values)  # a namedtuple takes positional arguments
-    return _fields_in_fp32(output) if dataclasses.is_dataclass(output) else output
-
-
-def _fields_in_fp32(output: object) -> object:
     if not dataclasses.is_dataclass(output) or isinstance(output, type):  # the class itself is not an instance
         return output
     fields = {f.name: in_fp32(getattr(output, f.name)) for f in dataclasses.fields(output) if f.init}
@@ -194,7 +177,6 @@ def use_channels_last(model: nn.Module, called: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # the stubs lack this overload
 
     def convert(value: object) -> object:
-        """Convert one input."""
         if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point():
             return value.contiguous(memory_format=torch.channels_last)
         return value
@@ -202,7 +184,6 @@ def use_channels_last(model: nn.Module, called: nn.Module) -> None:
     def enter(
         _: nn.Module, inputs: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Convert all inputs."""
         return tuple(convert(value) for value in inputs), {name: convert(value) for name, value in kwargs.items()}
 
     called.register_forward_pre_hook(enter, with_kwargs=True)

@@ -41,20 +41,15 @@ def _members(module: nn.Module, name: str, kinds: tuple[_Containers, ...]) -> It
             yield from _members(child, path, kinds)
 
 
-def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The largest submodules that have parameters but no trainable one, by name."""
+def frozen_parts(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The largest submodules that have parameters but no trainable one, by name with `prefix`."""
     found: dict[str, nn.Module] = {}
-    _collect_frozen(model, "", found)
+    for name, child in model.named_children():
+        if has_parameters(child) and not any(p.requires_grad for p in child.parameters()):
+            found[prefix + name] = child
+        else:
+            found.update(frozen_parts(child, f"{prefix}{name}."))
     return found
-
-
-def _collect_frozen(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
-    parameters = list(module.parameters())
-    if parameters and not any(p.requires_grad for p in parameters) and name:
-        found[name] = module
-        return
-    for child_name, child in module.named_children():
-        _collect_frozen(child, f"{name}.{child_name}" if name else child_name, found)
 
 
 def frozen_names(model: nn.Module, parts: dict[str, nn.Module]) -> list[str]:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os.path import commonprefix
 
 import torch
 from torch import nn
@@ -148,11 +149,6 @@ def unused_message(model: nn.Module, missing: Sequence[str], step: int, samples:
 
 def _common_module(model: nn.Module, names: Sequence[str]) -> str:
     """The smallest module that contains all of `names`."""
-    paths = [name.split(".")[:-1] for name in names]
-    common: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
+    common = commonprefix([name.split(".")[:-1] for name in names])  # noqa: RUF071  # of lists, by component
     module = model.get_submodule(".".join(common))
     return f"{type(module).__name__} at {'.'.join(common)!r}" if common else type(module).__name__

@@ -115,8 +115,13 @@ def check_options(options: WrapOptions, model: nn.Module) -> None:
         if value not in known:
             choices = ", ".join(repr(choice) for choice in known if choice is not None)
             raise WrapError(f"run.wrap: {name}={value!r} is not valid; use one of {choices}")
-    _check_classes("blocks", options.blocks)
-    _check_classes("activation_checkpointing", options.activation_checkpointing)
+    for name in ("blocks", "activation_checkpointing"):
+        classes = getattr(options, name)
+        if not isinstance(classes, tuple | list):
+            got = getattr(classes, "__name__", repr(classes))
+            raise WrapError(
+                f"{name}={got} must be a tuple of classes: pass {name}=(Block,), with a comma for one class"
+            )
     if options.cpu_offload and options.strategy not in _SHARDED:
         raise WrapError(
             "cpu_offload=True moves sharded weights to host memory: use it with strategy='fsdp', 'zero2' or 'hybrid'"
@@ -125,12 +130,6 @@ def check_options(options: WrapOptions, model: nn.Module) -> None:
         raise WrapError("channels_last=True does not work with FSDP, which shards weights: use strategy='ddp'")
     if not any(p.requires_grad for p in model.parameters()):
         raise WrapError(f"{type(model).__name__} has no trainable parameter: call it without run.wrap")
-
-
-def _check_classes(name: str, classes: tuple[type[nn.Module], ...]) -> None:
-    if not isinstance(classes, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
-        got = getattr(classes, "__name__", repr(classes))
-        raise WrapError(f"{name}={got} must be a tuple of classes: pass {name}=(Block,), with a comma for one class")
 
 
 def _report_unneeded_strategy(model: nn.Module, options: WrapOptions, report: Callable[[str], None]) -> None:

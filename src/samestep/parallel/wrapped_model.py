@@ -24,8 +24,7 @@ class WrappedModel:
         self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, used: UsedParameters | None
     ) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
-        self.batchnorms = batchnorms_outside_frozen(inner)
-        """BatchNorm layers that update their statistics in training."""
+        self.batchnorms = batchnorms_outside_frozen(inner)  # BatchNorm layers that update their statistics in training
         self._used = used
         self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
         self._trainable = {id(p): p.requires_grad for p in inner.parameters()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from samestep.context import RunContext
-from samestep.distributed.device import MemoryShare, smallest_memory_share
+from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
 from samestep.messages import format_bytes, format_seconds
@@ -85,7 +85,7 @@ def plan_run(
     decided = context.comm.alone or options.strategy is not None or context.device.type != "cuda"
     if example is None and decided:
         return None
-    share = smallest_memory_share(context.comm, "planning", context.device, _free_memory(context.device))
+    share = min(memory_shares(context.comm, "planning", context.device, _free_memory(context.device)))
     return context.once(_plan_on_rank0, context, model, options, example, optimizer, share)
 
 

@@ -14,7 +14,7 @@ from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
-from samestep.distributed.device import choose_device, detect_accelerators
+from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
@@ -59,7 +59,8 @@ class Lifecycle:
         check_precision(config.precision)
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
-        self.device_choice = choose_device(self.world, detect_accelerators(), config.backend)
+        cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
+        self.device_choice = choose_device(self.world, cuda, mps, config.backend)
         self.comm = Communicator(self.world, self.device_choice.backend, config.start_timeout, config.step_timeout)
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []

@@ -82,7 +82,7 @@ class Shard(TrainingData):
         """The epochs from the current position up to `count` in all; a resumed epoch continues with its next step."""
         steps = self._partition.steps
         if self._context.loggers is not None:
-            self._context.loggers.expect(count * steps, self._epoch * steps + self._step)
+            self._context.loggers.console.expect(count * steps, self._epoch * steps + self._step)
         yield from self._epochs(count, self.steps_left)
 
     def steps(self, epoch: int) -> Iterator[Step]:

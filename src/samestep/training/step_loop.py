@@ -89,7 +89,7 @@ class StepLoop:
         context = self.context
         context.comm.start_steps()
         if context.loggers is not None:
-            context.loggers.advance(context.progress.steps)
+            context.loggers.console.advance(context.progress.steps)
         every = context.config.replica_check_every
         if every and (step.number + 1) % every == 0 and not context.comm.alone:
             tensors = replicated_tensors(context.models, self._optimizers)
