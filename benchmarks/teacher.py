@@ -244,9 +244,9 @@ def compare_offload() -> int:
     from safetensors.torch import save_file
 
     from samestep.teacher.frozen_model import FrozenModel
+    from samestep.teacher.model_files import open_weights
     from samestep.teacher.offload import place_offloaded, place_on_disk
     from samestep.teacher.options import TeacherOptions
-    from samestep.teacher.weight_files import open_weights
 
     device = torch.device("cuda", 0)
     bandwidth = measure_bandwidth(device)

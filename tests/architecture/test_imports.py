@@ -17,6 +17,8 @@ TORCH_FREE = ("environment", "planner", "launch", "lint", "cli", "errors", "mess
 # Modules of these packages that need torch when they are imported: name -> why.
 NEEDS_TORCH = {
     "samestep.environment.gpus": "asks torch which GPUs there are",
+    "samestep.launch.agent": "is torch's elastic agent",
+    "samestep.launch.launcher": "runs the agent",
     "samestep.planner.step_recorder": "follows tensors",
     "samestep.planner.model_parts": "walks modules",
     "samestep.planner.calibration": "times kernels",

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.offload import file_reader, offload_blocks, pin, place_offloaded, place_on_disk, unpin
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.single_device import copy_to_shared_memory
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.resident import copy_to_shared_memory
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
 DEVICE = torch.device("cuda", 0)

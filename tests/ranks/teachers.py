@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.nn import distill_loss
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.model_files import open_weights
 
 CLASSES, WIDTH = 13, 8
 

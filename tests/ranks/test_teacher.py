@@ -17,7 +17,7 @@ from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.teacher_costs import TeacherSetup
 from samestep.teacher import single_device
 from samestep.teacher.frozen_model import FrozenModel
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.model_files import open_weights
 from tests.teachers import VOCABULARY, TinyLM, random_tokens, save, tiny_lm
 
 PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
@@ -178,7 +178,7 @@ def open_with_little_memory(weights, placement, dtype):
     """One rank has no free memory."""
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
         if run.rank == 1 or dtype is not None:  # rank 0 reserves memory for the conversion
-            patch.setattr("samestep.teacher.single_device.free_host_memory", lambda: 1000)
+            patch.setattr("samestep.teacher.resident.free_host_memory", lambda: 1000)
         run.teacher(TinyLM, weights=weights, placement=placement, dtype=dtype)
 
 
@@ -192,7 +192,7 @@ def test_too_little_memory_on_one_rank_is_reported_on_all(ranks, tmp_path, place
 def open_with_memory_for_one(weights, own_device):
     """There is memory for one copy, on a device that all ranks share or on a separate device of each rank."""
     with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samestep.teacher.single_device.free_host_memory", lambda: 50_000)
+        patch.setattr("samestep.teacher.resident.free_host_memory", lambda: 50_000)
         if own_device:
             patch.setattr("samestep.distributed.device._device_id", lambda device: float(run.rank))
         return run.teacher(TinyLM, weights=weights, placement="gpu").describe()

@@ -14,8 +14,8 @@ import torch
 from samestep import Run
 from samestep.nn import TopK, distill_loss, top_k
 from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.served import serving_ranks
-from samestep.teacher.weight_files import open_weights
 from tests.ranks.teachers import CLASSES, Teacher, plain, tokens, train_with, write_teacher
 
 

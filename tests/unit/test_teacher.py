@@ -10,11 +10,10 @@ from torch import nn
 
 from samestep import Run
 from samestep.errors import CommunicationError, TeacherError
-from samestep.teacher.device_map import DeviceBudget, place_on_devices, split_evenly, split_in_order
 from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.single_device import place_in_host_memory
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.resident import DeviceBudget, place_in_host_memory, place_on_devices, split_evenly, split_in_order
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
 CPU = torch.device("cpu")
@@ -106,7 +105,7 @@ def test_layers_on_several_devices_give_the_same_outputs(run, split, held):
     layer = sum(p.nbytes for p in plain.blocks[0].parameters())
     rest = frozen.total_bytes() - 5 * layer
     budgets = [DeviceBudget(CPU, int(free)) for free in (rest + 2.5 * layer, 2.5 * layer, 2.5 * layer)]
-    placed = place_on_devices(run._lifecycle.context, frozen, TeacherOptions(), budgets, split, "balanced")
+    placed = place_on_devices(run._lifecycle.context, frozen, TeacherOptions(), split, "balanced", budgets)
     assert torch.equal(placed(random_tokens()), plain(random_tokens()))
     chosen = split([layer] * 5, rest, budgets)
     assert [chosen.count(device) for device in range(3)] == held
@@ -128,7 +127,7 @@ def test_a_teacher_that_fits_no_device_is_rejected(run):
         with pytest.raises(
             TeacherError, match=f"placement='{name}' would put .* on cpu, where 1.0 KiB are free for it"
         ):
-            place_on_devices(context, frozen, TeacherOptions(), budgets, split, name)
+            place_on_devices(context, frozen, TeacherOptions(), split, name, budgets)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_paths_can_start_with_a_tilde(run, tmp_path, monkeypatch):
 
 def test_too_little_memory_is_reported_before_anything_is_loaded(run, monkeypatch):
     weights = save(tiny_lm(), "one.safetensors")
-    monkeypatch.setattr("samestep.teacher.single_device.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("samestep.teacher.resident.free_host_memory", lambda: 1000)
     with pytest.raises(TeacherError, match=r"placement='gpu' needs .* on cpu for each of its 1 rank\(s\), and 1000 B"):
         run.teacher(TinyLM, weights=weights, placement="gpu")
     with pytest.raises(

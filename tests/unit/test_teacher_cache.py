@@ -17,8 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from samestep import Run
 from samestep.errors import TeacherError
-from samestep.teacher.cache_files import RowReader, RowWriter
-from samestep.teacher.output_cache import join_rows, row_digests
+from samestep.teacher.output_cache import RowReader, RowWriter, join_rows, row_digests
 
 INPUTS = torch.randint(0, 5, (6, 7), generator=torch.Generator().manual_seed(0))
 

@@ -8,9 +8,9 @@ from torch import nn
 from samestep import Run
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.offload import place_offloaded, place_on_disk
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.weight_files import open_weights
 from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
 

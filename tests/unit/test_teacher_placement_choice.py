@@ -15,9 +15,9 @@ from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.teacher_costs import Placement, TeacherSetup, explain_placement
 from samestep.planner.teacher_costs import choose_placement as best_placement
 from samestep.teacher.frozen_model import FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.placement_choice import choose_placement, profile_teacher, teacher_setup
-from samestep.teacher.weight_files import open_weights
 from tests.teachers import LENGTH, VOCABULARY, WIDTH, TinyLM, random_tokens, save, tiny_lm
 
 CPU = torch.device("cpu")

@@ -17,19 +17,20 @@ from safetensors.torch import save_file
 from samestep import Run
 from samestep.environment.world import World
 from samestep.errors import TeacherError
-from samestep.teacher.connection import (
+from samestep.teacher.options import TeacherOptions
+from samestep.teacher.served import Endpoint, ServedOutputs, connect_to
+from samestep.teacher.server import (
     DISCONNECTED,
     Connection,
+    Server,
     ServerAddress,
+    ServerProcess,
     connect,
     encode,
     listen,
     local_address_toward,
     server_address,
 )
-from samestep.teacher.options import TeacherOptions
-from samestep.teacher.served import Endpoint, ServedOutputs, connect_to
-from samestep.teacher.server import Server, ServerProcess
 from tests.warm import free_port
 
 LOCAL = ServerAddress("127.0.0.1", "127.0.0.1")

@@ -12,7 +12,7 @@ from samestep import Run
 from samestep.cli.main import main
 from samestep.errors import TeacherError
 from samestep.teacher.frozen_model import FrozenModel, blocks
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.model_files import open_weights
 from tests.teachers import Block, TinyLM, random_tokens, save, tiny_lm
 
 

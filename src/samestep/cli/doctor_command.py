@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib.util import find_spec
 
 import click
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep import __version__
-from samestep.environment.bf16_probe import Bf16Support, probe_bf16
+from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
 from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware
 from samestep.environment.network import InterfaceChoice, Network, read_network
@@ -45,7 +44,7 @@ def command(context: click.Context, as_json: bool) -> None:
 def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
     """Read everything; what takes long (torch, the bfloat16 probe, name resolution) runs concurrently."""
     with ThreadPoolExecutor() as pool:
-        bf16 = pool.submit(_probe_bf16, environ)
+        bf16 = pool.submit(probe_bf16, environ)
         network, slurm = pool.submit(read_network, environ), pool.submit(read_slurm, environ)
         try:
             from samestep.environment import gpus
@@ -68,12 +67,6 @@ def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         )
-
-
-def _probe_bf16(environ: Mapping[str, str]) -> Bf16Support:
-    if find_spec("torch") is None:
-        return Bf16Support("unknown", "not probed, since torch is not installed")
-    return probe_bf16(environ)
 
 
 def as_record(machine: MachineInfo, problems: Sequence[Problem]) -> dict[str, object]:

@@ -81,19 +81,17 @@ def copy_recipe(name: str, target: Path | None) -> None:
     """Copy the script of the recipe NAME to start your own from."""
     source = find(name)
     target = target or Path(source.name)
-    if target.suffix != ".py" and not target.is_dir():
-        raise LaunchError(
-            f"the folder {target} does not exist: create it with `mkdir -p {quote(str(target))}`, or pass a file name "
-            "that ends in .py"
-        )
     try:
+        folder, other = target.parent, "pass another file with --to"
         if target.is_dir():
-            target = target / source.name
+            folder, target = target, target / source.name
+        elif target.suffix != ".py":
+            folder, other = target, "pass a file name that ends in .py"
+        if not folder.is_dir():
+            create = f"create it with `mkdir -p {quote(str(folder))}`"
+            raise LaunchError(f"the folder {folder} does not exist: {create}, or {other}")
         if target.exists():
             raise LaunchError(f"{target} exists and is not overwritten: move it, or pass another file with --to")
-        if not target.parent.is_dir():
-            create = f"create it with `mkdir -p {quote(str(target.parent))}`"
-            raise LaunchError(f"the folder {target.parent} does not exist: {create}, or pass another file with --to")
         shutil.copyfile(source, target)
     except OSError as error:
         raise LaunchError(f"cannot write {target} ({error.strerror}): pass another file with --to") from error
@@ -114,8 +112,7 @@ def find(name: str) -> Path:
     """The script of a recipe."""
     known = recipes()
     if name not in known:
-        similar = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
+        hint = "".join(f"; did you mean {similar}?" for similar in get_close_matches(name, known, n=1))
         raise LaunchError(f"unknown recipe {name}: choose one of {', '.join(known)}{hint}")
     return known[name]
 

@@ -29,7 +29,6 @@ from samestep.launch.job import (
     make_folder,
     read_time_limit,
 )
-from samestep.launch.launcher import Launcher
 from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
 
@@ -131,6 +130,8 @@ def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: floa
         variables, explanation = choose_variables(job, read_environ(), cores, gpus, probe_bf16())
         export({**variables, **launcher_variable()})
         _echo(f"samestep: logs in {job.folder / 'logs'}; set for the ranks: {explanation}")
+        from samestep.launch.launcher import Launcher  # imports torch, which takes seconds
+
         return Launcher(job, signals, _echo).run()
     except StoppedBySignal as stopped:
         return _report_stop(job, signals, stopped.sigval)

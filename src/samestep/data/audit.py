@@ -13,8 +13,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.ledger import BUFFER_RECORDS, RecordKind, Records
-from samestep.data.ledger_reader import Fault, FaultKind, Generation, Ledger, Position, format_ranks, read_ledger
+from samestep.data.ledger import (
+    BUFFER_RECORDS,
+    Fault,
+    FaultKind,
+    Generation,
+    Ledger,
+    Position,
+    RecordKind,
+    Records,
+    format_ranks,
+    read_ledger,
+)  # fmt: skip
 from samestep.data.partition import steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError

@@ -205,9 +205,8 @@ def _table_permutation(n: int, key: int) -> _Permutation:
 
 
 _Words = npt.NDArray[np.uint32]
-_WideWords = npt.NDArray[np.uint64]
 _RoundKeys = tuple[_Words, _Words, _Words]
-_Scratch = tuple[_Words, _WideWords]
+_Scratch = tuple[_Words, npt.NDArray[np.uint64]]
 
 
 class FeistelPermutation:
@@ -231,7 +230,11 @@ class FeistelPermutation:
     def at(self, positions: _Indices) -> _Indices:
         """Return the elements at these positions, each of which must be in 0..n-1."""
         elements = np.empty(positions.size, dtype=np.int64)
-        scratch = self._take_scratch()
+        try:
+            # Arrays that no other thread uses; reused ones if possible, since new pages would double the cost.
+            scratch = self._idle.pop()
+        except IndexError:
+            scratch = np.empty((4, self.BLOCK), dtype=np.uint32), np.empty(self.BLOCK, dtype=np.uint64)
         for first in range(0, positions.size, self.BLOCK):
             block = elements[first : first + self.BLOCK]
             self._run_network(positions[first : first + self.BLOCK], block, scratch)
@@ -244,19 +247,13 @@ class FeistelPermutation:
         self._idle.append(scratch)
         return elements
 
-    def _take_scratch(self) -> _Scratch:
-        """Return arrays that no other thread uses; reused ones if possible, since new pages would double the cost."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return np.empty((4, self.BLOCK), dtype=np.uint32), np.empty(self.BLOCK, dtype=np.uint64)
-
     def _run_network(self, positions: _Indices, elements: _Indices, scratch: _Scratch) -> None:
         """Fill `elements` with the result of one pass over `positions`; both may be the same array."""
         # In place throughout: allocating an array for each operation would cost more than the operation.
         upper, lower, word, temporary = scratch[0][:, : positions.size]
         wide = scratch[1][: positions.size]
-        shift, high, half, high_wide = _word(32 - self._bits), _word(self._high), _wide_word(32), _wide_word(self._high)
+        shift, high = _word(32 - self._bits), _word(self._high)
+        half, high_wide = np.array(32, dtype=np.uint64), np.array(self._high, dtype=np.uint64)
         np.copyto(lower, positions, casting="unsafe")
         np.bitwise_and(lower, _word((1 << self._bits) - 1), out=lower)
         np.right_shift(positions, self._bits, out=elements)
@@ -300,10 +297,6 @@ def _hash(half: _Words, keys: _RoundKeys, word: _Words, temporary: _Words) -> No
 def _word(number: int) -> _Words:
     """Return a constant as a 0-d array: numpy operations take it twice as fast as a scalar."""
     return np.array(number, dtype=np.uint32)
-
-
-def _wide_word(number: int) -> _WideWords:
-    return np.array(number, dtype=np.uint64)
 
 
 _FIFTEEN: Final = _word(15)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -33,33 +33,20 @@ from samestep.errors import DataError, StateError
 from samestep.messages import info
 
 
-class Sharded(Protocol):
-    """A stream of shards that can be read separately."""
-
-    num_shards: int
-
-    def shard(self, index: int) -> Iterable[object]:
-        """Return shard number `index`, from its beginning."""
-        ...
-
-
-def is_sharded(dataset: object) -> TypeGuard[Sharded]:
+def is_sharded(dataset: Any) -> bool:
     """Return whether a dataset has `num_shards` and `shard(i)`; a `shard` with more arguments does not count."""
-    shard = getattr(dataset, "shard", None)
-    if not hasattr(dataset, "num_shards") or not callable(shard):
-        return False
     try:
-        inspect.signature(shard).bind(0)
-    except TypeError:
+        inspect.signature(dataset.shard).bind(0)
+        return hasattr(dataset, "num_shards")
+    except (AttributeError, TypeError):
         return False
-    return True
 
 
 def _is_stateful(dataset: object) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def check_stream(dataset: object) -> None:
+def check_stream(dataset: Any) -> None:
     """Raise `DataError` if a dataset cannot be read as a stream."""
     name = type(dataset).__name__
     # torch gives every Dataset, even an IterableDataset, a __getitem__ that only raises.
@@ -180,7 +167,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             if ends:
                 return
 
-    def _read_by_shards(self, dataset: Sharded, worker: int, workers: int) -> Iterator[StreamStep]:
+    def _read_by_shards(self, dataset: Any, worker: int, workers: int) -> Iterator[StreamStep]:
         lanes = list(_open_lanes(dataset, self.global_batch, self.rank, self.world_size))
         padding: tuple[object, int] | None = None
         for number in count():
@@ -204,7 +191,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             samples += kept
         return total, positions, samples
 
-    def _first_record(self, dataset: Sharded) -> tuple[object, int] | None:
+    def _first_record(self, dataset: Any) -> tuple[object, int] | None:
         """Return the first record of any shard, for a rank whose own shards are empty."""
         records = chain.from_iterable(map(dataset.shard, range(dataset.num_shards)))
         _, kept = self._take(records, range(1), (0, 1))
@@ -268,7 +255,7 @@ class StreamPartition(IterableDataset[StreamStep]):
             raise sample_error(f"decode failed at position {position}", self.rank, error) from error
 
 
-def _open_lanes(dataset: Sharded, global_batch: int, rank: int, world_size: int) -> Iterator[_Lane]:
+def _open_lanes(dataset: Any, global_batch: int, rank: int, world_size: int) -> Iterator[_Lane]:
     """Yield the lanes from which this rank keeps records."""
     lanes = min(dataset.num_shards, global_batch)
     low, high = split_evenly(global_batch, world_size, rank)

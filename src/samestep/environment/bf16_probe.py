@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,6 @@ WORKAROUND = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 _SIZE = 64
 _PRODUCT = f"import torch; a = torch.ones({_SIZE}, {_SIZE}, dtype=torch.bfloat16); print(float((a @ a).float().sum()))"
-_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Bf16Support:
 
 def probe_bf16(environ: Mapping[str, str] | None = None) -> Bf16Support:
     """Run one bfloat16 product in a child process, which takes seconds; the result is cached per CPU and torch."""
+    if find_spec("torch") is None:
+        return Bf16Support("unknown", "not probed, since torch is not installed")
     variables = read_environ() if environ is None else environ
     cache = _cache_path(variables)
     try:
@@ -64,26 +66,17 @@ def _probe(environ: Mapping[str, str]) -> Bf16Support:
         return Bf16Support("unknown", f"the bfloat16 probe ended with {first}, which does not show a CPU problem")
     workaround = " ".join(f"{name}={value}" for name, value in WORKAROUND.items())
     if _multiply({**environ, **WORKAROUND}) == 0:
-        return Bf16Support(
-            "workaround",
-            f"bfloat16 crashes on this CPU (SIGILL: it advertises AMX but lacks it); {workaround} prevents this",
-        )
-    return Bf16Support(
-        "crashes", f"bfloat16 crashes on this CPU (SIGILL), even with {workaround}: use float32 or float16"
-    )
+        detail = f"bfloat16 crashes on this CPU (SIGILL: it advertises AMX but lacks it); {workaround} prevents this"
+        return Bf16Support("workaround", detail)
+    detail = f"bfloat16 crashes on this CPU (SIGILL), even with {workaround}: use float32 or float16"
+    return Bf16Support("crashes", detail)
 
 
 def _multiply(environ: Mapping[str, str]) -> int | str:
     """The child's exit code (negative: the signal that ended it), or what went wrong instead."""
+    command, variables = [sys.executable, "-c", _PRODUCT], {**environ, "OMP_NUM_THREADS": "1"}
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", _PRODUCT],
-            env={**environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
+        child = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     if child.returncode == 0 and child.stdout.strip() != str(float(_SIZE**3)):

@@ -46,8 +46,7 @@ class Problem:
     fix: str
 
 
-Finding = tuple[bool, str, str]
-Rule = Callable[[MachineInfo], Iterator[Finding]]
+Finding = tuple[bool, str, str]  # is_error, message and fix of a Problem
 
 
 def diagnose(machine: MachineInfo) -> list[Problem]:
@@ -121,15 +120,13 @@ def _gpu_in_use(machine: MachineInfo) -> Iterator[Finding]:
 
 def _shm_small(machine: MachineInfo) -> Iterator[Finding]:
     total, free = machine.hardware.shm_total, machine.hardware.shm_free
-    if total is None or free is None:
-        return
-    if total < _MIN_SHM:
+    if total is not None and total < _MIN_SHM:
         yield (
             False,
             f"/dev/shm has a size of only {format_bytes(total)}: {_SHM_USE}",
             "start the container with --shm-size=8g or --ipc=host, or load data with num_workers=0",
         )
-    elif free < _MIN_SHM:
+    elif total is not None and free is not None and free < _MIN_SHM:
         yield (
             False,
             f"/dev/shm has only {format_bytes(free)} of {format_bytes(total)} free: {_SHM_USE}",
@@ -190,11 +187,9 @@ def _interface_unusable(machine: MachineInfo) -> Iterator[Finding]:
     for backend, choice, needed in (("gloo", network.gloo, True), ("NCCL", network.nccl, several_gpus)):
         if choice.address is not None or not (needed or choice.variable):
             continue
-        fix = (
-            f"unset {choice.variable}, or choose one that is up: export {choice.variable}={_reachable(network)}"
-            if choice.variable
-            else "bring an interface up, as in `ip link set eth0 up`"
-        )
+        fix = "bring an interface up, as in `ip link set eth0 up`"
+        if name := choice.variable:
+            fix = f"unset {name}, or choose one that is up: export {name}={_reachable(network)}"
         yield needed, f"{backend} has no usable interface: {choice.reason}", fix
 
 
@@ -211,7 +206,7 @@ def _bf16_crashes(machine: MachineInfo) -> Iterator[Finding]:
         yield True, machine.bf16.detail, "train in float32 or float16 on this CPU"
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Callable[[MachineInfo], Iterator[Finding]]] = {
     "torch-missing": _torch_missing,
     "torch-old": _torch_old,
     "cpu-build": _cpu_build,

@@ -5,7 +5,7 @@ This is the only module that reads and sets environment variables.
 
 import os
 import shlex
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +200,6 @@ class LauncherVariables:
         except ValueError as error:
             raise self.error(f"{name}: {error}", self.remedy) from error
 
-    def first_set(self, *names: str) -> str:
-        """The first of several names for the same value that is set; the first name if none is."""
-        return next((name for name in names if self.environ.get(name)), names[0])
-
     def check(self, *checks: tuple[bool, str]) -> None:
         """Raise the error of the first check that is true."""
         for wrong, problem in checks:
@@ -299,8 +295,8 @@ def _local_rank_and_size(given: LauncherVariables, rank: int, size: int, address
 def _from_slurm(environ: Mapping[str, str]) -> World:
     given = _slurm_variables(environ)
     rank, local_rank, node = (given.count(name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
-    tasks = given.first_set(*_TASKS)
-    size, nodes = given.count(tasks), given.count(given.first_set(*_NODES), 1)
+    tasks = _first_set(environ, _TASKS)
+    size, nodes = given.count(tasks), given.count(_first_set(environ, _NODES), 1)
     given.check(
         (size == 0, f"srun started this process, but {tasks}, the number of tasks, is missing"),
         (rank >= size, f"SLURM_PROCID={rank} is out of range for {size} task(s)"),
@@ -323,46 +319,46 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         port=_slurm_port(given),
         launcher="slurm",
         restart=given.count("SLURM_RESTART_COUNT"),
-        job=environ.get(given.first_set(*_JOB), ""),
+        job=environ.get(_first_set(environ, _JOB), ""),
     )
 
 
 def _slurm_variables(environ: Mapping[str, str]) -> LauncherVariables:
     remedy = "let srun number the ranks: `srun --ntasks=4 python train.py`, or `srun samestep run train.py`"
-    given = LauncherVariables(environ, (), remedy)
-    by_hand = tuple(name for name in (*_RANKS, *_MASTER) if name in environ)
-    of_step = tuple(given.first_set(*names) for names in (_TASKS, _TASKS_PER_NODE, _HOSTS))
+    by_hand = (name for name in (*_RANKS, *_MASTER) if name in environ)
+    of_step = (_first_set(environ, names) for names in (_TASKS, _TASKS_PER_NODE, _HOSTS))
     return LauncherVariables(environ, (*_SLURM, *of_step, *by_hand), remedy)
 
 
+def _first_set(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """The first of several names for the same value that is set; the first name if none is."""
+    return next((name for name in names if environ.get(name)), names[0])
+
+
 def _slurm_address(given: LauncherVariables, size: int, nodes: int) -> str:
-    hosts = given.first_set(*_HOSTS)
+    hosts = _first_set(given.environ, _HOSTS)
     if address := given.environ.get("MASTER_ADDR"):
         return address
     if nodes == 1:
         return _LOCALHOST  # always resolves, unlike the name of the node
     if not given.environ.get(hosts):
-        raise given.error(
-            f"{hosts} is missing, so {size} ranks cannot reach each other",
-            "run `export MASTER_ADDR=HOST` with the name of node 0 before srun",
-        )
+        problem = f"{hosts} is missing, so {size} ranks cannot reach each other"
+        raise given.error(problem, "run `export MASTER_ADDR=HOST` with the name of node 0 before srun")
     return given.parse(hosts, expand_nodes)[0]
 
 
 def _slurm_port(given: LauncherVariables) -> int:
-    job = given.number(given.first_set(*_JOB))
+    job = given.number(_first_set(given.environ, _JOB))
     if "MASTER_PORT" in given.environ:
         return given.port()
     if job is None:
-        raise given.error(
-            "SLURM_JOB_ID is missing, from which the ranks derive their port",
-            "run `export MASTER_PORT=29500` before srun",
-        )
+        problem = "SLURM_JOB_ID is missing, from which the ranks derive their port"
+        raise given.error(problem, "run `export MASTER_PORT=29500` before srun")
     return port_of(job, given.count("SLURM_STEP_ID"))
 
 
 def _slurm_local_size(given: LauncherVariables, size: int, node: int, nodes: int) -> int:
-    name = given.first_set(*_TASKS_PER_NODE)
+    name = _first_set(given.environ, _TASKS_PER_NODE)
     if not given.environ.get(name):
         given.check((nodes > 1, f"{name} is missing, so the ranks of this node cannot be counted"))
         return size

@@ -11,7 +11,11 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from samestep.environment.world import OOM_RETRIES, export, oom_retries
 from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHED, LaunchError
@@ -29,9 +33,6 @@ from samestep.launch.job import Job
 from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _DISK_BLOCK = 4096  # bytes: with less free space no line can be written
 
@@ -57,11 +58,6 @@ class Launcher:
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""
-        from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
         job, logs, signals = self._job, self._logs, self._signals
         redirect_agent_log(logging.StreamHandler() if job.verbose else logs.open_agent_log(socket.gethostname()))
         signals.exception = SignalException
@@ -87,7 +83,7 @@ class Launcher:
             logs.close()
         return []
 
-    def _describe(self, rank: int, failure: "ProcessFailure", first: float) -> Failure:
+    def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
         output, is_traceback = read_last_output(self._logs.files[rank], crashed=failure.exitcode < 0)
         killed = failure.pid in self._signals.killed_pids and failure.exitcode < 0  # else it ended by itself before
         return Failure(

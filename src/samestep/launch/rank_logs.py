@@ -56,8 +56,7 @@ class RankLogs:
         self.folder = folder
         self.files: dict[int, RankFiles] = {}
         """Files of the current attempt by global rank."""
-        self._show: ShowRanks = show
-        self._shown: RankFiles | None = None
+        self._show, self._shown = show, None
         self._mirror: TerminalMirror | None = None
         self._tails: list[TailLog] = []
 
@@ -83,8 +82,6 @@ class RankLogs:
             return LogsDest(
                 stdouts=self._connect({each: files.out for each, files in local.items()}, sys.stdout, local),
                 stderrs=self._connect({each: files.err for each, files in local.items()}, sys.stderr, local),
-                tee_stdouts={},
-                tee_stderrs={},
                 error_files={each: str(files.error) for each, files in local.items()},
             )
 

@@ -143,9 +143,8 @@ def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], 
     several nodes have the same name, all nodes would wait for a host.
     """
     host, port = rendezvous.endpoint.rpartition(":")[0].strip("[]"), _parse_port(rendezvous.endpoint)
-    if rendezvous.backend != "c10d" or "is_host" in rendezvous.settings:
-        return rendezvous
-    if not host or not port or not can_listen(host, port):
+    decided = rendezvous.backend != "c10d" or "is_host" in rendezvous.settings
+    if decided or not host or not port or not can_listen(host, port):
         return rendezvous
     return replace(rendezvous, settings={**rendezvous.settings, "is_host": "1"})
 
@@ -160,17 +159,11 @@ def _choose_backend(options: RendezvousOptions) -> str:
 
 def _check_standalone(options: RendezvousOptions, most: int) -> None:
     if most > 1:
-        raise LaunchError(
-            f"--standalone uses this machine only, but --nnodes is {options.nodes}: leave out one of the two"
-        )
-    given = {
-        "--rdzv-backend": options.backend,
-        "--rdzv-endpoint": options.endpoint,
-        "--master-addr": options.address,
-        "--master-port": options.port,
-    }
-    extra = [name for name, value in given.items() if value is not None]
-    if extra:
+        nodes = f"--nnodes is {options.nodes}"
+        raise LaunchError(f"--standalone uses this machine only, but {nodes}: leave out one of the two")
+    names = ("--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port")
+    given = (options.backend, options.endpoint, options.address, options.port)
+    if extra := [name for name, value in zip(names, given, strict=True) if value is not None]:
         raise LaunchError(f"--standalone chooses a free port itself: leave out {' and '.join(extra)}")
 
 
@@ -195,10 +188,8 @@ def _static_rank(options: RendezvousOptions, fewest: int, most: int) -> int:
             "HOST:PORT without --node-rank, --master-addr and --master-port"
         )
     if options.node_rank is None and most > 1:
-        raise LaunchError(
-            f"--master-addr with {most} nodes needs --node-rank: pass a different number from 0 to {most - 1} on each "
-            "node"
-        )
+        remedy = f"pass a different number from 0 to {most - 1} on each node"
+        raise LaunchError(f"--master-addr with {most} nodes needs --node-rank: {remedy}")
     rank = options.node_rank or 0
     if not 0 <= rank < most:
         raise LaunchError(f"--node-rank {rank} is out of range for {most} node(s): pass a number from 0 to {most - 1}")
@@ -274,9 +265,8 @@ def check_port(port: int) -> None:
     if isinstance(error, PermissionError):
         raise LaunchError(f"this user may not listen on port {port}: use a port from 1024 up") from error
     if error is not None:
-        raise LaunchError(
-            f"port {port} is in use{_port_owner(port)}: choose another port, or leave it out to use a free one"
-        ) from error
+        remedy = "choose another port, or leave it out to use a free one"
+        raise LaunchError(f"port {port} is in use{_port_owner(port)}: {remedy}") from error
 
 
 def _port_error(port: int) -> OSError | None:

@@ -23,9 +23,6 @@ _RESERVED = {
     "wait": "use --follow",
     "wrap": "pass a script",
 }
-_OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_UNQUOTED = re.compile(r"[\w@%+=:,./\[\]*-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def parse_sbatch_option(text: str) -> tuple[str, str | None]:
     (('reservation', 'night'), ('contiguous', None))
     """
     name, equals, value = text.removeprefix("--").partition("=")
-    if _OPTION_NAME.fullmatch(name) is None:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name, re.ASCII):
         raise LaunchError(
             f"--sbatch {text} is not an sbatch option: pass NAME=VALUE with its long name, as in "
             "--sbatch reservation=night"
@@ -86,7 +83,7 @@ def parse_variable(text: str) -> tuple[str, str]:
     ('FLAGS', '-O2 # fast')
     """
     name, equals, value = text.partition("=")
-    if not equals or _VARIABLE_NAME.fullmatch(name) is None:
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
         raise LaunchError(f"--env {text} is not a variable: pass NAME=VALUE, as in --env NCCL_DEBUG=INFO")
     return name, value
 
@@ -103,9 +100,18 @@ def events_path(folder: Path, job_id: str) -> Path:
 
 def format_sbatch(job: SlurmJob) -> str:
     """The script for sbatch. Its beginning depends on the job; the rest is the same for every job."""
-    directives = [
-        f"#SBATCH --{name}{'' if value is None else f'={_quote(name, value)}'}" for name, value in _directives(job)
+    directives: list[tuple[str, str | None]] = [
+        ("job-name", job.name),
+        ("nodes", str(job.nodes)),
+        ("ntasks-per-node", "1"),
+        *([("time", format_duration(job.seconds))] if job.seconds is not None else []),
+        *job.options,
+        ("output", str(log_path(Path(str(job.folder).replace("%", "%%")), "%j"))),
+        ("open-mode", "append"),
+        *([("signal", f"B:USR1@{job.signal_before}")] if job.signal_before else []),
+        ("requeue" if job.requeue else "no-requeue", None),
     ]
+    lines = [f"#SBATCH --{name}{'' if value is None else f'={_quote(name, value)}'}" for name, value in directives]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables]
     flags = {"--folder-is-default": not job.folder_is_explicit, "--module": job.module}
     options = ["--nproc-per-node", job.processes, "--folder", str(job.folder), *(name for name in flags if flags[name])]
@@ -117,29 +123,15 @@ def format_sbatch(job: SlurmJob) -> str:
         f"_requeue={'yes' if job.requeue else 'no'}",
     ]
     setup = [f"cd -- {shlex.quote(str(job.directory))} || exit 1", *exports, *job.setup]
-    head = ["#!/bin/bash", *directives, "# Written by `samestep submit`; you can submit it again with sbatch.", ""]
+    head = ["#!/bin/bash", *lines, "# Written by `samestep submit`; you can submit it again with sbatch.", ""]
     return "\n".join([*head, *setup, "", *values, "", _BODY])
-
-
-def _directives(job: SlurmJob) -> list[tuple[str, str | None]]:
-    return [
-        ("job-name", job.name),
-        ("nodes", str(job.nodes)),
-        ("ntasks-per-node", "1"),
-        *([("time", format_duration(job.seconds))] if job.seconds is not None else []),
-        *job.options,
-        ("output", str(log_path(Path(str(job.folder).replace("%", "%%")), "%j"))),
-        ("open-mode", "append"),
-        *([("signal", f"B:USR1@{job.signal_before}")] if job.signal_before else []),
-        ("requeue" if job.requeue else "no-requeue", None),
-    ]
 
 
 def _quote(name: str, value: str) -> str:
     """Quote a value for sbatch, which is not a shell but handles quotes, backslashes and comments (#)."""
     if "\n" in value or "\r" in value:
         raise LaunchError(f"--{name} {value!r} contains a line break, which sbatch does not support: remove it")
-    if _UNQUOTED.fullmatch(value):
+    if re.fullmatch(r"[\w@%+=:,./\[\]*-]+", value, re.ASCII):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,8 @@ def add_to_job_list(path: Path, job: SubmittedJob) -> None:
 def read_job_list(path: Path) -> list[SubmittedJob]:
     """The listed jobs, oldest first; a line that a crash left incomplete is skipped."""
     names = {field.name for field in fields(SubmittedJob)}
-    jobs: list[SubmittedJob] = []
-    for line in _read_json_lines(path):
-        if names <= line.keys():
-            line["command"] = tuple(line["command"])
-            jobs.append(SubmittedJob(**{name: line[name] for name in names}))
-    return jobs
+    jobs = [{name: line[name] for name in names} for line in _read_json_lines(path) if names <= line.keys()]
+    return [SubmittedJob(command=tuple(job.pop("command")), **job) for job in jobs]
 
 
 class StateQuery:
@@ -203,11 +200,9 @@ def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that a crash left incomplete is skipped."""
     objects: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             value = json.loads(line)
-        except ValueError:
-            continue
-        objects += [value] if isinstance(value, dict) else []
+            objects += [value] if isinstance(value, dict) else []
     return objects
 
 

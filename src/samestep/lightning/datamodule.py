@@ -1,6 +1,7 @@
 """Wraps a user's LightningDataModule so that its DataLoaders are read exactly; everything else of it is unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -21,10 +22,10 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-def check_source(source: object) -> None:
-    """Raise `DataError` if `source` has no DataLoaders of Lightning."""
+def find_hooks(source: object) -> LoaderHooks:
+    """Return the DataLoader hooks that `source` defines; raise `DataError` if it is not of a class of Lightning."""
     if isinstance(source, LightningDataModule | LightningModule):
-        return
+        return {name: getattr(source, name) for name in _LOADER_HOOKS if is_overridden(name, source)}
     kind = type(source)
     if any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
         raise DataError(
@@ -36,11 +37,6 @@ def check_source(source: object) -> None:
         "train_dataloader; for DataLoaders, use same.dataloaders(train=DataLoader(dataset, batch_size=32, "
         "shuffle=True))"
     )
-
-
-def find_hooks(source: LightningDataModule | LightningModule) -> LoaderHooks:
-    """Return the DataLoader hooks that `source` defines."""
-    return {name: getattr(source, name) for name in _LOADER_HOOKS if is_overridden(name, source)}
 
 
 class ExactDataModule(LightningDataModule):
@@ -99,33 +95,29 @@ class ExactDataModule(LightningDataModule):
         return self._loaders.make_evaluation(trainer, [given], hook)[0]
 
 
+@dataclass(eq=False)
 class ExactLoaders:
     """Makes the loaders of one SameStep, and ends their data workers."""
 
-    def __init__(
-        self,
-        global_batch: int,
-        seed: int,
-        micro_batch: int | None,
-        drop_last: bool,
-        epoch_settings: EpochSettings | None,
-    ) -> None:
-        self._global_batch, self._seed, self._micro_batch = global_batch, seed, micro_batch
-        self._drop_last, self._epoch_settings = drop_last, epoch_settings
-        self.train: TrainLoader | None = None
-        self.saved_identity: Mapping[str, int] = {}
-        """From the checkpoint that the Trainer resumes from; empty for a new run."""
-        self._open: dict[str, list[TrainLoader | EvalLoader]] = {}
-        self._warnings = WarnOnce()
+    global_batch: int
+    seed: int
+    micro_batch: int | None
+    drop_last: bool
+    epoch_settings: EpochSettings | None
+    train: TrainLoader | None = None
+    saved_identity: Mapping[str, int] = field(default_factory=dict[str, int])
+    """From the checkpoint that the Trainer resumes from; empty for a new run."""
+    _open: dict[str, list[TrainLoader | EvalLoader]] = field(default_factory=dict[str, list[TrainLoader | EvalLoader]])
+    _warnings: WarnOnce = field(default_factory=WarnOnce)
 
     def check_module(self, trainer: Trainer, module: LightningModule) -> None:
         """Raise `StepError` if a step has several batches and the module would call optimizer.step() in each."""
-        own = -(-self._global_batch // trainer.world_size)
-        if not module.automatic_optimization and self._micro_batch is not None and own > self._micro_batch:
+        own = -(-self.global_batch // trainer.world_size)
+        if not module.automatic_optimization and self.micro_batch is not None and own > self.micro_batch:
             raise StepError(
                 f"{type(module).__name__} uses manual optimization and steps once per batch, and SameStep(micro_batch="
-                f"{self._micro_batch}) splits the {own} sample(s) of a rank in a step into "
-                f"{-(-own // self._micro_batch)} batches: leave micro_batch out, or use automatic optimization "
+                f"{self.micro_batch}) splits the {own} sample(s) of a rank in a step into "
+                f"{-(-own // self.micro_batch)} batches: leave micro_batch out, or use automatic optimization "
                 "(automatic_optimization = True)"
             )
 
@@ -133,11 +125,11 @@ class ExactLoaders:
         """Return the training loader, and set accumulate_grad_batches of the Trainer to the batches of a step."""
         spec = read_spec(loader, "train_dataloader", self._warnings.warn_once)
         overfit = float(getattr(trainer, "overfit_batches", 0)) > 0  # the same few steps in every epoch
-        order = SampleOrder(spec.n, self._seed, spec.shuffle and not overfit, None if overfit else spec.weights)
+        order = SampleOrder(spec.n, self.seed, spec.shuffle and not overfit, None if overfit else spec.weights)
         partition = self._partition(trainer, spec)
         self._warn_about_padding(partition)
         trainer.accumulate_grad_batches = partition.shape(0)[0]
-        self.train = TrainLoader(trainer, spec, order, partition, self._epoch_settings)
+        self.train = TrainLoader(trainer, spec, order, partition, self.epoch_settings)
         if self.saved_identity:
             self.train.check_identity(self.saved_identity)
             self.saved_identity = {}
@@ -154,7 +146,7 @@ class ExactLoaders:
                     f"the WeightedRandomSampler of {hook}() is ignored: an evaluation reads every sample once; weight "
                     "classes in the metric instead"
                 )
-            exact.append(EvalLoader(trainer, spec, self._seed, self._epoch_settings))
+            exact.append(EvalLoader(trainer, spec, self.seed, self.epoch_settings))
         self._replace(hook, exact)
         return exact
 
@@ -171,14 +163,14 @@ class ExactLoaders:
 
     def _partition(self, trainer: Trainer, spec: LoaderSpec) -> Partition:
         """Partition the data; like micro_batch, accumulate_grad_batches of the Trainer only splits a rank's part."""
-        accumulate, world_size, micro_batch = trainer.accumulate_grad_batches, trainer.world_size, self._micro_batch
+        accumulate, world_size, micro_batch = trainer.accumulate_grad_batches, trainer.world_size, self.micro_batch
         if micro_batch is None and accumulate > 1:
-            micro_batch = -(-self._global_batch // (world_size * accumulate))  # ceil(ceil(G / ranks) / batches)
-        drop_last = self._drop_last or spec.given.drop_last
-        partition = Partition(spec.n, self._global_batch, trainer.global_rank, world_size, micro_batch, drop_last)
-        if self._micro_batch is not None and accumulate not in (1, partition.shape(0)[0]):
+            micro_batch = -(-self.global_batch // (world_size * accumulate))  # ceil(ceil(G / ranks) / batches)
+        drop_last = self.drop_last or spec.given.drop_last
+        partition = Partition(spec.n, self.global_batch, trainer.global_rank, world_size, micro_batch, drop_last)
+        if self.micro_batch is not None and accumulate not in (1, partition.shape(0)[0]):
             raise DataError(
-                f"SameStep(micro_batch={self._micro_batch}) splits a step into {partition.shape(0)[0]} batch(es) per "
+                f"SameStep(micro_batch={self.micro_batch}) splits a step into {partition.shape(0)[0]} batch(es) per "
                 f"rank, and the Trainer has accumulate_grad_batches={accumulate}: leave one of them out"
             )
         return partition

@@ -8,7 +8,7 @@ DDP gets the gradients that it waits for, no graph is searched, and the optimize
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,6 @@ from samestep.errors import WrapError
 
 UnusedParameters = Literal["error", "zero", "ignore"]
 _SHOWN = 6
-
-
-def check_unused_parameters(value: str) -> None:
-    """Raise `WrapError` if `value` is not a valid `unused_parameters`."""
-    if value not in get_args(UnusedParameters):
-        raise WrapError(
-            f"unused_parameters={value!r} is not an option of SameStep: use one of "
-            f"{', '.join(map(repr, get_args(UnusedParameters)))}"
-        )
 
 
 def check_strategy(model: object) -> None:
@@ -73,12 +64,6 @@ class GradientWatch:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-def set_zero_gradients(unused: dict[str, nn.Parameter]) -> None:
-    """Run a backward pass with zeros for these parameters, so that DDP's hooks see it."""
-    parameters = list(unused.values())
-    torch.autograd.backward(parameters, [torch.zeros_like(parameter) for parameter in parameters])
 
 
 def raise_unused(unused: dict[str, nn.Parameter], step: int, rank: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from samestep.data.sample_rng import set_micro_batch
-from samestep.errors import DataError, StepError
+from samestep.errors import DataError, StepError, WrapError
 from samestep.lightning import gradients
-from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, check_source, find_hooks
+from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_hooks
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
@@ -47,7 +47,11 @@ class SameStep(Callback):
         epoch_settings: EpochSettings | None = None,
         unused_parameters: UnusedParameters = "error",
     ) -> None:
-        gradients.check_unused_parameters(unused_parameters)
+        if unused_parameters not in get_args(UnusedParameters):
+            raise WrapError(
+                f"unused_parameters={unused_parameters!r} is not an option of SameStep: use one of "
+                f"{', '.join(map(repr, get_args(UnusedParameters)))}"
+            )
         self.unused_parameters = unused_parameters
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
         self._losses: dict[int, Tensor | float] = {}
@@ -62,10 +66,10 @@ class SameStep(Callback):
 
         `source` is a LightningDataModule, or a LightningModule with its own train_dataloader.
         """
-        check_source(source)
+        hooks = find_hooks(source)
         # Lightning itself calls the other hooks of a LightningModule.
         wrapped = source if isinstance(source, LightningDataModule) else None
-        return ExactDataModule(find_hooks(source), wrapped, self._loaders, self)
+        return ExactDataModule(hooks, wrapped, self._loaders, self)
 
     def dataloaders(
         self,
@@ -161,8 +165,9 @@ class SameStep(Callback):
         unused = self._watch.unused() if self._watch is not None else {}
         if unused and self.unused_parameters == "error":
             gradients.raise_unused(unused, self.batch_info.step, trainer.global_rank)
-        if unused:
-            gradients.set_zero_gradients(unused)
+        if unused:  # a backward pass, so that DDP's hooks see the zeros
+            zeros = [torch.zeros_like(parameter) for parameter in unused.values()]
+            torch.autograd.backward(list(unused.values()), zeros)
         if self._ddp_parameters is not None:
             gradients.average_unfrozen(self._ddp_parameters, trainer.optimizers)
 
@@ -240,7 +245,17 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
     own_count = float(mask.sum(dtype=torch.float64))
     if not module.trainer.training:
         return total / own_count if own_count else total
-    info = _single_batch(module.trainer)
+    same_step, batches = find_same_step(module.trainer), module.trainer.accumulate_grad_batches
+    if same_step is None:
+        raise StepError(
+            "samestep.lightning.mean was called in a Trainer without SameStep: pass Trainer(callbacks=[same, ...])"
+        )
+    if batches > 1:
+        raise StepError(
+            f"a masked mean needs one batch per step, and this step has {batches}: the count is known only after the "
+            "last one; leave SameStep(micro_batch=...) and accumulate_grad_batches out, or use more ranks"
+        )
+    info = same_step.batch_info
     count = sum(gather(module.trainer, own_count if info.real else 0.0))
     if count == 0:
         raise StepError(
@@ -249,22 +264,6 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
         )
     # SameStep weights the returned value by this batch's share of the samples; replace it by its share of the count.
     return total / (count * info.share()) if info.real else total * 0
-
-
-def _single_batch(trainer: Trainer) -> BatchInfo:
-    """Return the only batch of the current step."""
-    same_step = find_same_step(trainer)
-    if same_step is None:
-        raise StepError(
-            "samestep.lightning.mean was called in a Trainer without SameStep: pass Trainer(callbacks=[same, ...])"
-        )
-    if trainer.accumulate_grad_batches > 1:
-        raise StepError(
-            f"a masked mean needs one batch per step, and this step has {trainer.accumulate_grad_batches}: the count "
-            "is known only after the last one; leave SameStep(micro_batch=...) and accumulate_grad_batches out, or use "
-            "more ranks"
-        )
-    return same_step.batch_info
 
 
 def _identity(loader: object) -> object:

@@ -7,25 +7,8 @@ from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fix
 from samestep.nn.networks import resnet, transformer
 
 __all__ = [
-    "ConditioningDropout",
-    "Projection",
-    "TopK",
-    "class_counts",
-    "class_scores",
-    "distill_loss",
-    "embed_tokens",
-    "fixation_counts",
-    "fixation_density",
-    "guided",
-    "losses_with_prefix",
-    "match_features",
-    "next_token_losses",
-    "prefix_shape",
-    "resnet",
-    "saliency_metrics",
-    "similarity_correlation",
-    "top_k",
-    "transformer",
-    "unmask",
+    "ConditioningDropout", "Projection", "TopK", "class_counts", "class_scores", "distill_loss", "embed_tokens",
+    "fixation_counts", "fixation_density", "guided", "losses_with_prefix", "match_features", "next_token_losses",
+    "prefix_shape", "resnet", "saliency_metrics", "similarity_correlation", "top_k", "transformer", "unmask",
     "unmasking_noise",
-]
+]  # fmt: skip

@@ -12,7 +12,6 @@ from torch.nn.functional import cosine_similarity, normalize
 from samestep.errors import SamestepError, StepError
 
 By = Literal["mse", "cosine"]
-_HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = 8  # probabilities below this many epsilons are rounding errors
 
 
@@ -112,11 +111,7 @@ class Projection(nn.Linear):
 
 
 def match_features(
-    student: Tensor,
-    teacher: Tensor,
-    projection: nn.Module | None = None,
-    by: By = "mse",
-    mask: Tensor | None = None,
+    student: Tensor, teacher: Tensor, projection: nn.Module | None = None, by: By = "mse", mask: Tensor | None = None
 ) -> Tensor:
     """The distance between features along their last dimension, for `step.mean(losses, mask)`.
 
@@ -193,7 +188,7 @@ def _top_k_divergence(student: Tensor, teacher: TopK) -> Tensor:
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samestep.data import sample_rng as keyed
-from samestep.data.sample_rng import micro_batch_keys
+from samestep.data.sample_rng import micro_batch_keys, uniform
 from samestep.errors import SamestepError, StepError
 
 Null = Literal["learned", "zeros"]
@@ -36,7 +35,15 @@ class ConditioningDropout(nn.Module):
 
     def __init__(self, p: float, null: Null, shape: tuple[int, ...] | None = None, stream: int = 0) -> None:
         super().__init__()
-        _check_options(p, null, shape)
+        if not 0 <= p <= 1:
+            raise SamestepError(f"ConditioningDropout got p={p}: pass a probability from 0 to 1, such as 0.1")
+        if null not in get_args(Null):
+            choices = ", ".join(map(repr, get_args(Null)))
+            raise SamestepError(f"ConditioningDropout does not know null={null!r}: use one of {choices}")
+        if null == "learned" and shape is None:
+            raise SamestepError("null='learned' needs the shape of one sample's conditioning, such as shape=(768,)")
+        if null == "zeros" and shape is not None:
+            raise SamestepError(f"null='zeros' fits any conditioning and takes no shape, got shape={shape}: omit it")
         self.p, self.stream = p, stream
         self.null = nn.Parameter(torch.randn(shape) * _NULL_STD) if shape is not None else None
 
@@ -45,8 +52,14 @@ class ConditioningDropout(nn.Module):
         if drop is None and not self.training:
             return conditioning
         self._check_conditioning(conditioning)
-        rows = self._draw(conditioning) if drop is None else _checked_drop(drop, conditioning)
-        rows = rows.to(conditioning.device).reshape(-1, *[1] * (conditioning.dim() - 1))
+        if drop is None:
+            drop = self._draw(conditioning)
+        elif drop.dtype != torch.bool or drop.shape != conditioning.shape[:1]:
+            raise StepError(
+                f"drop is {drop.dtype} of shape {tuple(drop.shape)} and must be torch.bool of shape "
+                f"({conditioning.shape[0]},): one value per row, True for the null"
+            )
+        rows = drop.to(conditioning.device).reshape(-1, *[1] * (conditioning.dim() - 1))
         null = conditioning.new_zeros(()) if self.null is None else self.null.to(conditioning.dtype)
         return torch.where(rows, null, conditioning)
 
@@ -68,7 +81,7 @@ class ConditioningDropout(nn.Module):
                 f"ConditioningDropout got {rows} rows of conditioning in a micro-batch of {len(keys)} samples: pass "
                 "one row per sample, in the order of the batch, or select rows with drop="
             )
-        return keyed.uniform(keys, (), _SALT + self.stream) < self.p
+        return uniform(keys, (), _SALT + self.stream) < self.p
 
     def _check_conditioning(self, conditioning: Tensor) -> None:
         shape = tuple(conditioning.shape)
@@ -77,38 +90,13 @@ class ConditioningDropout(nn.Module):
                 f"ConditioningDropout got {conditioning.dtype} of shape {shape}: pass floating point conditioning of "
                 "shape (rows, ...); embed class labels first, and drop the embedding"
             )
-        if self.null is not None and not _broadcasts(tuple(self.null.shape), shape[1:]):
+        null = () if self.null is None else tuple(self.null.shape)
+        # Broadcasting aligns the last dimensions; it must not enlarge a sample.
+        if len(null) >= len(shape) or any(a not in (1, b) for a, b in zip(null[::-1], shape[::-1], strict=False)):
             raise StepError(
-                f"ConditioningDropout has a null of shape {tuple(self.null.shape)} and got conditioning of shape "
+                f"ConditioningDropout has a null of shape {null} and got conditioning of shape "
                 f"{shape[1:]} per sample: create it with shape={shape[1:]}, or with a shape that broadcasts to it"
             )
-
-
-def _check_options(p: float, null: str, shape: tuple[int, ...] | None) -> None:
-    if not 0 <= p <= 1:
-        raise SamestepError(f"ConditioningDropout got p={p}: pass a probability from 0 to 1, such as 0.1")
-    if null not in get_args(Null):
-        choices = ", ".join(map(repr, get_args(Null)))
-        raise SamestepError(f"ConditioningDropout does not know null={null!r}: use one of {choices}")
-    if null == "learned" and shape is None:
-        raise SamestepError("null='learned' needs the shape of one sample's conditioning, such as shape=(768,)")
-    if null == "zeros" and shape is not None:
-        raise SamestepError(f"null='zeros' fits any conditioning and takes no shape, got shape={shape}: omit it")
-
-
-def _checked_drop(drop: Tensor, conditioning: Tensor) -> Tensor:
-    if drop.dtype != torch.bool or drop.shape != conditioning.shape[:1]:
-        raise StepError(
-            f"drop is {drop.dtype} of shape {tuple(drop.shape)} and must be torch.bool of shape "
-            f"({conditioning.shape[0]},): one value per row, True for the null"
-        )
-    return drop
-
-
-def _broadcasts(null: tuple[int, ...], sample: tuple[int, ...]) -> bool:
-    """Whether `null` broadcasts to the shape of a sample without enlarging it."""
-    ends = sample[max(0, len(sample) - len(null)) :]
-    return len(null) <= len(sample) and all(a in (1, b) for a, b in zip(null, ends, strict=True))
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

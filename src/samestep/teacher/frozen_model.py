@@ -1,6 +1,9 @@
 """A frozen model before it is placed: its module without memory for parameters, its weights still in their files."""
 
-from collections.abc import Callable, Iterator
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,15 +13,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.parallel.submodules import callable_by_itself, has_parameters, repeated_blocks
-from samestep.teacher.hugging_face import UnusedNames, module_names
-from samestep.teacher.weight_files import Weights
+from samestep.teacher.model_files import FolderBuilder, UnusedNames, Weights, module_names
 
 Build = Callable[[], nn.Module | tuple[nn.Module, object] | tuple[nn.Module, object, object]]
 """Builds the module; may also return an example batch, and a loss that only `samestep plan` uses."""
-SHOWN: Final = 5
-"""How many names a message shows."""
+SHOWN: Final = 5  # names in a message
 _RANDOM_INITS: Final = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 )
@@ -48,14 +51,12 @@ class FrozenModel:
 
     def __init__(self, build: Build, weights: Weights, unused: UnusedNames = lambda others, own: ()) -> None:
         self.build = build
-        module, self.example = _build_skeleton(build)
-        """The example batch that `build` returns with the module, or None."""
+        module, self.example = _build_skeleton(build)  # the example batch is None if `build` returns none
         own = {name for name, _ in (*_saved_tensors(module), *unsaved_buffers(module))}
+        # With the module's names if transformers saved the tensors under other names.
         self.weights = weights.renamed(module_names(module, own, weights.names()))
-        """The tensors of the files, with the module's names if transformers saved them under other names."""
         self._skeleton: nn.Module | None = module
-        self._stored_name, self.unused = _match_weights(module, self.weights, unused)
-        """Names in the files that the module does not need."""
+        self._stored_name, self.unused = _match_weights(module, self.weights, unused)  # unused: only in the files
 
     def skeleton(self) -> nn.Module:
         """Return a new module in evaluation mode, with parameters on the meta device and real buffers."""
@@ -111,10 +112,7 @@ class FrozenModel:
         return module
 
     def fill(
-        self,
-        module: nn.Module,
-        get: Callable[[str], torch.Tensor],
-        select: Callable[[str], bool] = lambda name: True,
+        self, module: nn.Module, get: Callable[[str], torch.Tensor], select: Callable[[str], bool] = lambda name: True
     ) -> None:
         """Set the parameters and saved buffers that `select` picks to `get(name in the files)`.
 
@@ -357,3 +355,84 @@ def _check_shapes(module: nn.Module, weights: Weights, stored: dict[str, str]) -
             f"{len(wrong)} tensor(s) of {type(module).__name__} have another shape in {weights.path}: "
             f"{'; '.join(shown)}; build the module with the settings its weights were trained with"
         )
+
+
+def check_same_teacher(comm: Communicator, frozen: FrozenModel, options: Mapping[str, str]) -> None:
+    """Raise on every rank if the ranks passed different options or hold different weights."""
+    if comm.alone:
+        return
+    mine = run_on_every_rank(comm, "reading the teacher", weights_fingerprint, frozen)
+    ranks = comm.exchange_objects("comparing teachers", (mine, str(frozen.weights.path), dict(options)))
+    for option in options:  # before the weights: the buffers of a Hugging Face folder depend on dtype=
+        groups = _group_ranks([theirs[option] for _, _, theirs in ranks])
+        if len(groups) > 1:
+            values = "; ".join(f"rank(s) {members} passed {option}={value}" for value, members in groups.items())
+            raise TeacherError(
+                f"ranks request different teachers: {values}; all ranks open a teacher together: pass the same on each"
+            )
+    groups = _group_ranks([fingerprint for fingerprint, _, _ in ranks])
+    if len(groups) > 1:
+        paths = "; ".join(f"rank(s) {members} read {ranks[members[0]][1]}" for members in groups.values())
+        raise TeacherError(
+            f"ranks hold different teachers: {paths}; give all ranks the same files, and let build() make the same "
+            "module on each"
+        )
+
+
+def weights_fingerprint(frozen: FrozenModel) -> str:
+    """Return a hash of names, shapes, dtypes and a sample of every tensor.
+
+    It differs between two trainings of a model. It does not notice a change of a few elements outside the sample.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(frozen.stored_names()):
+        tensor = frozen.weights.tensor(name)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(sample_bytes(tensor))
+    module = frozen.skeleton()
+    for name, buffer in unsaved_buffers(module):
+        digest.update(name.encode())
+        digest.update(sample_bytes(buffer))
+    frozen.return_skeleton(module)
+    frozen.weights.release()
+    return digest.hexdigest()
+
+
+def code_fingerprint(frozen: FrozenModel) -> dict[str, object]:
+    """Return what outputs depend on besides weights and inputs: the module's class, and its code or configuration.
+
+    The code is the source of all classes in the module and of their base classes, with the class of each submodule.
+    Functions that they call elsewhere are not included.
+    """
+    module = frozen.skeleton()
+    classes = {name: type(part) for name, part in module.named_modules(remove_duplicate=False)}
+    frozen.return_skeleton(module)
+    config = frozen.build.config_text() if isinstance(frozen.build, FolderBuilder) else None
+    lines = [f"{name} {kind.__qualname__}" for name, kind in classes.items()]
+    lines += [_source(kind) for kind in dict.fromkeys(base for kind in classes.values() for base in kind.__mro__)]
+    return {
+        "module": type(module).__qualname__,
+        "code": _sha256("\n".join(lines)) if config is None else None,
+        "config.json": None if config is None else _sha256(config),
+    }
+
+
+def _group_ranks(values: Sequence[str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _source(kind: type) -> str:
+    """Return the source of a class; empty for classes of torch and Python, and for those typed at a prompt."""
+    if kind.__module__.partition(".")[0] in {"torch", *sys.stdlib_module_names}:
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

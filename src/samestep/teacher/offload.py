@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,10 +17,17 @@ from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
+from samestep.teacher.model_files import ByteRange
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device
-from samestep.teacher.single_device import aligned, copy_to_shared_memory, free_device_memory, map_files
-from samestep.teacher.weight_files import ByteRange
+from samestep.teacher.resident import (
+    HostCopy,
+    PackedTensor,
+    copy_to_shared_memory,
+    free_device_memory,
+    pack,
+    packed_bytes,
+)
 
 _SLOTS: Final = 2  # one block computes while the next is copied; a third slot would not start copies earlier
 _STAGES: Final = 2  # one staging buffer is filled while the other is copied to the GPU
@@ -28,27 +35,7 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every GPU of this p
 _OTHER_PLACEMENTS: Final = "use placement='gpu', 'cpu' or 'sharded'"
 
 
-@dataclass(frozen=True)
-class BlockTensor:
-    """One tensor of a block, and its position in the bytes of the block."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """The byte after its last one."""
-        return self.start + self.length
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return this tensor as a view of the block's bytes."""
-        return memory[self.start : self.stop].view(self.dtype).view(self.shape)
-
-
-Read = Callable[[BlockTensor, torch.Tensor], None]
+Read = Callable[[PackedTensor, torch.Tensor], None]
 """Reads the bytes of a tensor into host memory of its size."""
 
 
@@ -57,21 +44,11 @@ class Slot:
     """Memory on the device that holds one block at a time."""
 
     memory: torch.Tensor
-    block: int | None = None
-    """The number of the block that is in the slot, or being copied into it."""
-    users: int = 0
-    """How many calls of that block are in progress."""
-    free: torch.cuda.Event | None = None
-    """Recorded after the last computation that uses the slot."""
-    ready: torch.cuda.Event | None = None
-    """Recorded after the copy into the slot."""
-    filling: Future[None] | None = field(default=None, repr=False)
-    """The background read that fills the slot."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the background read has failed; it may have been for a call that never came, so try again."""
-        return self.filling is not None and self.filling.done() and self.filling.exception() is not None
+    block: int | None = None  # the number of the block that is in the slot, or being copied into it
+    users: int = 0  # how many calls of that block are in progress
+    free: torch.cuda.Event | None = None  # recorded after the last computation that uses the slot
+    ready: torch.cuda.Event | None = None  # recorded after the copy into the slot
+    filling: Future[None] | None = None  # the background read that fills the slot
 
 
 class BlockCopier:
@@ -99,15 +76,13 @@ class BlockCopier:
         self.record_use(slot)
         return slot
 
-    def start(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+    def start(self, slot: Slot, tensors: list[PackedTensor]) -> None:
         """Start to fill a slot; the copy waits for the last computation that uses it."""
         slot.filling = None
         if self._worker is not None:
             slot.filling = self._worker.submit(self._copy_staged, slot, tensors)
-        elif self._stream is None:
-            self._copy_from_host(slot, tensors)
         else:
-            self._copy_in_stream(self._stream, slot, lambda: self._copy_from_host(slot, tensors))
+            self._copy(slot, lambda: self._copy_from_host(slot, tensors))
 
     def wait(self, slot: Slot) -> None:
         """Make the following work of the device wait for the copy into a slot."""
@@ -130,34 +105,32 @@ class BlockCopier:
             self._stream.synchronize()
         self._stages = []
 
-    def _copy_from_host(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+    def _copy_from_host(self, slot: Slot, tensors: list[PackedTensor]) -> None:
         assert self._host is not None
         for tensor in tensors:
             tensor.view(slot.memory).copy_(self._host(tensor.name), non_blocking=True)
 
-    def _copy_staged(self, slot: Slot, tensors: list[BlockTensor]) -> None:
+    def _copy_staged(self, slot: Slot, tensors: list[PackedTensor]) -> None:
         stage, copied = self._stages[0]
         if copied is not None:
             copied.synchronize()  # the GPU may still read what is about to be overwritten
         for tensor in tensors:
             self._read(tensor, stage[tensor.start : tensor.stop])
         self._stages.pop(0)
-        length = _block_bytes(tensors)
-        target = slot.memory[:length]
-        if self._stream is None:
-            target.copy_(stage[:length])
-            self._stages.append((stage, None))
-            return
-        self._copy_in_stream(self._stream, slot, lambda: target.copy_(stage[:length], non_blocking=True))
+        length = packed_bytes(tensors)
+        self._copy(slot, lambda: slot.memory[:length].copy_(stage[:length], non_blocking=True))
         self._stages.append((stage, slot.ready))
 
-    def _copy_in_stream(self, stream: torch.cuda.Stream, slot: Slot, copy: Callable[[], object]) -> None:
-        with torch.cuda.stream(stream):
+    def _copy(self, slot: Slot, copy: Callable[[], object]) -> None:
+        if self._stream is None:
+            copy()
+            return
+        with torch.cuda.stream(self._stream):
             if slot.free is not None:
-                stream.wait_event(slot.free)
+                self._stream.wait_event(slot.free)
             copy()
             slot.ready = torch.cuda.Event()
-            slot.ready.record(stream)
+            slot.ready.record(self._stream)
 
 
 @dataclass(eq=False)
@@ -169,24 +142,9 @@ class Block:
 
     name: str
     module: nn.Module
-    tensors: list[BlockTensor]
+    tensors: list[PackedTensor]
     slot: Slot
-    weights: list[tuple[nn.Module, str, torch.Tensor]]
-    """For each weight the module that owns it, its name there, and a view of the slot."""
-
-    def attach_weights(self) -> None:
-        """Give the layer its weights."""
-        for owner, leaf, view in self.weights:
-            setattr(owner, leaf, view)
-
-    def detach_weights(self) -> None:
-        """Remove the weights from the layer."""
-        for owner, leaf, _ in self.weights:
-            delattr(owner, leaf)
-
-    def caused(self, error: AttributeError) -> bool:
-        """Whether an error means that a weight of this block was used while the block was not called."""
-        return any(error.obj is owner and error.name == leaf for owner, leaf, _ in self.weights)
+    weights: list[tuple[nn.Module, str, torch.Tensor]]  # for each its owner, its name there, and a view of the slot
 
 
 class OffloadedTeacher:
@@ -197,11 +155,10 @@ class OffloadedTeacher:
     """
 
     def __init__(self, context: RunContext, module: nn.Module, copier: BlockCopier, description: str) -> None:
-        self._module, self._copier, self._device, self._description = module, copier, context.device, description
+        self._module, self._copier, self._device, self.description = module, copier, context.device, description
         self._blocks: list[Block] = []
         self.prefetch = True
-        self.pinned: torch.Tensor | None = None
-        """Pinned host memory to unpin at the end."""
+        self.pinned: torch.Tensor | None = None  # host memory to unpin at the end
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the module's outputs, on this rank's device."""
@@ -210,16 +167,12 @@ class OffloadedTeacher:
             return to_device(self._module(*args, **kwargs), self._device)
         except AttributeError as error:
             for block in self._blocks:
-                if block.caused(error):
+                if any(error.obj is owner and error.name == leaf for owner, leaf, _ in block.weights):
                     raise TeacherError(
                         f"the teacher uses {error.name!r} of a layer in {block.name!r} without calling {block.name!r}, "
                         f"and the layer is only on the device while it is called: {_OTHER_PLACEMENTS}"
                     ) from error
             raise
-
-    def describe(self) -> str:
-        """Return where the weights are."""
-        return self._description
 
     def close(self) -> None:
         """Wait for copies in progress, and free memory and threads."""
@@ -238,21 +191,24 @@ class OffloadedTeacher:
         block.module.register_forward_hook(partial(self._after_call, number), always_call=True)
 
     def _before_call(self, number: int, *_: object) -> None:
-        block = self._blocks[number]
-        if block.slot.users and block.slot.block != number:
+        block, slot = self._blocks[number], self._blocks[number].slot
+        if slot.users and slot.block != number:
             raise TeacherError(
-                f"{block.name!r} is called inside {self._blocks[block.slot.block or 0].name!r}, and both would use the "
-                f"same memory on the device: {_OTHER_PLACEMENTS}"
+                f"{block.name!r} is called inside {self._blocks[slot.block or 0].name!r}, and both would use the same "
+                f"memory on the device: {_OTHER_PLACEMENTS}"
             )
-        if block.slot.block != number or block.slot.failed:
+        # A background read that failed may have been for a call that never came: try again.
+        failed = slot.filling is not None and slot.filling.done() and slot.filling.exception() is not None
+        if slot.block != number or failed:
             self._copy(number)
-        block.slot.users += 1
-        block.attach_weights()
+        slot.users += 1
+        for owner, leaf, view in block.weights:
+            setattr(owner, leaf, view)
         try:
-            self._copier.wait(block.slot)
+            self._copier.wait(slot)
         except BaseException:
             self._after_call(number)
-            block.slot.block = None  # the copy is incomplete
+            slot.block = None  # the copy is incomplete
             raise
         self._copy_next(number)
 
@@ -262,7 +218,7 @@ class OffloadedTeacher:
             return  # _before_call raised before it counted the call
         block.slot.users -= 1
         if not block.slot.users:
-            block.detach_weights()
+            _detach(block.weights)
         self._copier.record_use(block.slot)
         self._copy_next(number)
 
@@ -285,7 +241,7 @@ def place_offloaded(context: RunContext, frozen: FrozenModel, options: TeacherOp
     if cuda or frozen.needs_conversion(options.dtype):
         copy = copy_to_shared_memory(context, frozen, options.dtype, writable=cuda)
     else:
-        copy = map_files(frozen)
+        copy = HostCopy(frozen.weights.tensor)
     pinned = copy.memory if cuda and copy.memory is not None and pin(copy.memory) else None
     host = copy.get if pinned is not None or not cuda else None
     location = f"in host memory, once for the node ({copy.location})"
@@ -324,11 +280,18 @@ def offload_blocks(
     def load() -> OffloadedTeacher:
         module = frozen.skeleton()
         layers = blocks(module)
-        layouts = {name: _block_layout(frozen, dtype, name) for name in layers}
-        sizes = [_block_bytes(layout) for layout in layouts.values()]
+        saved = {name: [each for each in frozen.saved_names() if is_inside(each, name)] for name in layers}
+        stored = {name: dict.fromkeys(map(frozen.stored_name, names)) for name, names in saved.items()}
+        layouts = {name: pack(frozen, dtype, names) for name, names in stored.items()}
+        sizes = [packed_bytes(layout) for layout in layouts.values()]
         largest, count = max(sizes), min(_SLOTS, len(sizes))
         on_device = max(0, frozen.total_bytes(dtype) - sum(sizes)) + largest * count
-        _check_device_memory(device, on_device, placement)
+        if on_device > (free := free_device_memory(device)):
+            raise TeacherError(
+                f"placement={placement!r} needs {format_bytes(on_device)} on {device} for two blocks and the weights "
+                f"outside of blocks, and {format_bytes(free)} are free: use placement='cpu' or 'sharded', or a smaller "
+                "dtype="
+            )
         copier = BlockCopier(device, largest, host, read)
         description = (
             f"{placement}: {format_bytes(frozen.total_bytes(dtype))} {location}, {format_bytes(on_device)} on "
@@ -345,7 +308,12 @@ def offload_blocks(
         slots = [copier.new_slot(largest) for _ in range(count)]
         for number, (name, layer) in enumerate(layers.items()):
             slot, layout = slots[number % count], layouts[name]
-            placed.add_block(Block(name, layer, layout, slot, _take_weights(frozen, module, name, layout, slot)))
+            views = {tensor.name: tensor.view(slot.memory) for tensor in layout}
+            frozen.fill(module, views.__getitem__, partial(is_inside, module=name))
+            owners = [(module.get_submodule(each.rpartition(".")[0]), each.rpartition(".")[2]) for each in saved[name]]
+            weights = [(owner, leaf, getattr(owner, leaf)) for owner, leaf in owners]
+            _detach(weights)
+            placed.add_block(Block(name, layer, layout, slot, weights))
         return placed
 
     return run_on_every_rank(context.comm, "placing the teacher", load)
@@ -378,7 +346,7 @@ def file_reader(frozen: FrozenModel) -> Read:
     """
     buffer = torch.empty(0, dtype=torch.uint8)  # as large as the largest tensor that is converted
 
-    def read(tensor: BlockTensor, target: torch.Tensor) -> None:
+    def read(tensor: PackedTensor, target: torch.Tensor) -> None:
         nonlocal buffer
         source, stored = frozen.weights.byte_range(tensor.name), frozen.weights.dtype(tensor.name)
         if source is None:
@@ -395,7 +363,7 @@ def file_reader(frozen: FrozenModel) -> Read:
     return read
 
 
-def _read_tensor(get: Callable[[str], torch.Tensor], tensor: BlockTensor, target: torch.Tensor) -> None:
+def _read_tensor(get: Callable[[str], torch.Tensor], tensor: PackedTensor, target: torch.Tensor) -> None:
     target.view(tensor.dtype).view(tensor.shape).copy_(get(tensor.name))
 
 
@@ -413,42 +381,6 @@ def _read_bytes(source: ByteRange, target: torch.Tensor) -> None:
             done += count
 
 
-def _block_layout(frozen: FrozenModel, dtype: torch.dtype | None, block: str) -> list[BlockTensor]:
-    layout: list[BlockTensor] = []
-    start = 0
-    inside = (frozen.stored_name(name) for name in frozen.saved_names() if is_inside(name, block))
-    for name in dict.fromkeys(inside):
-        length = frozen.bytes_of(name, dtype)
-        layout.append(BlockTensor(name, frozen.weights.shape(name), frozen.dtype(name, dtype), start, length))
-        start += aligned(length)
-    return layout
-
-
-def _block_bytes(layout: list[BlockTensor]) -> int:
-    return max((tensor.stop for tensor in layout), default=0)
-
-
-def _take_weights(
-    frozen: FrozenModel, module: nn.Module, block: str, layout: list[BlockTensor], slot: Slot
-) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Make the weights of a block views of its slot, and take them out of the modules that own them."""
-    views = {tensor.name: tensor.view(slot.memory) for tensor in layout}
-    frozen.fill(module, views.__getitem__, partial(is_inside, module=block))
-    weights: list[tuple[nn.Module, str, torch.Tensor]] = []
-    for name in frozen.saved_names():
-        if is_inside(name, block):
-            path, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(path)
-            weights.append((owner, leaf, getattr(owner, leaf)))
+def _detach(weights: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
     for owner, leaf, _ in weights:
         delattr(owner, leaf)
-    return weights
-
-
-def _check_device_memory(device: torch.device, size: int, placement: str) -> None:
-    free = free_device_memory(device)
-    if size > free:
-        raise TeacherError(
-            f"placement={placement!r} needs {format_bytes(size)} on {device} for two blocks and the weights outside of "
-            f"blocks, and {format_bytes(free)} are free: use placement='cpu' or 'sharded', or a smaller dtype="
-        )

@@ -26,23 +26,16 @@ class PlacementOptions(TypedDict, total=False):
 class TeacherOptions:
     """The options of run.teacher(...) apart from build, weights and placement."""
 
-    dtype: torch.dtype | None = None
-    """The dtype that floating-point weights are converted to; None keeps the dtype of the file."""
-    top_k: int | None = None
-    """How many of the largest logits are returned, sent and cached; None: all."""
-    temperature: float = 1.0
-    """The temperature of the distillation loss that top-k logits are for; has no effect without `top_k`."""
-    example: object = None
-    """An example batch to count the FLOPs of a forward pass; None: the one that `build` returns, if any."""
-    device_map: Mapping[str, str] | None = None
-    """Device by module name, for `custom`."""
-    servers: int | None = None
-    """How many ranks or processes hold the teacher, for `served`; None: one."""
+    dtype: torch.dtype | None = None  # of floating-point weights, which are converted; None keeps that of the file
+    top_k: int | None = None  # how many of the largest logits are returned, sent and cached; None: all
+    temperature: float = 1.0  # of the distillation loss that top-k logits are for; no effect without top_k
+    example: object = None  # a batch to count the FLOPs of a forward pass; None: what `build` returns, if any
+    device_map: Mapping[str, str] | None = None  # device by module name, for custom
+    servers: int | None = None  # how many ranks or processes hold the teacher, for served; None: one
+    # For cached the placement that computes missing outputs (None: chosen automatically); for served "rank" or
+    # "process" (None: "rank").
     inner: str | None = None
-    """For `cached` the placement that computes missing outputs (None: chosen automatically); for `served` "rank" or
-    "process" (None: "rank")."""
-    cache: str | Path | None = None
-    """The folder of the output cache, for `cached`; None: a folder in the run's folder."""
+    cache: str | Path | None = None  # the folder of the output cache, for cached; None: one in the run's folder
 
 
 class PlacedTeacher(Protocol):
@@ -52,12 +45,13 @@ class PlacedTeacher(Protocol):
     and `lockstep` (True if all ranks must make the same number of calls).
     """
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Return the module's outputs for this rank's inputs, on this rank's device."""
+    @property
+    def description(self) -> str:
+        """One line for the log: where the weights are and how many bytes of them are on this rank."""
         ...
 
-    def describe(self) -> str:
-        """Return one line for the log: where the weights are and how many bytes of them are on this rank."""
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Return the module's outputs for this rank's inputs, on this rank's device."""
         ...
 
     def close(self) -> None:
@@ -65,19 +59,18 @@ class PlacedTeacher(Protocol):
         ...
 
 
-_PACKAGE: Final = "samestep.teacher"
-# The function that places a teacher, by placement. Its module is imported when the placement is used.
+# The module and function that place a teacher, by placement. The module is imported when the placement is used.
 PLACEMENTS: Final[dict[str, str]] = {
-    "gpu": f"{_PACKAGE}.single_device:place_on_device",
-    "cpu": f"{_PACKAGE}.single_device:place_in_host_memory",
-    "balanced": f"{_PACKAGE}.device_map:place_balanced",
-    "sequential": f"{_PACKAGE}.device_map:place_sequential",
-    "custom": f"{_PACKAGE}.device_map:place_custom",
-    "offload": f"{_PACKAGE}.offload:place_offloaded",
-    "disk": f"{_PACKAGE}.offload:place_on_disk",
-    "sharded": f"{_PACKAGE}.sharded:ShardedTeacher",
-    "served": f"{_PACKAGE}.served:ServedTeacher",
-    "cached": f"{_PACKAGE}.output_cache:CachedTeacher",
+    "gpu": "resident:place_on_device",
+    "cpu": "resident:place_in_host_memory",
+    "balanced": "resident:place_balanced",
+    "sequential": "resident:place_sequential",
+    "custom": "resident:place_custom",
+    "offload": "offload:place_offloaded",
+    "disk": "offload:place_on_disk",
+    "sharded": "sharded:ShardedTeacher",
+    "served": "served:ServedTeacher",
+    "cached": "output_cache:CachedTeacher",
 }
 _NAMES: Final = ("auto", *PLACEMENTS)
 _ALL_NAMES: Final = ", ".join(_NAMES)
@@ -126,7 +119,9 @@ def check_teacher_options(placement: str | None, options: TeacherOptions, weight
         _check_path("cache", options.cache, "a folder, for example cache='outputs'")
     _check_count("servers", options.servers)
     _check_count("top_k", options.top_k)
-    _check_temperature(options.temperature)
+    temperature: object = options.temperature
+    if not isinstance(temperature, Real) or not 0 < float(temperature) < math.inf:
+        raise TeacherError(f"run.teacher got temperature={temperature!r}: pass a number above 0, for example 2.0")
     _check_dtype(options.dtype)
     if weights is not None:
         _check_path("weights", weights, "the path of a .safetensors file, a folder of shards, or a Hugging Face folder")
@@ -194,11 +189,6 @@ def _check_count(name: str, count: object) -> None:
     if count is not None and (not isinstance(count, int) or count is True or count < 1):
         hint = "; to serve from a separate process pass inner='process'" if name == "servers" else ""
         raise TeacherError(f"{name}={count!r} is not a positive integer: pass 1 or more, or leave it out{hint}")
-
-
-def _check_temperature(temperature: object) -> None:
-    if not isinstance(temperature, Real) or not 0 < float(temperature) < math.inf:
-        raise TeacherError(f"run.teacher got temperature={temperature!r}: pass a number above 0, for example 2.0")
 
 
 def _check_path(name: str, path: object, expected: str) -> None:

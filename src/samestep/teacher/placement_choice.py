@@ -24,7 +24,7 @@ from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherS
 from samestep.teacher.frozen_model import FrozenModel, blocks
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import keep_top_k
-from samestep.teacher.single_device import free_device_memory, free_host_memory
+from samestep.teacher.resident import free_device_memory, free_host_memory
 from samestep.torch_private import without_memory
 
 _ASSUMED_LENGTH: Final = 512  # tokens of a text, without an example
@@ -38,14 +38,11 @@ _WIDTH: Final = 80
 class PlacementChoice:
     """The chosen placement, and what the choice is based on."""
 
-    placement: str
-    """Empty if none fits."""
+    placement: str  # empty if none fits
     plan: TeacherPlan
-    setup: TeacherSetup
-    """The training around the teacher, with the memory of the rank that has least."""
+    setup: TeacherSetup  # the training around the teacher, with the memory of the rank that has least
     profile: TeacherProfile
-    work_source: str
-    """How the FLOPs are known."""
+    work_source: str  # how the FLOPs are known
 
     def seconds(self, rows: int) -> float:
         """Estimate the time of one call in which each rank has `rows` samples."""
@@ -126,8 +123,7 @@ class ProfiledTeacher:
     """The profile of a teacher, and how its FLOPs and outputs are known."""
 
     profile: TeacherProfile
-    example_rows: int | None
-    """Samples in the example batch; None without one."""
+    example_rows: int | None  # samples in the example batch; None without one
     work_source: str
 
 

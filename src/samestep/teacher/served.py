@@ -12,11 +12,19 @@ from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
-from samestep.teacher.connection import DISCONNECTED, Connection, connect, encode, server_address
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import TreeSpec, to_device, unflatten
-from samestep.teacher.server import Server, ServerProcess, load_for_server
+from samestep.teacher.server import (
+    DISCONNECTED,
+    Connection,
+    Server,
+    ServerProcess,
+    connect,
+    encode,
+    load_for_server,
+    server_address,
+)
 
 Response = tuple[TreeSpec, list[torch.Tensor]]
 EnterStream = Callable[[], contextlib.AbstractContextManager[object]]
@@ -28,8 +36,7 @@ class Endpoint:
 
     address: tuple[str, int]
     key: bytes
-    name: str
-    """The server in messages, e.g. "rank 3"."""
+    name: str  # in messages, e.g. "rank 3"
 
 
 class ServedTeacher:
@@ -41,7 +48,7 @@ class ServedTeacher:
     """
 
     def __init__(self, context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> None:
-        self._context, self._options, self._bytes = context, options, frozen.total_bytes(options.dtype)
+        self._context, self._options = context, options
         comm, world = context.comm, context.comm.world
         self._server_ranks = serving_ranks(world.size, 1 if options.servers is None else options.servers)
         self._server: Server | ServerProcess | None = None
@@ -53,6 +60,9 @@ class ServedTeacher:
             endpoint = endpoints[next(rank for rank in self._server_ranks if rank >= world.rank)]
             assert endpoint is not None
             self._server_name = endpoint.name
+            size, count = format_bytes(frozen.total_bytes(options.dtype)), len(self._server_ranks)
+            holders = f"{count} {'process(es)' if options.inner == 'process' else 'rank(s)'}"
+            self.description = f"served: {size} on each of {holders}, this rank sends its requests to {endpoint.name}"
             run_on_every_rank(comm, "connecting to the teacher's server", self._connect, endpoint)
         except BaseException:
             self.close()
@@ -66,12 +76,6 @@ class ServedTeacher:
         """Request outputs without waiting: they are computed and sent while this rank continues."""
         future = self._pool.submit(self._request, _after_current_work(self._context.device), args, kwargs)
         return ServedOutputs(future, self._context, self._server_name, self._explain_disconnect)
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        holders = "process(es)" if self._options.inner == "process" else "rank(s)"
-        size, count = format_bytes(self._bytes), len(self._server_ranks)
-        return f"served: {size} on each of {count} {holders}, this rank sends its requests to {self._server_name}"
 
     def close(self) -> None:
         """Disconnect, and stop the server that this rank runs."""

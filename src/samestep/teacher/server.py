@@ -1,9 +1,12 @@
-"""A teacher's server, in threads of a rank or in a separate process: one forward pass at a time for all clients.
+"""A teacher's server, in threads of a rank or in a separate process, and the connections between it and the ranks.
 
-`python -m samestep.teacher.server` is the separate process; the rank that starts it sends its configuration.
+Nothing that arrives over TCP is unpickled: a message is a JSON header and the bytes of its tensors.
+`main` runs in the separate process; the rank that starts it sends its configuration.
 """
 
 import contextlib
+import hmac
+import ipaddress
 import json
 import os
 import pickle
@@ -13,34 +16,194 @@ import socket
 import subprocess
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from samestep.environment.network import read_network
+from samestep.environment.world import World, read_environ
 from samestep.errors import TeacherError
-from samestep.teacher.connection import (
-    DISCONNECTED,
-    Connection,
-    ServerAddress,
-    authenticate,
-    close_socket,
-    encode,
-    listen,
-)
 from samestep.teacher.frozen_model import Build, FrozenModel
+from samestep.teacher.model_files import open_weights
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.outputs import keep_top_k, to_device
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.outputs import (
+    TreeSpec,
+    encode_parts,
+    flatten,
+    keep_top_k,
+    tensor_from_bytes,
+    to_device,
+    unflatten,
+)
 
+_LOOPBACK: Final = "127.0.0.1"
+_ANY_PORT: Final = 9  # connecting a datagram socket sends nothing
+_LENGTH_BYTES: Final = 8  # of the length of a message's header
+_NONCE_BYTES: Final = 32
+_HANDSHAKE_SECONDS: Final = 30.0
+# A node that lost power never closes its connections: probe after 30 s of silence, give up after another 30 s.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _JOIN_SECONDS: Final = 5.0
-_LENGTH_BYTES: Final = 8
 _STOP: Final = b"."
 _STOP_SECONDS: Final = 10.0
 # Schedulers and terminals send these to every process of a job: the server process leaves the reaction to its rank.
 _IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+DISCONNECTED: Final = (OSError, EOFError)
+"""What a connection raises if the peer is gone."""
+Message = list[bytes | memoryview]
+"""An encoded tree of tensors: the header, then the bytes of each tensor."""
+
+
+class Connection:
+    """One TCP connection that sends and receives trees of tensors."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:  # not every system has these options
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, message: Message) -> None:
+        """Send what `encode` returned."""
+        for part in message:
+            self._socket.sendall(part)
+
+    def send_error(self, text: str) -> None:
+        """Send an error instead of a response."""
+        self._socket.sendall(_frame(json.dumps({"error": text}).encode()))
+
+    def receive(self) -> object:
+        """Receive a tree, with its tensors on the CPU; raises TeacherError if the peer sent an error."""
+        spec, tensors = self.receive_flat()
+        return unflatten(spec, iter(tensors))
+
+    def receive_flat(self) -> tuple[TreeSpec, list[torch.Tensor]]:
+        """Receive the spec and the tensors of a tree."""
+        length = int.from_bytes(_read(self._socket, _LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(_read(self._socket, length))
+        if "error" in header:
+            raise TeacherError(header["error"])
+        return header["form"], [self._receive_tensor(dtype, shape) for dtype, shape in header["tensors"]]
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits on either end returns."""
+        close_socket(self._socket)
+
+    def _receive_tensor(self, dtype: str, shape: list[int]) -> torch.Tensor:
+        data = torch.empty(torch.Size(shape).numel() * getattr(torch, dtype).itemsize, dtype=torch.uint8)
+        _read_into(self._socket, data.numpy().data)
+        return tensor_from_bytes(data, dtype, shape)
+
+
+def encode(tree: object, what: str) -> Message:
+    """Encode a tree completely, before any of it is sent; `what` names the tree in an error."""
+    header, contents = encode_parts(*flatten(tree, what))
+    return [_frame(header), *contents]
+
+
+def connect(address: tuple[str, int], key: bytes) -> Connection:
+    """Connect to a server and prove that this rank knows its key."""
+    connecting = socket.create_connection(address, timeout=_HANDSHAKE_SECONDS)
+    try:
+        connecting.sendall(hmac.digest(key, _read(connecting, _NONCE_BYTES), "sha256"))
+        connecting.settimeout(None)
+    except BaseException:
+        connecting.close()
+        raise
+    return Connection(connecting)
+
+
+def authenticate(accepted: socket.socket, key: bytes) -> Connection | None:
+    """Return the connection to a client, or None if it does not know the key."""
+    try:
+        accepted.settimeout(_HANDSHAKE_SECONDS)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        accepted.sendall(nonce)
+        known = hmac.compare_digest(_read(accepted, _NONCE_BYTES), hmac.digest(key, nonce, "sha256"))
+        accepted.settimeout(None)
+    except DISCONNECTED:
+        known = False
+    if not known:
+        accepted.close()
+        return None
+    return Connection(accepted)
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """The address of a server."""
+
+    bind: str  # where the server listens; empty: on all interfaces
+    host: str  # the name or IPv4 or IPv6 address that clients connect to
+
+
+def server_address(world: World) -> ServerAddress:
+    """Return the address at which the other ranks reach a server on this rank.
+
+    On one node: the loopback address. On several nodes: the interface in GLOO_SOCKET_IFNAME, else the address with
+    which this machine reaches the rendezvous. The rendezvous machine itself has the name that all ranks already use.
+    """
+    if world.nodes == 1:
+        return ServerAddress(_LOOPBACK, _LOOPBACK)
+    gloo = read_network(read_environ()).gloo
+    if gloo.variable is not None and gloo.address is not None:
+        return ServerAddress(gloo.address, gloo.address)
+    outward = local_address_toward(world.address, world.port)
+    if outward is None or ipaddress.ip_address(outward).is_loopback:
+        return ServerAddress("", world.address)
+    return ServerAddress(outward, outward)
+
+
+def local_address_toward(host: str, port: int) -> str | None:
+    """Return the local address of the route to `host`; None without a route. Sends nothing."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, remote in socket.getaddrinfo(host, port or _ANY_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(remote)
+                return str(probe.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def listen(address: ServerAddress, backlog: int) -> socket.socket:
+    """Return a socket that listens at `address`, on a port that the system chooses."""
+    if address.bind:
+        family = socket.AF_INET6 if ":" in address.bind else socket.AF_INET
+        return socket.create_server((address.bind, 0), family=family, backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # the system supports IPv6, but no interface has an IPv6 address
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def close_socket(closing: socket.socket) -> None:
+    """Close a socket; a thread that waits on it, here or on the other end, returns."""
+    with contextlib.suppress(OSError):
+        closing.shutdown(socket.SHUT_RDWR)
+    closing.close()
+
+
+def _frame(header: bytes) -> bytes:
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
+
+
+def _read(connected: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    _read_into(connected, memoryview(data))
+    return data
+
+
+def _read_into(connected: socket.socket, target: memoryview) -> None:
+    while target:
+        count = connected.recv_into(target)
+        if not count:
+            raise EOFError("the connection was closed")
+        target = target[count:]
 
 
 class Server:
@@ -146,13 +309,13 @@ class ServerProcess:
             payload = pickle.dumps((build, weights, device, options, address, clients))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TeacherError(_cannot_import(build, str(error))) from error
-        command = [sys.executable, "-m", "samestep.teacher.server"]
+        command = [sys.executable, "-c", "from samestep.teacher.server import main; main()"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.pid = self._process.pid
-        reply = self._start(pickle.dumps(sys.path), payload)
+        reply = self._start(pickle.dumps((sys.path, payload)))
         if "error" in reply:
             self.close()
             raise TeacherError(_cannot_import(build, reply["error"]) if reply["import_failed"] else reply["error"])
@@ -179,12 +342,12 @@ class ServerProcess:
             self._process.wait()
         self._stdout.close()
 
-    def _start(self, *messages: bytes) -> dict[str, Any]:
+    def _start(self, message: bytes) -> dict[str, Any]:
         """Send the configuration and return the reply."""
         line = b""
         with contextlib.suppress(OSError):  # the process died and sends no reply
-            for message in messages:
-                _write(self._stdin, message)
+            self._stdin.write(message)
+            self._stdin.flush()
             line = self._stdout.readline()
         if line:
             return json.loads(line)
@@ -202,8 +365,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     reply_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that output of build() is not read as the reply
-    sys.path[:] = pickle.loads(_read(sys.stdin.buffer))
-    reply, server = _open_server(_read(sys.stdin.buffer))
+    sys.path[:], payload = pickle.load(sys.stdin.buffer)  # the payload itself needs the path
+    reply, server = _open_server(payload)
     print(json.dumps(reply), file=reply_to, flush=True)
     sys.stdin.buffer.read(len(_STOP))
     if server is not None:
@@ -231,16 +394,3 @@ def _cannot_import(build: Build, reason: str) -> str:
         f"the server process cannot import build={name} ({reason}): define it in a module next to the script and "
         "import it, or serve from a rank with inner='rank'"
     )
-
-
-def _write(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    return pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES), "little"))
-
-
-if __name__ == "__main__":
-    main()

@@ -28,35 +28,26 @@ class ShardedTeacher:
     lockstep = True
 
     def __init__(self, context: RunContext, frozen: FrozenModel, options: TeacherOptions) -> None:
-        self._comm, self._bytes = context.comm, frozen.total_bytes(options.dtype)
-        self._module: nn.Module | None
-        if context.comm.alone:
-            self._module = frozen.load(context.device, options.dtype)
-        else:
-            self._module = _shard(context, frozen, options.dtype)
+        self._comm, dtype = context.comm, options.dtype
+        self._module = frozen.load(context.device, dtype) if self._comm.alone else _shard(context, frozen, dtype)
+        here, total = format_bytes(self.local_bytes), format_bytes(frozen.total_bytes(dtype))
+        ranks = self._comm.world.size
+        self.description = f"sharded: {here} of {total} on this rank of {ranks}, layers gathered when needed"
 
     @property
     def local_bytes(self) -> int:
         """Bytes of weights on this rank between two calls."""
-        if self._module is None:
-            return 0
         return sum(local_tensor(parameter).nbytes for parameter in self._module.parameters())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Return the module's outputs for this rank's inputs."""
         self._comm.exchange("teacher(...)", [])
-        assert self._module is not None, "the teacher is closed"
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
-    def describe(self) -> str:
-        """Return one line for the log."""
-        here, size = format_bytes(self.local_bytes), self._comm.world.size
-        return f"sharded: {here} of {format_bytes(self._bytes)} on this rank of {size}, layers gathered when needed"
-
     def close(self) -> None:
         """Free the weights."""
-        self._module = None
+        self._module = nn.Identity()
 
 
 def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) -> nn.Module:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import TeacherError
 from samestep.nn.distillation import Projection
-from samestep.teacher.hugging_face import match_names
-from samestep.teacher.weight_files import open_weights
+from samestep.teacher.model_files import match_names, open_weights
 
 Target = Literal["features", "logits"]
 _HEAD_WIDTH: Final = 32  # of a narrow student

@@ -16,27 +16,17 @@ from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_seconds
-from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel
-from samestep.teacher.hugging_face import build_from_folder
-from samestep.teacher.options import (
-    PLACEMENTS,
-    PlacedTeacher,
-    TeacherOptions,
-    check_teacher_options,
-    shared_options,
-)
+from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel, check_same_teacher
+from samestep.teacher.model_files import build_from_folder, open_weights
+from samestep.teacher.options import PLACEMENTS, PlacedTeacher, TeacherOptions, check_teacher_options, shared_options
 from samestep.teacher.outputs import keep_top_k
 from samestep.teacher.placement_choice import batch_rows, choose_placement
-from samestep.teacher.teacher_fingerprint import check_same_teacher
-from samestep.teacher.weight_files import open_weights
 
 if TYPE_CHECKING:
     from samestep.teacher.served import ServedOutputs
 
 _WARM_UP_CALLS: Final = 1  # the first call loads kernels and touches memory
 _TIMED_CALLS: Final = 3
-
-Place = Callable[[RunContext, FrozenModel, TeacherOptions], PlacedTeacher]
 
 
 def open_teacher(
@@ -65,7 +55,7 @@ def open_teacher(
         choice = choose_placement(context, frozen, options)
         placement, timer = choice.placement, CallTimer(context.device, choice.seconds, context.print)
     placed = placement_function(placement)(context, frozen, options)
-    context.print(f"teacher: {placed.describe()}")
+    context.print(f"teacher: {placed.description}")
     return Teacher(placed, placement, frozen, context.device, options, timer)
 
 
@@ -139,7 +129,7 @@ class Teacher:
 
     def describe(self) -> str:
         """Return one line: where the weights are and how many bytes they have."""
-        return "closed" if self._placed is None else self._placed.describe()
+        return "closed" if self._placed is None else self._placed.description
 
     def summary(self) -> dict[str, object]:
         """Return placement and bytes, and the measured and estimated time of a call if the placement was chosen."""
@@ -151,8 +141,8 @@ class Teacher:
 
         Before that only call it if no rank calls the teacher again: a rank that serves a teacher ends it for all ranks.
         """
-        placed, self._placed = self._placed, None
-        if placed is not None:
+        if self._placed is not None:
+            self._placed, placed = None, self._placed
             placed.close()
 
     def _require_open(self) -> PlacedTeacher:
@@ -184,18 +174,15 @@ class CallTimer:
     def __init__(self, device: torch.device, estimate: Callable[[int], float], print_: Callable[[str], None]) -> None:
         self._device, self._estimate, self._print = device, estimate, print_
         self._calls: list[tuple[float, int]] = []
-        self.timing: dict[str, float] = {}
-        """Rows, measured and estimated seconds of the median call; empty until they are known."""
+        self.timing: dict[str, float] = {}  # rows and seconds of the median call; empty until they are known
 
     def call(self, placed: PlacedTeacher, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Return the outputs of a call, and time it if it is one of the first."""
         if self.timing:
             return placed(*args, **kwargs)
-        self._synchronize()
-        start = perf_counter()
+        start = self._synchronized_time()
         outputs = placed(*args, **kwargs)
-        self._synchronize()
-        self._calls.append((perf_counter() - start, batch_rows((args, dict(kwargs)))))
+        self._calls.append((self._synchronized_time() - start, batch_rows((args, dict(kwargs)))))
         if len(self._calls) == _WARM_UP_CALLS + _TIMED_CALLS:
             self._report()
         return outputs
@@ -211,15 +198,16 @@ class CallTimer:
             f"{format_seconds(estimated)}"
         )
 
-    def _synchronize(self) -> None:
+    def _synchronized_time(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return perf_counter()
 
 
-def placement_function(placement: str) -> Place:
+def placement_function(placement: str) -> Callable[[RunContext, FrozenModel, TeacherOptions], PlacedTeacher]:
     """Return the function that places a teacher."""
     module, _, name = PLACEMENTS[placement].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"samestep.teacher.{module}"), name)
 
 
 def _open_model(build: Build | str | Path, weights: str | Path | None, dtype: torch.dtype | None) -> FrozenModel:
