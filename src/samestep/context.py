@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from samestep.data.ledger import ShardLedger
 from samestep.distributed.collectives import PaddingFilter
@@ -116,6 +117,10 @@ class RunContext:
     def min_rows(self) -> int:
         """The fewest rows that a micro-batch may have: 0 unless a model has BatchNorm, which must not see padding."""
         return max((min_rows(model.batchnorms) for model in self.models), default=0)
+
+    def find_wrapped(self, module: nn.Module) -> WrappedModel | None:
+        """The wrapped model that `module` belongs to; None for one that was not wrapped, such as a moving average."""
+        return next((known for known in self.models if module in (known.model, known.core, known.inner)), None)
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 _PACKAGE = "samestep"
@@ -85,6 +85,16 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_list(items: Sequence[object], shown: int) -> str:
+    """The first items in one line, and how many more there are.
+
+    >>> format_list([1, 2, 3, 4], 2)
+    '1, 2 and 2 more'
+    """
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return ", ".join(map(str, items[:shown])) + more
 
 
 def format_duration(seconds: float) -> str:

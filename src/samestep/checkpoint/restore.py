@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 
-from torch import nn
-
 from samestep.checkpoint.checkpoint import Checkpoint, run_on_all_ranks
 from samestep.checkpoint.checkpoint_folder import Retention, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
@@ -51,7 +49,9 @@ def restore(
     own: dict[str, Stateful] = {} if scale is None else {"loss_scale": scale}
     if reserved := sorted(set(given) & set(own)):
         raise CheckpointError(f"run.checkpoint uses the name {reserved[0]!r} itself: pass this part under another name")
-    parts = Parts({**given, **own}, lambda module: _unwrap(context, module))
+    parts = Parts(
+        {**given, **own}, lambda module: wrapped.inner if (wrapped := context.find_wrapped(module)) else module
+    )
     context.once(_lock, context, folder)
     found, corrupt = _find_newest_valid(context, folder)
     if found is None:
@@ -66,14 +66,6 @@ def restore(
     checkpoint = Checkpoint(context, parts, Retention(folder, keep, keep_best, tuple(corrupt)), token, found)
     context.print(message)
     return checkpoint
-
-
-def _unwrap(context: RunContext, module: nn.Module) -> nn.Module:
-    """Return the user's module of a wrapped model, so that parameters have the names that the user gave them."""
-    for wrapped in context.models:
-        if module in (wrapped.model, wrapped.core, wrapped.inner):
-            return wrapped.inner
-    return module
 
 
 def _lock(context: RunContext, folder: Path) -> None:

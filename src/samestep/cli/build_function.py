@@ -33,7 +33,6 @@ def find_build(target: str, arguments: Sequence[str] = ()) -> Callable[[], objec
 
     @wraps(build)
     def build_only() -> object:
-        """Build, but do not train."""
         with forbid_training():
             return build()
 
@@ -170,7 +169,6 @@ def forbid_training() -> Generator[None]:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def refuse(*_: object) -> None:
-        """Runs before an optimizer steps."""
         refuse_if_only_imported("an optimizer was stepped")
 
     hook = register_optimizer_step_pre_hook(refuse)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import WrapError
+from samestep.messages import format_list
 
 _SHOWN = 12
 
@@ -24,7 +25,7 @@ def checkpoint_activations(model: nn.Module, classes: Sequence[type[nn.Module]])
     if not blocks:
         requested = ", ".join(kind.__name__ for kind in classes)
         known = sorted({type(module).__name__ for module in model.modules() if module is not model})
-        shown = ", ".join(known[:_SHOWN]) + (f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")
+        shown = format_list(known, _SHOWN)
         raise WrapError(
             f"activation_checkpointing=({requested},) matches no module of {type(model).__name__}: its submodules are "
             f"of class {shown or 'none'}"

@@ -11,7 +11,7 @@ from torch import nn
 
 from samestep.distributed.communicator import Communicator
 from samestep.errors import CommunicationError, StepError, WrapError
-from samestep.parallel.wrapped_model import WrappedModel
+from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
 from samestep.torch_private import multiply_all
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -141,7 +141,6 @@ def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             autocast.__enter__()
 
     def leave(_module: nn.Module, _inputs: object, output: object) -> object:
-        """End it, also after an exception."""
         autocast = contexts.pop()
         if autocast is None:
             return output
@@ -234,14 +233,8 @@ class LossScale:
             multiply_all(list(model.gradients()), self.rank_factor)
 
     def unscale(self, models: Sequence[WrappedModel], step: int) -> str | None:
-        """Take the factor out of the gradients, or drop all of them if one overflowed; returns a message then.
-
-        Averaged gradients have the same bits on every rank, so only sharded ones need a collective.
-        """
-        finite = all(bool(model.all_finite()) for model in models)
-        if any(model.sharded for model in models):
-            finite = all(bool(part[0]) for part in self._comm.exchange("the fp16 loss scale", [float(finite)]))
-        if not finite:
+        """Take the factor out of the gradients, or drop all of them if one overflowed; returns a message then."""
+        if not gradients_finite(self._comm, "the fp16 loss scale", models):
             return self._drop(models, step)
         for model in models:
             multiply_all(list(model.gradients()), 1.0 / self.rank_factor)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.messages import format_list
 from samestep.torch_private import gathered_parameters
 
 _SHOWN = 6
@@ -136,7 +137,7 @@ class SearchCost:
 
 def unused_message(model: nn.Module, missing: Sequence[str], step: int, samples: Sequence[int], rank: int) -> str:
     """Which parameters were not used, for which samples, and what to do."""
-    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    shown = format_list(missing, _SHOWN)
     which = ", ".join(map(str, samples[:_SHOWN])) + (", ..." if len(samples) > _SHOWN else "")
     return (
         f"step {step} did not use {len(missing)} parameter(s) of {_common_module(model, missing)} on rank {rank}: "

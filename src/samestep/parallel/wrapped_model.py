@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.batchnorm import batchnorms_outside_frozen
 from samestep.parallel.unused_parameters import BackwardPasses, UsedParameters, unused_message
@@ -136,6 +137,17 @@ class WrappedModel:
                     "is not averaged over the ranks: unfreeze it before run.wrap; to train more parameters from some "
                     "epoch on, end this Run there and continue with another"
                 )
+
+
+def gradients_finite(comm: Communicator, operation: str, models: Sequence[WrappedModel]) -> bool:
+    """Whether all gradients are finite on all ranks.
+
+    Averaged gradients have the same bits on every rank, so only sharded ones need a collective.
+    """
+    finite = all(bool(model.all_finite()) for model in models)
+    if any(model.sharded for model in models):
+        finite = all(bool(part[0]) for part in comm.exchange(operation, [float(finite)]))
+    return finite
 
 
 def check_optimizer(optimizer: Optimizer, models: Sequence[WrappedModel]) -> None:

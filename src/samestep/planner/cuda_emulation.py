@@ -32,13 +32,7 @@ _FP32_OPS = (
 )
 # These take a dtype argument, so that the kernel converts its input without a copy.
 _FP32_OUTPUT_OPS = (
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "sum",
-    "sum.dim_IntList",
-    "linalg_vector_norm",
+    *("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList", "linalg_vector_norm"),
 )
 # Cast to fp32 on the CPU only.
 _CPU_FP32_OPS = (
@@ -53,10 +47,10 @@ def emulate_cuda() -> Generator[None]:
     """Let CPU tensors behave as on CUDA inside; this affects the whole process, so nothing else should compute."""
     kernels = OtherKernels()
     try:
-        for name in _FP32_OPS:
-            _register(kernels, name, _with_fp32_inputs(_operator(name)))
-        for name in _FP32_OUTPUT_OPS:
-            _register(kernels, name, _with_fp32_output(_operator(name)))
+        for names, cast in ((_FP32_OPS, _with_fp32_inputs), (_FP32_OUTPUT_OPS, _with_fp32_output)):
+            for name in names:
+                if has_kernel(name, "AutocastCUDA") and not has_kernel(name, "AutocastCPU"):
+                    kernels.put(name, cast(_operator(name)), "AutocastCPU")
         for name in _CPU_FP32_OPS:
             if has_kernel(name, "AutocastCPU"):
                 kernels.put(name, torch.library.fallthrough_kernel, "AutocastCPU")
@@ -68,11 +62,6 @@ def emulate_cuda() -> Generator[None]:
         kernels.close()
 
 
-def _register(kernels: OtherKernels, name: str, kernel: Callable[..., object]) -> None:
-    if has_kernel(name, "AutocastCUDA") and not has_kernel(name, "AutocastCPU"):
-        kernels.put(name, kernel, "AutocastCPU")
-
-
 def _operator(name: str) -> OpOverload:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -80,7 +69,6 @@ def _operator(name: str) -> OpOverload:
 
 def _with_fp32_inputs(operator: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
-        """Convert the inputs to fp32."""
         with past_cpu_autocast():
             return operator(*map(_to_fp32, args), **{name: _to_fp32(value) for name, value in kwargs.items()})
 
@@ -91,7 +79,6 @@ def _with_fp32_output(operator: OpOverload) -> Callable[..., object]:
     names = [argument.name for argument in operator._schema.arguments]  # pyright: ignore[reportPrivateUsage]
 
     def kernel(*args: object, **kwargs: object) -> object:
-        """Pass dtype=float32, unless the caller passed a dtype."""
         first = args[0]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if isinstance(first, torch.Tensor) and first.dtype in _HALF and kwargs.get("dtype") is None:
@@ -138,20 +125,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """One kernel with any dropout: on CUDA it saves the state of the RNG, not a mask."""
-    if enable_gqa and not has_no_memory(
-        query
-    ):  # the CUDA kernel needs no copies of shared heads, and neither do shapes
+    # the CUDA kernel needs no copies of shared heads, and neither do shapes
+    if enable_gqa and not has_no_memory(query):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    if not _has_fused_kernel(query, key, value, attn_mask):
+    same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if not same_width or (attn_mask is not None and attn_mask.requires_grad):  # CUDA has no fused kernel
         attend = torch.ops.aten._scaled_dot_product_attention_math.default
         return attend(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-def _has_fused_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    return same_width and (mask is None or not mask.requires_grad)

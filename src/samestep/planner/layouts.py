@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from samestep.planner.cluster_spec import ClusterSpec
@@ -58,12 +59,11 @@ def layouts(cluster: ClusterSpec, model: ModelProfile, options: PlanOptions = DE
     for strategy, ranks, shards in _strategies(cluster):
         sharded = strategy in _SHARDED
         full_weights = "channels_last=True needs unsharded weights" if options.channels_last and sharded else None
-        for offload in (False, True) if sharded else (False,):
-            for checkpointing in (False, True) if model.checkpointed_activations is not None else (False,):
-                for placement, unsupported in _teacher_placements(cluster, model, strategy, ranks):
-                    yield Layout(
-                        strategy, ranks, shards, offload, checkpointing, placement, full_weights or unsupported
-                    )
+        offloads = (False, True) if sharded else (False,)
+        checkpointings = (False,) if model.checkpointed_activations is None else (False, True)
+        placements = _teacher_placements(cluster, model, strategy, ranks)
+        for offload, checkpointing, (placement, unsupported) in product(offloads, checkpointings, placements):
+            yield Layout(strategy, ranks, shards, offload, checkpointing, placement, full_weights or unsupported)
 
 
 def _strategies(cluster: ClusterSpec) -> Iterator[tuple[Strategy, int, int]]:
@@ -84,17 +84,15 @@ def _teacher_placements(
     yield None, None
     if model.frozen_part_bytes < _MIN_FROZEN_FRACTION * model.weights:
         return
-    useful: dict[TeacherPlacement, bool] = {
-        "sharded": ranks > 1,
-        "balanced": strategy == "single" and cluster.devices_per_node > 1,
-        "offload": cluster.device.kind == "cuda",
-        "cpu": True,
-    }
     no_gradients = "gradients flow through the frozen parts, and run.teacher computes no gradients"
     unsupported = no_gradients if gradient_flows_through_frozen(model) else None
-    for placement, applies in useful.items():
-        if applies:
-            yield placement, unsupported
+    if ranks > 1:
+        yield "sharded", unsupported
+    if strategy == "single" and cluster.devices_per_node > 1:
+        yield "balanced", unsupported
+    if cluster.device.kind == "cuda":
+        yield "offload", unsupported
+    yield "cpu", unsupported
 
 
 def gradient_flows_through_frozen(model: ModelProfile) -> bool:

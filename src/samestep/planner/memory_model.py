@@ -58,6 +58,7 @@ def estimate_memory(
         not_trained += teacher.per_gpu - model.frozen_part_bytes
     activations, buckets = _activations(layout, model, micro_batch, accumulates, precision)
     uses_nccl = layout.ranks > 1 and cluster.device.kind == "cuda"
+    offloaded = trainable + model.gradients + model.optimizer_state if layout.cpu_offload else 0
     return MemoryEstimate(
         weights=not_trained + (0 if layout.cpu_offload else _shard(trainable, layout.shards)),
         gradients=_gradients(layout, model.gradients, accumulates),
@@ -66,7 +67,7 @@ def estimate_memory(
         buckets=buckets,
         gathered=_gathered(layout, model, precision) if layout.shards > 1 else 0,
         overhead=_CONTEXT[cluster.device.kind] + (_NCCL_BUFFERS if uses_nccl else 0),
-        host=_offloaded(layout, cluster, model) + (teacher.per_node if teacher else 0),
+        host=cluster.devices_per_node * _shard(offloaded, layout.shards) + (teacher.per_node if teacher else 0),
     )
 
 
@@ -89,15 +90,13 @@ def _activations(
 
     Sharded weights are gathered in the precision of the computation, so autocast does not make its own copies.
     """
-    checkpointed = model.checkpointed_activations if layout.activation_checkpointing else None
-    peak = checkpointed or model.activations
+    peak = (layout.activation_checkpointing and model.checkpointed_activations) or model.activations
     # offloaded gradients leave the device as soon as they are computed
     activations = peak.at_with_all_gradients(samples) if layout.cpu_offload else peak.at(samples, layout.shards)
     persistent_gradients = layout.strategy == "ddp" or accumulates
     buckets = max(0, peak.at_with_all_gradients(samples) - activations) if persistent_gradients else 0
     if layout.shards > 1 and precision in ("bf16", "fp16"):
-        copies = model.compute_bytes(precision)
-        activations = max(activations - copies, min(activations, peak.per_sample * samples))
+        activations = max(activations - model.compute_bytes(precision), min(activations, peak.per_sample * samples))
     return activations, buckets
 
 
@@ -111,10 +110,3 @@ def _gathered(layout: Layout, model: ModelProfile, precision: str) -> int:
     weights = full if layout.strategy == "zero2" else int(ratio * (min(2 * largest, trainable) + outside))
     gradients = 2 * max(largest, outside)  # unsharded gradients, and the copy that reduce-scatter sends
     return min(weights, full) + min(gradients, 2 * model.gradients)
-
-
-def _offloaded(layout: Layout, cluster: ClusterSpec, model: ModelProfile) -> int:
-    if not layout.cpu_offload:
-        return 0
-    state = sum(model.trainable.values()) + model.gradients + model.optimizer_state
-    return cluster.devices_per_node * _shard(state, layout.shards)

@@ -1,5 +1,6 @@
 """Choose how to train a model on a cluster: the fastest layout that fits, with the reason against every other one."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -145,7 +146,8 @@ def make_plan(
     fitting = sorted((each for each in candidates if each.fits), key=lambda each: each.time.total)
     others = sorted((each for each in candidates if not each.fits), key=lambda each: each.memory.total)
     if not fitting:
-        return Plan(request, None, tuple(others), tuple(_advice(request, others)))
+        advice = (*_more_devices(request), *_larger_devices(request), _less_memory(others))
+        return Plan(request, None, tuple(others), advice)
     best = _best(fitting)
     slower = [replace(each, reason=_why_not(each, best, fitting[0].time.total)) for each in fitting if each is not best]
     chosen = replace(best, reason=_why_chosen(request, best, slower))
@@ -177,7 +179,9 @@ def resolve_precision(cluster: ClusterSpec, precision: str) -> str:
 def _candidate(request: PlanRequest, layout: Layout) -> Candidate:
     """The layout with the largest micro-batch that fits, or with the smallest one if none fits."""
     samples = -(-request.global_batch // layout.ranks)
-    largest = samples if _fits(request, layout, samples) else _largest_micro_batch(request, layout, samples - 1)
+    largest = samples
+    if not _fits(request, layout, samples):  # memory grows with the micro-batch; 0 if none fits
+        largest = bisect_left(range(1, samples), True, key=lambda size: not _fits(request, layout, size))
     smallest = min((1, samples), key=lambda size: _memory(request, layout, size).total)
     partition = Partition(request.global_batch, request.global_batch, 0, layout.ranks, largest or smallest)
     number, rows = partition.shape(0)
@@ -186,15 +190,6 @@ def _candidate(request: PlanRequest, layout: Layout) -> Candidate:
     memory = _memory(request, layout, rows)
     problem = layout.unsupported or ("" if largest else _does_not_fit(request, memory, rows))
     return Candidate(layout, rows, number, memory, _time(request, layout, rows, number), not problem, problem)
-
-
-def _largest_micro_batch(request: PlanRequest, layout: Layout, limit: int) -> int:
-    """The largest micro-batch up to `limit` that fits, by bisection, since memory grows with it; 0 if none fits."""
-    fits, too_large = 0, limit + 1
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        fits, too_large = (middle, too_large) if _fits(request, layout, middle) else (fits, middle)
-    return fits
 
 
 def _reduce_padding(request: PlanRequest, layout: Layout, samples: int, fewest: int) -> tuple[int, int]:
@@ -277,13 +272,8 @@ def _best(fitting: Sequence[Candidate]) -> Candidate:
 
 def _complexity(candidate: Candidate) -> tuple[int, int]:
     layout = candidate.layout
-    options = (
-        layout.cpu_offload,
-        layout.activation_checkpointing,
-        layout.teacher_placement is not None,
-        layout.shards > 1,
-    )
-    return sum(options), candidate.memory.total
+    options = layout.cpu_offload + layout.activation_checkpointing + (layout.teacher_placement is not None)
+    return options + (layout.shards > 1), candidate.memory.total
 
 
 def _why_not(candidate: Candidate, best: Candidate, fastest: float) -> str:
@@ -304,13 +294,6 @@ def _why_chosen(request: PlanRequest, best: Candidate, others: Sequence[Candidat
     choice = f"{rank} of {len(others) + 1} layouts that fit" if others else "the only layout that fits"
     seconds = format_seconds(best.time.total)
     return f"{choice}: {seconds} per step, {used} of {free} free memory per device, margin {request.margin:.0%}"
-
-
-def _advice(request: PlanRequest, candidates: Sequence[Candidate]) -> Iterator[str]:
-    """What to do if nothing fits: more devices, larger devices, or less memory."""
-    yield from _more_devices(request)
-    yield from _larger_devices(request)
-    yield _less_memory(candidates)
 
 
 def _fitting_layout(request: PlanRequest, cluster: ClusterSpec) -> str | None:
@@ -336,18 +319,15 @@ def _more_devices(request: PlanRequest) -> Iterator[str]:
     yield f"no number of {cluster.device.name} up to {_COUNTS[-1]} would fit"
 
 
-def _larger_devices(request: PlanRequest) -> Iterator[str]:
+def _larger_devices(request: PlanRequest) -> list[str]:
     """Devices with more memory, smallest first: as many as there are or fewer, or else the first number that fits."""
     known = (cluster.device for cluster in KNOWN_DEVICES.values())
     larger = [device for device in known if device.kind == "cuda" and device.memory > request.cluster.device.memory]
     larger.sort(key=lambda device: device.memory)
     few = [count for count in _COUNTS if count <= request.cluster.devices]
-    fitting = (advice for device in larger if (advice := _fitting_number(request, device, few)))
-    found = list(islice(fitting, _MAX_LARGER_DEVICES))
-    if not found:
-        more = (_fitting_number(request, device, [count]) for count in _COUNTS for device in larger)
-        found = list(islice(filter(None, more), 1))
-    yield from found
+    fitting = filter(None, (_fitting_number(request, device, few) for device in larger))
+    more = filter(None, (_fitting_number(request, device, [count]) for count in _COUNTS for device in larger))
+    return list(islice(fitting, _MAX_LARGER_DEVICES)) or list(islice(more, 1))
 
 
 def _fitting_number(request: PlanRequest, device: DeviceSpec, counts: Sequence[int]) -> str | None:

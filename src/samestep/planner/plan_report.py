@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.messages import format_bytes, format_seconds
-from samestep.planner.plan import Candidate, Plan
+from samestep.planner.plan import Plan
 from samestep.planner.teacher_costs import TeacherPlan
 
 PLAN_COLUMNS = ("strategy", "ranks", "micro-batch", "memory", "step time", "reason")
@@ -26,18 +26,17 @@ class Segment:
 
 def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
     """One row per candidate, in the order of the plan."""
-    return [_candidate_row(candidate, plan) for candidate in plan.candidates]
-
-
-def _candidate_row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
-    return (
-        candidate.layout.name,
-        str(candidate.layout.ranks),
-        f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-",
-        format_bytes(candidate.memory.total),
-        format_seconds(candidate.time.total) if candidate.fits else "-",
-        "chosen" if candidate is plan.chosen else candidate.reason,
-    )
+    return [
+        (
+            candidate.layout.name,
+            str(candidate.layout.ranks),
+            f"{candidate.micro_batch} x {candidate.accumulation}" if candidate.fits else "-",
+            format_bytes(candidate.memory.total),
+            format_seconds(candidate.time.total) if candidate.fits else "-",
+            "chosen" if candidate is plan.chosen else candidate.reason,
+        )
+        for candidate in plan.candidates
+    ]
 
 
 def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.planner.model_profile import MemoryPoint, Op, PeakMemory
 
+Args = tuple[object, ...]
 CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 """The operator that attention is traced as, whatever kernel a GPU would use."""
 CUBLAS_WORKSPACE = 64 * 2**20
@@ -31,11 +32,11 @@ _FP32_BACKWARD_CHANNELS_LAST = 3.3
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Size, stride and dtype of a tensor argument."""
+    """A tensor argument."""
 
-    size: tuple[int, ...]  # size
-    stride: tuple[int, ...]  # stride; empty for a sparse tensor
-    dtype: torch.dtype  # dtype of the elements
+    size: tuple[int, ...]
+    stride: tuple[int, ...]  # empty for a sparse tensor
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,9 @@ class OpCounter:
         self._record_calls = record_calls
         self._totals: dict[tuple[str, str], OpCost] = {}
 
-    def add(
-        self,
-        func: OpOverload,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        result: object,
-        inputs: Sequence[object],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        """Count one call; views are free. `inputs` are the leaves of the arguments, `outputs` those of the result."""
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    def add(self, func: OpOverload, args: Args, kwargs: Mapping[str, object], result: object) -> None:
+        """Count one call; views are free."""
+        tensors, outputs = tensor_leaves((args, kwargs)), tensor_leaves(result)
         if _is_view(func, tensors, outputs):
             return
         name = str(func.overloadpacket)
@@ -103,6 +96,11 @@ class OpCounter:
         return tuple(sorted(found, key=lambda op: (-op.bytes_moved, op.name, op.dtype)))
 
 
+def tensor_leaves(tree: object) -> list[torch.Tensor]:
+    """The tensors in arguments or results of an operator."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _to_shapes(value: object) -> object:
     if isinstance(value, torch.Tensor):
         stride = value.stride() if value.layout == torch.strided else ()
@@ -117,7 +115,7 @@ def _flops(
 ) -> float:
     if name.startswith(CPU_ATTENTION):  # torch counts the attention kernels of CUDA only
         backward = "backward" in name
-        query, key = [value for value in args if isinstance(value, torch.Tensor)][backward : backward + 2]
+        query, key = tensor_leaves(args)[backward : backward + 2]
         return (10.0 if backward else 4.0) * query.numel() * key.shape[-2]  # five matrix products backward, two forward
     count = flop_registry.get(func.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
@@ -155,27 +153,18 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.timeline: list[MemorySample] = []
         self.counter = counter
+        self.used = 0  # bytes in use now
         self._cuda = cuda
-        self._used = self._exact = self._gradients = 0
+        self._exact = self._gradients = 0
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._gradient_sizes: dict[int, int] = {}
-
-    @property
-    def used(self) -> int:
-        """Bytes in use now."""
-        return self._used
-
-    def add_existing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that existed before the tracker was entered."""
-        for tensor in tensors:
-            self._add(tensor)
 
     def mark_gradient(self, parameter: torch.Tensor) -> None:
         """Count a parameter's gradient as a gradient from now on; a hook after gradient accumulation."""
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return
-        self._add(gradient)
+        self.add(gradient)
         storage = gradient.untyped_storage()
         key = id(storage)
         if key not in self._gradient_sizes and key in self._storages:
@@ -183,36 +172,34 @@ class MemoryTracker(TorchDispatchMode):
             self._gradients += self._gradient_sizes[key]
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run the operation, then record new storages and workspace."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":  # queries such as the device of a tensor
             return result
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        new = [self._add(tensor) for tensor in outputs]
-        inputs = tree_leaves((args, kwargs))
+        outputs = tensor_leaves(result)
+        new = [self.add(tensor) for tensor in outputs]
         name = str(func.overloadpacket)
         if self.counter is not None:
-            self.counter.add(func, args, kwargs, result, inputs, outputs)
-        workspace = cuda_workspace(name, inputs, outputs) if self._cuda else 0
+            self.counter.add(func, args, kwargs, result)
+        workspace = cuda_workspace(name, tensor_leaves((args, kwargs)), outputs) if self._cuda else 0
         if any(new) or workspace:
-            used, exact = self._used + workspace, self._exact + workspace
-            self.timeline.append(MemorySample(name, used, exact, self._gradients))
+            sample = MemorySample(name, self.used + workspace, self._exact + workspace, self._gradients)
+            self.timeline.append(sample)
         return result
 
     def _round(self, size: int) -> int:
         return allocated_bytes(size) if self._cuda else size
 
-    def _add(self, tensor: torch.Tensor) -> bool:
+    def add(self, tensor: torch.Tensor) -> bool:
         """Count the storage of a tensor until it is freed; returns whether it is new."""
+        if tensor.layout == torch.sparse_coo:
+            parts = tensor._indices(), tensor._values()  # pyright: ignore[reportPrivateUsage]  # the public ones need a coalesced tensor
+            return bool([part for part in parts if self.add(part)])
         if tensor.layout != torch.strided:
-            return bool([part for part in _dense_parts(tensor) if self._add(part)])
+            return False
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._storages:
@@ -220,22 +207,15 @@ class MemoryTracker(TorchDispatchMode):
         exact = storage.nbytes()
         size = self._round(exact)
         self._storages[key] = (weakref.ref(storage, lambda _: self._remove(key)), size, exact)
-        self._used += size
+        self.used += size
         self._exact += exact
         return True
 
     def _remove(self, key: int) -> None:
         _, size, exact = self._storages.pop(key)
-        self._used -= size
+        self.used -= size
         self._exact -= exact
         self._gradients -= self._gradient_sizes.pop(key, 0)
-
-
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Indices and values of a sparse tensor."""
-    if tensor.layout != torch.sparse_coo:
-        return []
-    return [tensor._indices(), tensor._values()]  # pyright: ignore[reportPrivateUsage]  # the public ones need a coalesced tensor
 
 
 def allocated_bytes(size: int) -> int:
@@ -254,10 +234,10 @@ def allocated_bytes(size: int) -> int:
     return segment if segment - rounded <= _MIB else rounded
 
 
-def cuda_workspace(name: str, inputs: Sequence[object], outputs: Sequence[torch.Tensor]) -> int:
+def cuda_workspace(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     """Bytes that the CUDA kernel of an operator allocates while it runs."""
     rule = _WORKSPACE.get(name)
-    return 0 if rule is None else int(rule([x for x in inputs if isinstance(x, torch.Tensor)], outputs))
+    return 0 if rule is None else int(rule(inputs, outputs))
 
 
 def _convolution(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
@@ -353,7 +333,6 @@ def _upper_envelope(points: Sequence[MemoryPoint], shards: int) -> Iterator[Memo
     """The points that are the peak for some micro-batch, with gradients in `shards` parts; 0: without gradients."""
 
     def height(point: MemoryPoint, samples: float) -> float:
-        """Bytes with so many samples."""
         return point.fixed + point.per_sample * samples + (point.gradients / shards if shards else 0)
 
     current, samples = max(points, key=lambda p: (height(p, 1), p.per_sample)), 1.0

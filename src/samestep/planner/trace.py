@@ -279,7 +279,8 @@ class StepTracer:
         tracker = MemoryTracker(cuda=self.on_cuda, counter=counter)
         model, batch = self.traced.model, self.traced.batch(samples)
         state = _state_tensors(self.optimizer)
-        tracker.add_existing([*model.parameters(), *model.buffers(), *state, *list_tensors(batch)])
+        for tensor in (*model.parameters(), *model.buffers(), *state, *list_tensors(batch)):
+            tracker.add(tensor)
         hooks = [p.register_post_accumulate_grad_hook(tracker.mark_gradient) for p in self._trainable]
         try:
             with tracker:

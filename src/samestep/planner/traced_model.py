@@ -11,15 +11,15 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from samestep.data.loader import list_tensors, map_tensors
 from samestep.errors import DataError, PlanError
+from samestep.planner.step_recorder import Args, tensor_leaves
 from samestep.torch_private import cannot_be_traced, has_no_memory, with_memory
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 Build = Callable[[], object]
-Args = tuple[object, ...]
 _EXAMPLE = "def build(): return Net(), (torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long))"
 _NO_DEVICE = (
     "Build the model and its batch without a device: a plan does not need one, and Run moves them to its device."
@@ -164,7 +164,7 @@ def _output_tensors(output: object) -> list[torch.Tensor]:
         output = list(cast("Mapping[str, object]", output).values())
     elif not isinstance(output, torch.Tensor | tuple | list) and hasattr(output, "__dict__"):
         output = list(vars(output).values())
-    return _tensors(output)
+    return tensor_leaves(output)
 
 
 @contextmanager
@@ -217,7 +217,7 @@ class FloatsOnMeta(TorchDispatchMode):
     ) -> object:
         """Run the operation on the meta device if it creates or takes a floating-point tensor."""
         kwargs = dict(kwargs or {})
-        tensors = _tensors((args, kwargs))
+        tensors = tensor_leaves((args, kwargs))
         if tensors and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)  # pyright: ignore[reportPrivateUsage]
@@ -237,7 +237,7 @@ class RealIntegers(TorchDispatchMode):
     ) -> object:
         """Run the operation on shapes, and again with values if only integers are involved."""
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
+        tensors = tensor_leaves((args, kwargs))
         if func.namespace == "prim" or not all(_is_integer(t) and not has_no_memory(t) for t in tensors):
             return func(*args, **kwargs)
         in_place = bool(tensors) and func._schema.is_mutable  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
@@ -285,14 +285,10 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _is_integer(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _are_integers(result: object) -> bool:
-    tensors = _tensors(result)
+    tensors = tensor_leaves(result)
     return bool(tensors) and all(_is_integer(tensor) and tensor.numel() <= _MAX_INTEGERS for tensor in tensors)

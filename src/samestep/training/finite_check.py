@@ -5,21 +5,16 @@ from collections.abc import Sequence
 import torch
 
 from samestep.distributed.communicator import Communicator
-from samestep.messages import warn
-from samestep.parallel.wrapped_model import WrappedModel
+from samestep.messages import format_list, warn
+from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
 _SHOWN = 8
 
 
 def all_finite(comm: Communicator, step: int, losses: Losses, models: Sequence[WrappedModel]) -> bool:
-    """Whether the gradients of a step are finite on all ranks; if not, rank 0 warns with a report.
-
-    Averaged gradients have the same bits on every rank, so only sharded gradients and the report need a collective.
-    """
-    finite = all(bool(model.all_finite()) for model in models)
-    if any(model.sharded for model in models):
-        finite = all(bool(part[0]) for part in comm.exchange("step.finite", [float(finite)]))
+    """Whether the gradients of a step are finite on all ranks; if not, rank 0 warns with a report."""
+    finite = gradients_finite(comm, "step.finite", models)
     if not finite:
         report = _report(comm, step, losses, models)
         if comm.world.is_main:
@@ -31,7 +26,9 @@ def _report(comm: Communicator, step: int, losses: Losses, models: Sequence[Wrap
     """One report from what each rank has seen; a collective."""
     mine = (_bad_samples(losses), next((name for model in models if (name := model.first_not_finite())), None))
     gathered = comm.exchange_objects("reporting a step that is not finite", mine)
-    by_rank = [f"rank {rank}: samples {_format(samples)}" for rank, (samples, _) in enumerate(gathered) if samples]
+    by_rank = [
+        f"rank {rank}: samples {format_list(samples, _SHOWN)}" for rank, (samples, _) in enumerate(gathered) if samples
+    ]
     bad_names = {name for _, name in gathered}
     names = (name for model in models for name, _ in model.inner.named_parameters())
     parameter = next((name for name in names if name in bad_names), None)
@@ -51,8 +48,3 @@ def _bad_samples(losses: Losses) -> list[int]:
         if not bool(finite.all()):
             bad.update(indices[row] for row in torch.nonzero(~finite).reshape(-1).tolist())
     return sorted(bad)
-
-
-def _format(samples: list[int]) -> str:
-    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    return ", ".join(map(str, samples[:_SHOWN])) + more

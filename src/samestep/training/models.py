@@ -11,7 +11,6 @@ from samestep.data.loader import list_tensors
 from samestep.errors import DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
-from samestep.parallel.wrapped_model import WrappedModel
 from samestep.training.auto_plan import RunPlan, plan_run
 
 
@@ -54,7 +53,11 @@ def wrap_model(
 @contextmanager
 def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: bool) -> Generator[nn.Module]:
     """Yield the module to call; the mode of every submodule is restored afterwards, also after an exception."""
-    wrapped = _find(context, model)
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+        raise WrapError(
+            f"run.evaluate needs a torch.nn.Module, got {type(model).__name__}: pass the model that run.wrap returned"
+        )
+    wrapped = context.find_wrapped(model)
     net = model if wrapped is None else wrapped.core
     average_running_stats(context.comm, net)  # the average of a model has running statistics of its own
     modes = [(module, module.training) for module in net.modules()]
@@ -71,15 +74,6 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
             wrapped.reshard()
         for module, training in modes:
             module.training = training
-
-
-def _find(context: RunContext, model: nn.Module) -> WrappedModel | None:
-    """The wrapped model that `model` belongs to; None for one that was not wrapped, such as a moving average."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
-        raise WrapError(
-            f"run.evaluate needs a torch.nn.Module, got {type(model).__name__}: pass the model that run.wrap returned"
-        )
-    return next((known for known in context.models if model in (known.model, known.core, known.inner)), None)
 
 
 def _check_example(example: object) -> None:

@@ -117,12 +117,10 @@ def _watch_optimizers(loop: StepLoop) -> list[RemovableHandle]:
     reference = weakref.ref(loop)
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        """Called by torch."""
         if (live := reference()) is not None:
             live.before_optimizer(optimizer)
 
     def after(optimizer: Optimizer, *_: object) -> None:
-        """Called by torch."""
         if (live := reference()) is not None:
             live.after_optimizer(optimizer)
 
