@@ -30,18 +30,9 @@ if TYPE_CHECKING:
     from samestep.training.step import Step
 
 __all__ = [
-    "Run",
-    "SamestepError",
-    "SamestepWarning",
-    "Shard",
-    "Step",
-    "World",
-    "__version__",
-    "epoch_setting",
-    "read_metrics",
-    "sample_numpy_rng",
-    "sample_rng",
-]
+    "Run", "SamestepError", "SamestepWarning", "Shard", "Step", "World", "__version__", "epoch_setting", "read_metrics",
+    "sample_numpy_rng", "sample_rng",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -121,6 +121,7 @@ class _ShardAudit:
         self._faults, self._notes = [*ledger.faults], [*ledger.notes]
 
     def report(self) -> ShardReport:
+        """Run all checks."""
         self._check_ranks()
         n, batch = self._description.n, self._description.global_batch
         if self._description.drop_last and n is not None and n % batch:

@@ -226,7 +226,7 @@ class WorkerSetup:
         if self._collecting:
             gc.enable()
         for number in _JOB_SIGNALS:  # not SIG_IGN, which programs started by a worker would inherit
-            signal.signal(number, _ignore_signal)
+            signal.signal(number, ignore_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
         threading.Thread(
             target=self._exit_with_parent, args=[os.getppid()], name="samestep worker watch", daemon=True
@@ -238,8 +238,8 @@ class WorkerSetup:
         os._exit(0)
 
 
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the rank receives the signal too and decides."""
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing; not SIG_IGN, which child processes would inherit."""
 
 
 # Moving batches to the device

@@ -188,11 +188,10 @@ class EarlySync:
     """Lets a rank with an urgent control value request a sync before the interval is over, through the store.
 
     The interval is set by how fast steps were. If they suddenly take a hundred times longer, the next sync is minutes
-    away, and a scheduler that has sent a signal does not wait that long. So a thread of each rank polls the store while
-    the sync is late. A rank with an urgent value posts a request. Every rank that sees it promises not to pass its next
-    step boundary before the boundary of the sync is known, and posts that promise. The sync happens at the furthest
-    promised boundary. No thread waits for training, and no rank is beyond what it promised, so that boundary is ahead
-    of all ranks. While the sync is on time nothing is polled or sent.
+    away, and a scheduler that sent a signal does not wait that long. So a thread polls the store while a sync is late:
+    1. A rank with an urgent value sets ROUND/requested.
+    2. Each rank that sees it posts its next step boundary and waits there.
+    3. The sync happens at the highest posted boundary, which no rank has passed.
     """
 
     def __init__(self, comm: Communicator, is_urgent: Callable[[], bool]) -> None:

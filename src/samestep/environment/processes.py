@@ -96,8 +96,7 @@ class LauncherWatch:
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
         self._rank, self._environ = rank, environ
-        self.launched = False
-        """Whether this rank has a launcher, which kills ranks that do not end."""
+        self.launched = False  # whether this rank has a launcher, which kills ranks that do not end
         self._stopped = threading.Event()
 
     def start(self) -> None:

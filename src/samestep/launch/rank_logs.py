@@ -54,8 +54,7 @@ class RankLogs:
 
     def __init__(self, folder: Path, show: ShowRanks) -> None:
         self.folder = folder
-        self.files: dict[int, RankFiles] = {}
-        """Files of the current attempt by global rank."""
+        self.files: dict[int, RankFiles] = {}  # files of the current attempt by global rank
         self._show, self._shown = show, None
         self._mirror: TerminalMirror | None = None
         self._tails: list[TailLog] = []

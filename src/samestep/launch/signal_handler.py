@@ -45,16 +45,11 @@ class SignalHandler:
 
     def __init__(self, shutdown_timeout: int, grace_period: int) -> None:
         self.shutdown_timeout, self.grace_period = shutdown_timeout, grace_period
-        self.received: signal.Signals | None = None
-        """The first signal that stopped the launcher."""
-        self.warning: signal.Signals | None = None
-        """The last warning that was forwarded."""
-        self.time_limit_reached = False
-        """Whether the time limit ended the ranks, and no signal before it."""
-        self.rank_pids: frozenset[int] = frozenset()
-        """Processes of the running ranks, as far as the agent knows."""
-        self.killed_pids: set[int] = set()
-        """Ranks that were killed because another rank had failed."""
+        self.received: signal.Signals | None = None  # the first signal that stopped the launcher
+        self.warning: signal.Signals | None = None  # the last warning that was forwarded
+        self.time_limit_reached = False  # whether the time limit ended the ranks, and no signal before it
+        self.rank_pids: frozenset[int] = frozenset()  # processes of the running ranks, as far as the agent knows
+        self.killed_pids: set[int] = set()  # ranks that were killed because another rank had failed
         self.on_blocked_main_thread: Callable[[signal.Signals], int] = lambda number: 128 + number
         """Called if a signal arrives while native code blocks the main thread; returns the launcher's exit code."""
         self.exception: Callable[[str, signal.Signals], BaseException] | None = StoppedBySignal

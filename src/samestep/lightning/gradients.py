@@ -40,8 +40,7 @@ class GradientWatch:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._parameters: dict[str, nn.Parameter] = {}
-        self.used: dict[str, nn.Parameter] = {}
-        """Parameters that got a gradient; clear it when a backward pass begins."""
+        self.used: dict[str, nn.Parameter] = {}  # parameters that got a gradient; clear it when a backward pass begins
         self._hooks: list[RemovableHandle] = []
         self.update()
 

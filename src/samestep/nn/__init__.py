@@ -2,9 +2,15 @@
 
 from samestep.nn.distillation import Projection, TopK, distill_loss, match_features, similarity_correlation, top_k
 from samestep.nn.guidance import ConditioningDropout, guided, unmask, unmasking_noise
-from samestep.nn.language_models import embed_tokens, losses_with_prefix, next_token_losses, prefix_shape
 from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fixation_density, saliency_metrics
-from samestep.nn.networks import resnet, transformer
+from samestep.nn.networks import (
+    embed_tokens,
+    losses_with_prefix,
+    next_token_losses,
+    prefix_shape,
+    resnet,
+    transformer,
+)
 
 __all__ = [
     "ConditioningDropout", "Projection", "TopK", "class_counts", "class_scores", "distill_loss", "embed_tokens",

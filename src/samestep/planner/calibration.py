@@ -211,6 +211,7 @@ class _Block(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Attention, then the MLP."""
         query, key, value = self.qkv(self.norm(batch)).chunk(3, -1)
         batch = batch + functional.scaled_dot_product_attention(query, key, value)
         return batch + self.mlp(batch)

@@ -62,8 +62,7 @@ class OpCounter:
 
     def __init__(self, *, record_calls: bool = False) -> None:
         self.flops = 0.0
-        self.calls: dict[OpCall, OpCost] = {}
-        """Cost by call; empty without `record_calls`."""
+        self.calls: dict[OpCall, OpCost] = {}  # cost by call; empty without `record_calls`
         self._record_calls = record_calls
         self._totals: dict[tuple[str, str], OpCost] = {}
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -89,29 +89,23 @@ def time_model(
     finally:
         restore()
     points = tuple(zip(sizes, seconds, strict=True))
-    host = host_seconds(build, device, precision.dtype, loss, channels_last) if _fits(profile, device) else None
+    host = None
     if device.type == "cuda":
+        if 2 * profile.persistent + profile.activations.at(2) < torch.cuda.mem_get_info(device)[0]:
+            host = host_seconds(build, device, precision.dtype, loss, channels_last)
         torch.cuda.empty_cache()  # later code checks the free memory
         torch.cuda.reset_peak_memory_stats(device)  # the measurement must not count as training
     method = f"{profile.method}; operations timed on this device"
     return replace(profile, measured_time=MeasuredTime(cluster.device.name, points, host), method=method)
 
 
-def _fits(profile: ModelProfile, device: torch.device) -> bool:
-    """Whether the model can be run on the GPU with two samples."""
-    if device.type != "cuda":
-        return False
-    return 2 * profile.persistent + profile.activations.at(2) < torch.cuda.mem_get_info(device)[0]
-
-
 def time_calls(counter: OpCounter, cluster: ClusterSpec, device: torch.device, tf32: bool) -> float:
     """Device time of all recorded calls; those that cannot run alone are estimated."""
     measured = replay(counter.calls, device)
-    total = 0.0
-    for call, cost in counter.calls.items():
-        seconds = measured.get(call)
-        total += op_seconds(cluster, as_op(call, cost), tf32) if seconds is None else seconds * cost.count
-    return total
+    return sum(
+        measured[call] * cost.count if call in measured else op_seconds(cluster, as_op(call, cost), tf32)
+        for call, cost in counter.calls.items()
+    )
 
 
 def as_op(call: OpCall, cost: OpCost) -> Op:
@@ -130,12 +124,10 @@ def replay(calls: Iterable[OpCall], device: torch.device) -> dict[OpCall, float]
     """
     found: dict[OpCall, float] = {}
     for call in calls:
-        try:
+        with suppress(*_CALL_ERRORS):
             seconds = _device_seconds(_alternating_runs(call, device), device)
-        except _CALL_ERRORS:
-            continue
-        if seconds is not None:
-            found[call] = seconds
+            if seconds is not None:
+                found[call] = seconds
     return found
 
 
@@ -201,7 +193,6 @@ def _batch_norm_run(args: list[Any], *, backward: bool) -> Run:
     training = next(value for value in args[5:] if isinstance(value, bool))
 
     def normalize(image: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        """As nn.BatchNorm does."""
         return functional.batch_norm(image, mean, variance, weight, bias, training)
 
     return _backward_run(normalize, image, weight, bias) if backward else partial(normalize, image, weight, bias)

@@ -64,14 +64,9 @@ class RunPlan:
         if intervals:
             compared["actual_seconds"] = statistics.median(intervals)
         if device.type == "cuda":
-            memory = self.chosen.memory
-            compared["planned_bytes"] = memory.total - memory.overhead
+            compared["planned_bytes"] = self.chosen.memory.total - self.chosen.memory.overhead
             compared["actual_bytes"] = torch.cuda.max_memory_allocated(device)
         return compared
-
-    def comparison_text(self, device: torch.device, step_starts: list[float]) -> str:
-        """Planned and actual values in one line; empty if nothing was measured."""
-        return format_comparison(self.comparison(device, step_starts))
 
     def summary(self, device: torch.device, step_starts: list[float]) -> dict[str, object]:
         """The plan and the comparison, for summary.json."""
@@ -191,11 +186,7 @@ def _is_allowed(candidate: Candidate, size: int, options: WrapOptions) -> bool:
     layout = candidate.layout
     memory_format = layout.strategy in _UNSHARDED or not options.channels_last
     strategy = options.strategy in (None, layout.strategy) or size == 1
-    offload = (
-        layout.cpu_offload == options.cpu_offload
-        if options.strategy is not None
-        else layout.cpu_offload or not options.cpu_offload
-    )
+    offload = layout.cpu_offload == options.cpu_offload or (options.strategy is None and layout.cpu_offload)
     recompute = layout.activation_checkpointing or not options.activation_checkpointing
     return memory_format and strategy and recompute and (offload or size == 1)
 

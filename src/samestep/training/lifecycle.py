@@ -33,7 +33,7 @@ from samestep.messages import WarnOnce, info_to
 from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.precision import check_precision, detect_support
 from samestep.teacher.teacher import Teacher
-from samestep.training.auto_plan import RunPlan
+from samestep.training.auto_plan import RunPlan, format_comparison
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
@@ -41,13 +41,6 @@ _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call ru
 _FIRST_STEPS = 20  # what fits in the first steps usually keeps fitting, unless samples differ in size
 # How a rank words that a peer ran out of memory, and how the CPU allocator words it.
 _OUT_OF_MEMORY_TEXTS = ("failed: OutOfMemoryError", "DefaultCPUAllocator: can't allocate memory")
-
-
-class RetryWithSmallerMicroBatch(SystemExit):
-    """Ends this rank with the exit code that makes the launcher restart all ranks with half the micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__(OUT_OF_MEMORY)
 
 
 class Lifecycle:
@@ -138,14 +131,16 @@ class Lifecycle:
             retry = self._handle_out_of_memory(error)
             self.fail(error)
             if retry:
-                raise RetryWithSmallerMicroBatch from error
+                raise SystemExit(OUT_OF_MEMORY) from error  # the launcher restarts all ranks with half the micro-batch
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
         try:
             context = self.context
             for plan in self.plans:
-                if plan.traced and (text := plan.comparison_text(context.device, list(self.loop.step_starts))):
+                if plan.traced and (
+                    text := format_comparison(plan.comparison(context.device, list(self.loop.step_starts)))
+                ):
                     context.print(text)
             for callback in context.callbacks:
                 callback.on_run_end(failed=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,15 +37,8 @@ def wrap_model(
             context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
         context.print(made.message)
         options = made.apply(options, model)
-    wrapped = wrap(
-        context.comm,
-        model,
-        context.device,
-        options,
-        context.acceleration.precision,
-        in_step=lambda: context.progress.in_step,
-        report=context.print,
-    )
+    precision, in_step = context.acceleration.precision, partial(getattr, context.progress, "in_step")
+    wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print)
     context.models.append(wrapped)
     seed_per_rank(context.config.seed, context.world.rank)
     return wrapped.model

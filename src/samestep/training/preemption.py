@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Final
 
 from samestep.context import RunContext
+from samestep.data.loader import ignore_signal
 from samestep.distributed.metric_sync import StepCallback
 from samestep.errors import PREEMPTED, STOPPED
 from samestep.launch.signal_handler import DUPLICATE_SIGNAL_SECONDS
@@ -52,7 +53,7 @@ class SignalRecorder:
         self._process = os.getpid()
         for number in _HANDLED:
             before = signal.getsignal(number)
-            if before is _ignore:
+            if before is ignore_signal:
                 before = signal.SIG_DFL  # left by an earlier run of this process that ended early
             if before in (signal.SIG_DFL, signal.SIG_IGN):
                 self._before[number] = before
@@ -67,7 +68,7 @@ class SignalRecorder:
             return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._record:  # otherwise the script has installed its own since
-                signal.signal(number, _ignore if exiting else before)
+                signal.signal(number, ignore_signal if exiting else before)
         self._before = {}
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -148,10 +149,6 @@ class Preemption(StepCallback):
     def _total_save_seconds(self) -> float:
         """All callbacks save before the run ends, one after the other."""
         return sum(callback.save_seconds() for callback in self._context.callbacks)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN, which child processes would inherit."""
 
 
 def _terminate(number: int, handler: Any) -> None:

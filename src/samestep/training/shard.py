@@ -83,7 +83,7 @@ class Shard(TrainingData):
         steps = self._partition.steps
         if self._context.loggers is not None:
             self._context.loggers.console.expect(count * steps, self._epoch * steps + self._step)
-        yield from self._epochs(count, self.steps_left)
+        yield from self._epochs(count, self.steps, self.steps_left)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of an epoch from the current position."""

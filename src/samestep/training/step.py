@@ -1,7 +1,7 @@
 """One optimizer step: this rank's micro-batches of the global batch, and the mean loss over all of it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -12,12 +12,15 @@ from samestep.context import RunContext
 from samestep.data import sample_rng
 from samestep.data.permutation import key64
 from samestep.data.sample_rng import SampleIds, set_micro_batch
+from samestep.distributed.communicator import Communicator
 from samestep.errors import StepError
-from samestep.parallel.wrapped_model import local_tensor
+from samestep.messages import format_list, warn
+from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
-from samestep.training.finite_check import all_finite
 
+Losses = Sequence[tuple[torch.Tensor, list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
+_SHOWN_SAMPLES = 8
 _NO_STEP_MEAN = (
     "a plain mean counts padding rows, and weights ranks and micro-batches of different size equally, so the result "
     "depends on the number of ranks; write step.mean(losses).backward() with one loss per sample (reduction='none')"
@@ -194,15 +197,17 @@ class Step:
         scale = self._context.acceleration.loss_scale
         if scale is not None and scale.dropped:
             return False  # the loss scale has printed it
-        return all_finite(self._context.comm, self.number, self.losses, self._context.models)
+        return _all_finite(self._context.comm, self.number, self.losses, self._context.models)
 
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
-        return sample_rng.uniform(self._micro_batch().keys, shape, self._next_draw())
+        self._draws += 1
+        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
-        return sample_rng.normal(self._micro_batch().keys, shape, self._next_draw())
+        self._draws += 1
+        return sample_rng.normal(self._micro_batch().keys, shape, self._draws)
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
@@ -255,10 +260,6 @@ class Step:
         if value.requires_grad and (len(self) > 1 or factor != 1.0):
             value.register_hook(partial(_check_backward_in_time, self))
         return value if factor == 1.0 else value * factor
-
-    def _next_draw(self) -> int:
-        self._draws += 1
-        return self._draws
 
     def _micro_batch(self) -> MicroBatch:
         if self._current is None:
@@ -367,3 +368,43 @@ def _check_count(count: float, number: int) -> float:
             "mask is computed, or leave such samples out of the dataset"
         )
     return count
+
+
+def _all_finite(comm: Communicator, step: int, losses: Losses, models: Sequence[WrappedModel]) -> bool:
+    """Whether the gradients of a step are finite on all ranks; if not, rank 0 warns with a report."""
+    finite = gradients_finite(comm, "step.finite", models)
+    if not finite:
+        report = _finite_report(comm, step, losses, models)
+        if comm.world.is_main:
+            warn(report)
+    return finite
+
+
+def _finite_report(comm: Communicator, step: int, losses: Losses, models: Sequence[WrappedModel]) -> str:
+    """One report from what each rank has seen; a collective."""
+    mine = (_bad_samples(losses), next((name for model in models if (name := model.first_not_finite())), None))
+    gathered = comm.exchange_objects("reporting a step that is not finite", mine)
+    by_rank = [
+        f"rank {rank}: samples {format_list(samples, _SHOWN_SAMPLES)}"
+        for rank, (samples, _) in enumerate(gathered)
+        if samples
+    ]
+    bad_names = {name for _, name in gathered}
+    names = (name for model in models for name, _ in model.inner.named_parameters())
+    parameter = next((name for name in names if name in bad_names), None)
+    where = (
+        f"the loss is not finite on {'; '.join(by_rank)}"
+        if by_rank
+        else "every loss is finite, so the backward pass produced it"
+    )
+    first = f"; the first parameter with such a gradient is {parameter!r}" if parameter else ""
+    return f"step {step} is not finite: {where}{first}"
+
+
+def _bad_samples(losses: Losses) -> list[int]:
+    bad: set[int] = set()
+    for values, indices in losses:
+        finite = values.reshape(len(indices), -1).isfinite().all(dim=1)
+        if not bool(finite.all()):
+            bad.update(indices[row] for row in torch.nonzero(~finite).reshape(-1).tolist())
+    return sorted(bad)

@@ -22,12 +22,9 @@ class StepLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self.current: Step | None = None
-        """The current or the last step."""
-        self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
-        """When the last steps started, in seconds."""
-        self.shards = 0
-        """How many shards there are."""
+        self.current: Step | None = None  # the current or the last step
+        self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)  # when the last steps started, in seconds
+        self.shards = 0  # how many shards there are
         self._optimizers: list[Optimizer] = []
         self._hooks = _watch_optimizers(self)
 

@@ -62,7 +62,7 @@ class Stream(TrainingData):
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """The passes over the stream from the current position up to `count` in all."""
-        yield from self._epochs(count, None)
+        yield from self._epochs(count, self.steps, None)
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """The steps of one pass from the current position; it ends on all ranks at the same step."""

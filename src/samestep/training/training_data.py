@@ -51,11 +51,9 @@ class TrainingData:
         self._loop, self._context = loop, loop.context
         self._epoch = self._step = 0
 
-    def steps(self, epoch: int) -> Iterator[Step]:
-        """The steps of an epoch from the current position."""
-        raise NotImplementedError
-
-    def _epochs(self, count: int, steps_left: Callable[[], int] | None) -> Iterator[Epoch]:
+    def _epochs(
+        self, count: int, steps: Callable[[int], Iterator[Step]], steps_left: Callable[[], int] | None
+    ) -> Iterator[Epoch]:
         if self._epoch and self._epoch >= count:  # a finished run that is started again must not end without a message
             info(
                 f"epochs({count}): {self._epoch} epochs are already trained, nothing is left to do; "
@@ -63,7 +61,7 @@ class TrainingData:
             )
         while self._epoch < count:
             number = self._context.progress.epoch = self._epoch
-            yield Epoch(number, self.steps, steps_left)
+            yield Epoch(number, steps, steps_left)
             if self._epoch == number:  # the loop over its steps was left early
                 self._begin_epoch(number + 1)
 
