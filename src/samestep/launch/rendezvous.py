@@ -159,8 +159,9 @@ def _choose_backend(options: RendezvousOptions) -> str:
 
 def _check_standalone(options: RendezvousOptions, most: int) -> None:
     if most > 1:
-        nodes = f"--nnodes is {options.nodes}"
-        raise LaunchError(f"--standalone uses this machine only, but {nodes}: leave out one of the two")
+        raise LaunchError(
+            f"--standalone uses this machine only, but --nnodes is {options.nodes}: leave out one of the two"
+        )
     names = ("--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port")
     given = (options.backend, options.endpoint, options.address, options.port)
     if extra := [name for name, value in zip(names, given, strict=True) if value is not None]:
@@ -265,8 +266,9 @@ def check_port(port: int) -> None:
     if isinstance(error, PermissionError):
         raise LaunchError(f"this user may not listen on port {port}: use a port from 1024 up") from error
     if error is not None:
-        remedy = "choose another port, or leave it out to use a free one"
-        raise LaunchError(f"port {port} is in use{_port_owner(port)}: {remedy}") from error
+        raise LaunchError(
+            f"port {port} is in use{_port_owner(port)}: choose another port, or leave it out to use a free one"
+        ) from error
 
 
 def _port_error(port: int) -> OSError | None:
