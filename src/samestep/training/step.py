@@ -194,10 +194,15 @@ class Step:
         """
         if not self.done:
             raise StepError("step.finite() was called inside the loop over the micro-batches: call it after the loop")
-        scale = self._context.acceleration.loss_scale
+        comm, models, scale = self._context.comm, self._context.models, self._context.acceleration.loss_scale
         if scale is not None and scale.dropped:
             return False  # the loss scale has printed it
-        return _all_finite(self._context.comm, self.number, self.losses, self._context.models)
+        finite = gradients_finite(comm, "step.finite", models)
+        if not finite:
+            report = _finite_report(comm, self.number, self.losses, models)
+            if comm.world.is_main:
+                warn(report)
+        return finite
 
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
@@ -368,16 +373,6 @@ def _check_count(count: float, number: int) -> float:
             "mask is computed, or leave such samples out of the dataset"
         )
     return count
-
-
-def _all_finite(comm: Communicator, step: int, losses: Losses, models: Sequence[WrappedModel]) -> bool:
-    """Whether the gradients of a step are finite on all ranks; if not, rank 0 warns with a report."""
-    finite = gradients_finite(comm, "step.finite", models)
-    if not finite:
-        report = _finite_report(comm, step, losses, models)
-        if comm.world.is_main:
-            warn(report)
-    return finite
 
 
 def _finite_report(comm: Communicator, step: int, losses: Losses, models: Sequence[WrappedModel]) -> str:
