@@ -260,6 +260,7 @@ def slow_rank(missed):
             missed.touch()
 
 
+@pytest.mark.slow
 def test_a_rank_that_times_out_is_named_with_its_last_call(ranks, tmp_path):
     first = ranks.errors(2, slow_rank, tmp_path / "missed")[0]
     assert "RankMissing: rank 0 waits in run.barrier at test_collectives.py:" in first
@@ -289,6 +290,7 @@ def slow_once():
         return run.once(lambda: time.sleep(2) or "done")
 
 
+@pytest.mark.slow
 def test_once_may_take_longer_than_a_step(ranks):
     assert ranks(2, slow_once) == ["done", "done"]
 

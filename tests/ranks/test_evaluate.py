@@ -122,6 +122,7 @@ def mean_of_batches():
             run.mean(net(x).mean() for x, _ in test)
 
 
+@pytest.mark.slow
 def test_padding_that_would_count_raises(ranks):
     texts = ranks.errors(4, collect_first)
     for text in texts[2:]:
@@ -133,6 +134,7 @@ def test_padding_that_would_count_raises(ranks):
         assert "RankMissing" in text
 
 
+@pytest.mark.slow
 def test_a_single_value_per_batch_raises_for_padding(ranks):
     for text in ranks.errors(4, mean_of_batches)[2:]:
         assert (

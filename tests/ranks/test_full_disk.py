@@ -74,6 +74,7 @@ def test_a_checkpoint_on_a_full_disk_raises_on_all_ranks_and_the_previous_one_st
     assert find_newest_valid(disk.path / "out")[1].step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_position_is_saved_before_its_ledger_is_on_the_disk(ranks, disk, size):
     errors = ranks.errors(size, train, disk, (5,), (2, 290), True, 300)
@@ -82,6 +83,7 @@ def test_no_position_is_saved_before_its_ledger_is_on_the_disk(ranks, disk, size
     assert find_newest_valid(disk.path / "out")[1].step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_fails_if_a_ledger_is_incomplete(ranks, disk, size):
     errors = ranks.errors(size, train, disk, (5,), (), True, 300)

@@ -105,6 +105,7 @@ def test_a_run_prints_follows_saves_and_evaluates_its_plan(ranks, size):
         assert "strategy: ddp (as planned)" in log
 
 
+@pytest.mark.slow
 def test_less_memory_means_a_smaller_micro_batch_and_the_same_weights(ranks):
     plain = ranks(1, train, None, None)[0][0]
     for size in (1, 2):

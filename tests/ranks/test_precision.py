@@ -133,6 +133,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(ranks, st
         assert {kind for _, _, kinds in result["steps"] for kind in kinds} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_activation_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy):
     for result, again in zip(
@@ -153,6 +154,7 @@ def train_compiled():
         return train(compile=True)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_frozen_parts_trains_the_same_on_several_ranks(ranks):
     plain = ranks(2, train)[0]
     for result in ranks(2, train_compiled):

@@ -82,6 +82,7 @@ def test_a_spawned_worker_reads_the_same(ranks):
     assert by_step(ranks(1, train_with_spawned_worker, Count(22), 5)) == alone
 
 
+@pytest.mark.slow
 def test_a_stream_in_shards_ends_at_the_same_step_on_all_ranks(ranks):
     alone = by_step(ranks(1, train, Parts(23), 6))
     assert by_step(ranks(2, train, Parts(23), 6)) == alone

@@ -91,6 +91,7 @@ def killed_midway(path, cache):
     train_with(path, {"placement": "cached", "cache": cache}, build=Counted, epochs=1)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_killed_run_are_used_by_the_next(ranks, weights, cache):
     ranks.errors(1, killed_midway, weights, cache)
     before = cached_rows(cache)

@@ -200,6 +200,7 @@ def server_dies(path, how):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_a_dead_server_rank_is_reported_to_all_clients(ranks, weights, how):
     first, second, third = ranks.errors(3, server_dies, weights, how)

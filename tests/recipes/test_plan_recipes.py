@@ -30,6 +30,7 @@ def plan(capsys, name, *own):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recipe_can_be_planned_by_name(name, capsys, tmp_path):
     found = plan(capsys, name)
