@@ -253,6 +253,7 @@ def test_only_ranks_that_still_run_count_as_killed_by_the_launcher():
         assert signals.killed_pids == {waiting.pid}
 
 
+@pytest.mark.slow
 def test_ranks_that_save_for_longer_than_the_grace_period_are_killed():
     with SignalHandler(shutdown_timeout=5, grace_period=1) as signals:
         rank = sleeper(ignores_sigterm=True)
@@ -261,6 +262,7 @@ def test_ranks_that_save_for_longer_than_the_grace_period_are_killed():
         assert rank.wait(30) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_kills_the_ranks_unless_it_follows_immediately(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("samestep.launch.signal_handler.DUPLICATE_SIGNAL_SECONDS", 1.0)
     with SignalHandler(shutdown_timeout=60, grace_period=60) as signals:

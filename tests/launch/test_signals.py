@@ -57,6 +57,7 @@ def test_the_earlier_handlers_are_restored():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_launcher_that_native_code_blocks():
     with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True) as launcher:
         try:
@@ -82,6 +83,7 @@ def test_a_signal_that_was_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 def test_an_orphan_in_its_own_session_is_ended_and_reaped():
     with SignalHandler(shutdown_timeout=1, grace_period=1) as signals:

@@ -275,6 +275,7 @@ def failing_rank():
         run.barrier()
 
 
+@pytest.mark.slow
 def test_the_failure_of_a_peer_is_reported_within_seconds(ranks):
     began = time.monotonic()
     first, second = ranks.errors(2, failing_rank)

@@ -235,6 +235,7 @@ def test_a_stream_in_shards_resumes_if_one_rank_has_no_records_left(ranks):
     assert [part[1][8 if rank == 0 else 4 :] for rank, part in enumerate(whole)] == [part[1] for part in rest]
 
 
+@pytest.mark.slow
 def test_a_failed_start_raises_on_the_other_ranks(ranks):
     first, second = ranks.errors(2, fail_in_start)
     assert "RankMissing" in first or "CommunicationError" in first

@@ -144,6 +144,7 @@ def wrap_with(strategy, optimizer, example=EXAMPLE):
         run.wrap(Net(), strategy, example=example, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_invalid_options_raise_on_every_rank(ranks):
     for text in ranks.errors(2, wrap_with, "dpp", "AdamW"):
         assert re.search("WrapError: .*strategy.*'dpp'", text)
