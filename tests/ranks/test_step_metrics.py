@@ -26,7 +26,7 @@ def reduced(micro_batch, where):
         return seen
 
 
-@pytest.mark.parametrize(("size", "micro_batch"), LAYOUTS[:4] + [(3, None)])
+@pytest.mark.parametrize(("size", "micro_batch"), [*LAYOUTS[:4], (3, None)])
 def test_padding_rows_do_not_count_inside_the_loop(ranks, size, micro_batch):
     for seen in ranks(size, reduced, micro_batch, "inside"):
         assert seen == [(sum(range(7)), 6), (7 + 8 + 9, 9)]
@@ -40,12 +40,14 @@ def test_padding_rows_do_not_count_after_the_loop(ranks, size, micro_batch):
 
 def mean_of(select, after=False):
     with Run(global_batch=3) as run:
-        for epoch in run.shard(list(range(3)), micro_batch=1 if after else None).epochs(1):
-            for step in epoch:
-                seen = []
-                for x in step:
-                    seen.append(x if after else select(run, step, x))
-                return run.mean(seen) if after else seen
+        (epoch,) = run.shard(list(range(3)), micro_batch=1 if after else None).epochs(1)
+        seen = []
+        for step in epoch:
+            for x in step:
+                seen.append(x if after else select(run, step, x))
+            if after:
+                run.mean(seen)
+        return seen
 
 
 def selected_by_hand(run, step, x):
