@@ -19,6 +19,8 @@ from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_me
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
+from samestep.messages import warn
+from samestep.parallel.batchnorm import unsynced_batchnorm_names
 
 _MAX_LOSSES = 10_000
 
@@ -131,6 +133,7 @@ class SameStep(Callback):
                 "SameStep is a callback of the Trainer, but the training data does not come from it: pass "
                 "trainer.fit(module, datamodule=same.datamodule(datamodule)), or same.dataloaders(train=..., val=...)"
             )
+        _warn_of_unsynced_batchnorm(trainer, pl_module)
         self._losses.clear()
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
             self._ddp_parameters = {parameter for parameter in pl_module.parameters() if parameter.requires_grad}
@@ -268,6 +271,17 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
 
 def _identity(loader: object) -> object:
     return loader
+
+
+def _warn_of_unsynced_batchnorm(trainer: Trainer, module: LightningModule) -> None:
+    """Warn as `run.wrap` does; Trainer(sync_batchnorm=True) has replaced the layers by now."""
+    names = unsynced_batchnorm_names(module) if trainer.world_size > 1 and trainer.is_global_zero else []
+    if names:
+        warn(
+            f"{len(names)} BatchNorm layer(s), {names[0]!r} first, see only the rows of their own rank, so results "
+            "depend on the number of ranks: pass Trainer(sync_batchnorm=True), which needs GPUs, or use GroupNorm; "
+            "evaluation and checkpoints have the running statistics of rank 0"
+        )
 
 
 def _run_after(module: LightningModule, hook: str, function: Callable[..., None]) -> Callable[[], None]:

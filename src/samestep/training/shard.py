@@ -182,7 +182,7 @@ class Shard(TrainingData):
             real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)
-            yield MicroBatch(data, weights, make_keys, indices.tolist(), full=real == len(indices))
+            yield MicroBatch(data, weights, make_keys, indices.tolist(), real)
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:

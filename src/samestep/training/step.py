@@ -40,9 +40,14 @@ class MicroBatch:
     weights: torch.Tensor  # one weight per row: 1 for a sample, 0 for padding
     make_keys: Callable[[], torch.Tensor]  # computes `keys`; called only if a model draws keyed random numbers
     indices: list[int]  # the dataset index of each row
-    full: bool  # whether no row is padding, so that `step.mean` needs no weights
+    real: int  # how many rows are samples; the rows after them are padding
 
     _row_draws: Counter[int] = field(default_factory=Counter[int], init=False)
+
+    @property
+    def full(self) -> bool:
+        """Whether no row is padding, so that `step.mean` needs no weights."""
+        return self.real == len(self.indices)
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -91,6 +96,7 @@ class Step:
         """The dataset indices of the last micro-batch."""
         self._context, self._micro_batches, self._advance = context, micro_batches, advance
         self._current: MicroBatch | None = None
+        self._rows: list[tuple[int, int]] = []  # of each micro-batch: its rows and how many of them are samples
         self._closed = False
         self._masked_count: torch.Tensor | None = None
         self._means = self._masked_means = self._draws = 0
@@ -149,6 +155,7 @@ class Step:
         finally:
             self._current = None
             set_micro_batch(None)
+            self._context.padding.set_step_rows(self._rows, in_batch=False)
             if not self.done:
                 self._abandon()
         self._finish()
@@ -233,7 +240,9 @@ class Step:
 
     def _start_micro_batch(self, last: bool) -> None:
         """Reduce gradients over the ranks in the last micro-batch only."""
-        models = self._context.models
+        models, micro_batch = self._context.models, self._micro_batch()
+        self._rows.append((len(micro_batch.indices), micro_batch.real))
+        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
         for model in models:
             model.set_gradient_sync(last)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
@@ -375,8 +384,7 @@ def _losses_problem(losses: object, rows: int) -> str | None:
 def _sample_ids(micro_batch: MicroBatch, position: StepPosition) -> SampleIds | None:
     if position.shard is None:
         return None
-    real = len(micro_batch.indices) if micro_batch.full else int(micro_batch.weights.sum())
-    return SampleIds(position.shard, position.epoch, micro_batch.indices, real)
+    return SampleIds(position.shard, position.epoch, micro_batch.indices, micro_batch.real)
 
 
 def _check_count(count: float, number: int) -> float:

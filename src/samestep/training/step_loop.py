@@ -45,6 +45,7 @@ class StepLoop:
             yield step
         finally:
             progress.in_step = False
+            self.context.padding.set_step_rows([], in_batch=False)
         step.close()
         self._end(step)
 

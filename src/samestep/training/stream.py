@@ -182,7 +182,7 @@ class Stream(TrainingData):
             data = move_to_device(self._collate_fn(chosen + missing * self._padding), device)
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
-            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), full=not missing)
+            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__
