@@ -143,6 +143,8 @@ class Step:
                 self._start_micro_batch(last=index == len(self) - 1)
                 set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
                 yield micro_batch.data
+            for model in self._context.models:
+                model.check_accumulated(self, self.number)
             self._finish_masked_mean()
             self.done = True
         finally:
@@ -238,6 +240,8 @@ class Step:
         self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
         for model in models:
             model.set_gradient_sync(last)
+            if len(self) > 1:
+                model.watch_accumulation(self, self.number)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
             self._context.acceleration.open_forward()
 
