@@ -18,6 +18,7 @@ from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_ho
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
+from samestep.lightning.predictions import gather_predictions
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 from samestep.messages import warn
 from samestep.parallel.batchnorm import unsynced_batchnorm_names
@@ -79,10 +80,11 @@ class SameStep(Callback):
         train: "DataLoader[Any] | None" = None,
         val: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
         test: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
+        predict: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
     ) -> LightningDataModule:
         """Return the data of these DataLoaders, partitioned exactly; pass it to the Trainer as `datamodule=`."""
-        given = {"train_dataloader": train, "val_dataloader": val, "test_dataloader": test}
-        hooks = {name: partial(_identity, loader) for name, loader in given.items() if loader is not None}
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        hooks = {f"{name}_dataloader": partial(_identity, each) for name, each in given.items() if each is not None}
         return ExactDataModule(hooks, None, self._loaders, self)
 
     @property
@@ -117,6 +119,8 @@ class SameStep(Callback):
             self._loaders.check_module(trainer, pl_module)
         for hook in ("on_validation_batch_end", "on_test_batch_end"):
             self._restore_hooks.append(_run_after(pl_module, hook, partial(_after_evaluation_batch, trainer)))
+        gathering = partial(gather_predictions, trainer)  # after the callbacks, which write those of their rank
+        self._restore_hooks.append(_run_after(pl_module, "on_predict_epoch_end", gathering))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must be the same in a resumed run; the position is in the state of the loader."""
@@ -195,6 +199,10 @@ class SameStep(Callback):
         reduce_epoch_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the process exit cleanly if the script ends here."""
+        wait_for_gloo(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the process exit cleanly if the script ends here."""
         wait_for_gloo(trainer)
 

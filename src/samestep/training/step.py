@@ -17,8 +17,13 @@ from samestep.errors import StepError
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
+from samestep.training.mistakes import unpacking_problem
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
+_PER_TOKEN = (
+    "compute it from its logits: step.mean(cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], "
+    "reduction='none'), mask=labels[:, 1:] != -100)"
+)
 _HALF = (torch.float16, torch.bfloat16)
 _SHOWN_SAMPLES = 8
 _NO_STEP_MEAN = (
@@ -136,6 +141,8 @@ class Step:
                 f"step {self.number} is over and its micro-batches were skipped: read them inside the loop over the "
                 "epoch, before the next step starts (list(epoch) runs to the end)"
             )
+        if not self._context.progress.steps_of_process and (problem := unpacking_problem(f"step {self.number}")):
+            raise StepError(problem)
         self._start()
         try:
             for index, micro_batch in enumerate(self._micro_batches):
@@ -354,9 +361,15 @@ def _check_backward_in_time(step: Step, _: torch.Tensor) -> None:
 
 def _check_losses(losses: torch.Tensor, mask: torch.Tensor | None, rows: int) -> None:
     if (problem := _losses_problem(losses, rows)) is not None:
+        if hasattr(losses, "logits"):
+            remedy = f"its loss is a mean over the tokens of this rank, so {_PER_TOKEN}"
+        else:
+            remedy = "use reduction='none' (and a mask for tokens that do not count)"
+        if problem == "a scalar":
+            remedy += f"; the loss that a transformers model computes from labels= is a scalar too, so {_PER_TOKEN}"
         raise StepError(
             f"step.mean and step.sum need one loss for each of the {rows} rows of this micro-batch, got {problem}: "
-            "use reduction='none' (and a mask for tokens that do not count)"
+            f"{remedy}"
         )
     if mask is not None and mask.shape != losses.shape:
         raise StepError(f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must match")
