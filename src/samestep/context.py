@@ -18,7 +18,7 @@ from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import MetricSync, StepCallback
 from samestep.distributed.once import Per, once
 from samestep.environment.world import World
-from samestep.errors import CommunicationError
+from samestep.errors import ConfigError
 from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
 from samestep.parallel.acceleration import Acceleration
@@ -57,7 +57,7 @@ class RunConfig:
         ):
             value: float = getattr(self, name)
             if not isinstance(value, kind) or not least <= value or (most is not None and value > most):
-                raise CommunicationError(f"{name}={value!r} {should}")
+                raise ConfigError(f"{name}={value!r} {should}")
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from samestep.distributed.communicator import Communicator
-from samestep.errors import CommunicationError, StepError, WrapError
+from samestep.errors import CommunicationError, ConfigError, StepError, WrapError
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
 from samestep.torch_private import multiply_all
 
@@ -57,7 +57,7 @@ def check_precision(requested: str) -> Precision:
     """The precision, if it is a known one."""
     if requested not in _PRECISIONS:
         known = ", ".join(map(repr, _PRECISIONS))
-        raise CommunicationError(f"precision={requested!r} is not valid: use one of {known}")
+        raise ConfigError(f"precision={requested!r} is not valid: use one of {known}")
     return requested
 
 
@@ -87,11 +87,9 @@ def _choose_name(ranks: Sequence[PrecisionSupport]) -> tuple[str, str]:
     requested = ranks[0].requested
     without_bf16 = ", ".join(str(rank) for rank, each in enumerate(ranks) if each.device == "cuda" and not each.bf16)
     if requested in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
-        raise CommunicationError(
-            f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it"
-        )
+        raise ConfigError(f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it")
     if requested == "bf16" and without_bf16:
-        raise CommunicationError(
+        raise ConfigError(
             "precision='bf16' needs compute capability 8.0 or higher, which the GPUs of rank(s) "
             f"{without_bf16} do not have: use precision='fp16' or 'fp32', or omit it"
         )
@@ -112,7 +110,7 @@ def set_fp32_products(precision: ComputePrecision) -> Callable[[], None]:
     try:
         before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError as error:
-        raise CommunicationError(
+        raise ConfigError(
             "the script sets torch.backends.*.fp32_precision, which torch does not combine with the setting that Run "
             "makes: remove it, and use Run(precision='fp32') for full fp32 or 'auto' for TF32"
         ) from error

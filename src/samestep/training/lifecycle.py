@@ -34,6 +34,7 @@ from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.precision import check_precision, detect_support
 from samestep.teacher.teacher import Teacher
 from samestep.training.auto_plan import RunPlan, format_comparison
+from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
@@ -128,6 +129,8 @@ class Lifecycle:
             self.end()
         else:
             self._add_peers_note(error)
+            if self._loop is not None:
+                add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
             self.fail(error)
             if retry:

@@ -13,6 +13,7 @@ from samestep.errors import DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.training.auto_plan import RunPlan, plan_run
+from samestep.training.mistakes import check_not_wrapped
 
 
 def wrap_model(
@@ -26,6 +27,7 @@ def wrap_model(
         )
     if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
         raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
+    check_not_wrapped(model)
     context.acceleration.report()
     check_options(options, model)
     if example is not None:

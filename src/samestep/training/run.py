@@ -21,6 +21,7 @@ from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
 from samestep.training.lifecycle import Lifecycle
+from samestep.training.mistakes import DATA_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
 from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
@@ -37,6 +38,7 @@ class Run(Collectives):
     1 rank(s)
     """
 
+    @explain_keywords("Run(...)", RUN_HINTS)
     def __init__(
         self,
         *,
@@ -101,6 +103,7 @@ class Run(Collectives):
     ) -> None:
         self._lifecycle.leave(error)
 
+    @explain_keywords("run.wrap(...)", WRAP_HINTS)
     def wrap(
         self,
         model: nn.Module,
@@ -126,6 +129,7 @@ class Run(Collectives):
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
         return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
 
+    @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(
         self,
         dataset: MapDataset,
@@ -153,6 +157,7 @@ class Run(Collectives):
             name=name,
         )
 
+    @explain_keywords("run.stream(...)", DATA_HINTS)
     def stream(
         self,
         dataset: Iterable[object],

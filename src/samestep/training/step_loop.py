@@ -3,8 +3,10 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +30,7 @@ class StepLoop:
         self.shards = 0  # how many shards there are
         self._optimizers: list[Optimizer] = []
         self._warned_of_epoch = False
+        self._evaluations = 0  # how many loops over batches for evaluation are running
         self._hooks = _watch_optimizers(self)
 
     @property
@@ -62,8 +65,18 @@ class StepLoop:
         finally:
             progress.in_step = False
             pending.end_step()
+            self.context.padding.set_step_rows([], in_batch=False)
         step.close()
         self._end(step)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """While the user loops over a shard or stream for evaluation."""
+        self._evaluations += 1
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
 
     def detach(self) -> None:
         """Stop watching optimizers."""
@@ -73,9 +86,15 @@ class StepLoop:
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Called before any optimizer steps: inside a training step its parameters must be those of wrapped models."""
         context, step = self.context, self.current
-        if not context.progress.in_step or step is None:
-            return
         kind = type(optimizer).__name__
+        if not context.progress.in_step or step is None:
+            if self._evaluations and any(model.owns(p) for model in context.models for p in _parameters(optimizer)):
+                raise StepError(
+                    f"{kind}.step() was called in a loop over a shard or stream, which is for evaluation: it has no "
+                    "epochs, no shuffling and no global batch; train with `for epoch in train.epochs(n): for step in "
+                    "epoch: for inputs, labels in step:`"
+                )
+            return
         if step.abandoned:
             raise StepError(
                 f"step {step.number} was left before its last micro-batch, and then {kind}.step() was called: its "
@@ -129,6 +148,10 @@ class StepLoop:
             context.metrics.write(averages, with_throughput=True)
         for callback in context.callbacks:
             callback.on_step_end(context.progress.steps)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
