@@ -149,7 +149,7 @@ class RunContext:
 
     def flush_metrics(self, operation: str) -> None:
         """Average and write what was logged, now; a collective."""
-        self.metrics.flush(operation, self.progress.steps)
+        self.metrics.flush(operation)
 
     def reseed(self, step: int) -> None:
         """Seed this rank's generators from (seed, step, rank), for a restore on another world size."""

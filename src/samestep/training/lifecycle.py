@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +180,8 @@ class Lifecycle:
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
+                if self.comm.alone:  # no other rank has a part in what was logged last
+                    closing.callback(self._write_pending_metrics)
                 closing.callback(self._release, failed=True)
 
     def move_folder(self, folder: Path) -> None:
@@ -244,6 +246,10 @@ class Lifecycle:
             for callback in context.callbacks if failed else ():
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
+
+    def _write_pending_metrics(self) -> None:
+        with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
+            self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""

@@ -236,11 +236,14 @@ class Run(Collectives):
         return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
-        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`."""
-        context = self._lifecycle.context
-        number = self._lifecycle.loop.step_number if step is None else step
+        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
+
+        The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
+        the same as no `step`.
+        """
+        context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
         for name, value in values.items():
-            context.metrics.pending.add(number, name, value)
+            context.metrics.pending.add(row, name, value)
         if now:
             context.flush_metrics("run.log(now=True)")
 

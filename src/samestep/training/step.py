@@ -14,6 +14,7 @@ from samestep.data.permutation import key64
 from samestep.data.sample_rng import SampleIds, set_micro_batch
 from samestep.distributed.communicator import Communicator
 from samestep.errors import StepError
+from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
@@ -88,6 +89,7 @@ class Step:
         advance: Callable[[bool], None],
     ) -> None:
         self.position = position
+        self.log_row = LogRow(1, position.number, position.epoch)  # of its metrics; set when the step begins
         self.done = self.abandoned = False
         """Whether all micro-batches were read, or the loop over them was left early."""
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
@@ -150,6 +152,8 @@ class Step:
                 self._start_micro_batch(last=index == len(self) - 1)
                 set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
                 yield micro_batch.data
+            for model in self._context.models:
+                model.check_accumulated(self, self.number)
             self._finish_masked_mean()
             self.done = True
         finally:
@@ -245,6 +249,8 @@ class Step:
         self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
         for model in models:
             model.set_gradient_sync(last)
+            if len(self) > 1:
+                model.watch_accumulation(self, self.number)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
             self._context.acceleration.open_forward()
 
@@ -265,9 +271,8 @@ class Step:
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
         if (loss := self.loss) is not None:
-            context.metrics.pending.values[self.number, "train/loss"] = (
-                loss  # skips the checks of PendingMetrics.add, which cost time in every step
-            )
+            # without the checks of PendingMetrics.add, which cost time in every step
+            context.metrics.pending.values[self.log_row, "train/loss"] = loss
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
