@@ -13,6 +13,7 @@ from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num
 from samestep.data.partition import MicroBatchRows, Partition
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
+from samestep.training.mistakes import check_data
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
 from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
@@ -39,6 +40,7 @@ class Stream(TrainingData):
     ) -> None:
         super().__init__(loop)
         self._dataset = dataset
+        check_data(dataset, "run.stream")
         check_stream(dataset)
         check_num_workers(num_workers)
         context = self._context
@@ -79,7 +81,7 @@ class Stream(TrainingData):
             raise DataError(self._empty_message())
         self._begin_epoch(epoch + 1)
 
-    def __iter__(self) -> Iterator[Any]:
+    def _evaluation_batches(self) -> Iterator[Any]:
         """All records once, in batches of this rank; not for sharded models, which need the same number per rank."""
         if self._context.lockstep:
             raise DataError(
@@ -181,13 +183,13 @@ class Stream(TrainingData):
             data = self._make_batch(chosen + missing * self._padding, epoch, int(row_positions[0]))
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
-            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), full=not missing)
+            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
 
     def _make_batch(self, samples: list[object], epoch: int, first: int) -> object:
         batch = self._collate(samples, epoch, first)
         if warning := self._collate.warning:
             self._context.warn_once(warning)
-        return move_to_device(batch, self._context.device)
+        return move_to_device(batch, self._context.device, self._context.convert_to)
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__

@@ -1,7 +1,9 @@
 """The base of shards and streams: epochs, position, keys of samples, micro-batch size, data workers and the ledger."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,9 @@ from samestep.data.sample_rng import sample_keys
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
 from samestep.errors import DataError
+from samestep.loggers.loggers import EpochNumber
 from samestep.messages import info
+from samestep.training.mistakes import unpacking_problem
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 
@@ -23,7 +27,7 @@ class Epoch:
 
     def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], left: Callable[[], int] | None) -> None:
         self._steps, self._left, self._started = steps, left, False
-        self.number = number
+        self.number = EpochNumber(number)
         """The number of this epoch, from 0."""
 
     def __len__(self) -> int:
@@ -40,20 +44,38 @@ class Epoch:
                 f"epoch {self.number} was iterated twice, so its samples would count twice: call epochs() with a "
                 "larger number"
             )
+        if problem := unpacking_problem(f"epoch {self.number}"):
+            raise DataError(problem)
         self._started = True
         return self._steps(self.number)
 
 
-class TrainingData:
+class TrainingData(ABC):
     """The base of Shard and Stream: the position in the epochs, and the keys of samples."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._loop, self._context = loop, loop.context
         self._epoch = self._step = 0
+        self._epochs_of_process = 0  # completed epochs since this process built or restored it
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over all samples, in batches of this rank, for evaluation."""
+        with self._loop.evaluation():
+            yield from self._evaluation_batches()
+
+    @abstractmethod
+    def _evaluation_batches(self) -> Iterator[Any]:
+        """The batches of one pass for evaluation."""
 
     def _epochs(
         self, count: int, steps: Callable[[int], Iterator[Step]], steps_left: Callable[[], int] | None
     ) -> Iterator[Epoch]:
+        if self._epochs_of_process and self._epoch >= count:
+            raise DataError(
+                f"epochs({count}) has nothing left to train, since {self._epoch} epoch(s) are trained: the number "
+                "counts all epochs of the run, also after a restart, not those of one call; write one loop, `for epoch "
+                f"in train.epochs(10):`, or epochs({self._epoch + 1}) here for one more"
+            )
         if self._epoch and self._epoch >= count:  # a finished run that is started again must not end without a message
             info(
                 f"epochs({count}): {self._epoch} epochs are already trained, nothing is left to do; "
@@ -64,12 +86,13 @@ class TrainingData:
             yield Epoch(number, steps, steps_left)
             if self._epoch == number:  # the loop over its steps was left early
                 self._begin_epoch(number + 1)
+            self._epochs_of_process += 1
 
     def _begin_epoch(self, number: int) -> None:
         self._epoch, self._step = number, 0
 
     def _set_position(self, epoch: int, step: int) -> None:
-        self._epoch, self._step = epoch, step
+        self._epoch, self._step, self._epochs_of_process = epoch, step, 0
         # before the first step of an epoch an evaluation belongs to the previous one
         self._context.progress.epoch = epoch if step else max(0, epoch - 1)
 
