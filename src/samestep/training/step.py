@@ -225,12 +225,12 @@ class Step:
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
         self._draws += 1
-        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
         self._draws += 1
-        return sample_rng.normal(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.normal(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""

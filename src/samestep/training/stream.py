@@ -91,7 +91,8 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                yield move_to_device(self._collate_fn(part.samples[start : start + rows]), self._context.device)
+                batch = self._collate_fn(part.samples[start : start + rows])
+                yield move_to_device(batch, self._context.device, self._context.convert_to)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -179,7 +180,8 @@ class Stream(TrainingData):
             if min_rows:  # BatchNorm should see no padding if it can do without
                 missing = min(missing, max(0, min_rows - len(chosen)))
             row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
-            data = move_to_device(self._collate_fn(chosen + missing * self._padding), device)
+            batch = self._collate_fn(chosen + missing * self._padding)
+            data = move_to_device(batch, device, self._context.convert_to)
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
             yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
