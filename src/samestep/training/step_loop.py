@@ -45,7 +45,7 @@ class StepLoop:
             yield step
         finally:
             progress.in_step = False
-            self.context.padding.set_step_rows([], in_batch=False)
+            self.context.padding.set_step_rows([], in_batch=False, micro_batches=0)
         step.close()
         self._end(step)
 
