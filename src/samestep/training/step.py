@@ -14,6 +14,7 @@ from samestep.data.permutation import key64
 from samestep.data.sample_rng import SampleIds, set_micro_batch
 from samestep.distributed.communicator import Communicator
 from samestep.errors import StepError
+from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
@@ -90,6 +91,7 @@ class Step:
         advance: Callable[[bool], None],
     ) -> None:
         self.position = position
+        self.log_row = LogRow(1, position.number, position.epoch)  # of its metrics; set when the step begins
         self.done = self.abandoned = False
         """Whether all micro-batches were read, or the loop over them was left early."""
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
@@ -236,12 +238,12 @@ class Step:
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
         self._draws += 1
-        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
         self._draws += 1
-        return sample_rng.normal(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.normal(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
@@ -282,9 +284,8 @@ class Step:
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
         if (loss := self.loss) is not None:
-            context.metrics.pending.values[self.number, "train/loss"] = (
-                loss  # skips the checks of PendingMetrics.add, which cost time in every step
-            )
+            # without the checks of PendingMetrics.add, which cost time in every step
+            context.metrics.pending.values[self.log_row, "train/loss"] = loss
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
