@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
+from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
@@ -51,7 +51,7 @@ class Stream(TrainingData):
                 "remove num_shards from the dataset, or pass ledger=False"
             )
         self._decode, self._drop_last = decode, drop_last
-        self._collate_fn, self._num_workers = collate_fn or default_collate, num_workers
+        self._collate, self._num_workers = KeyedCollate(collate_fn, config.seed, context.world.rank), num_workers
         self._micro_batch = choose_micro_batch(context, micro_batch)
         description = ShardDescription(
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
@@ -91,8 +91,8 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                batch = self._collate_fn(part.samples[start : start + rows])
-                yield move_to_device(batch, self._context.device, self._context.convert_to)
+                samples = part.samples[start : start + rows]
+                yield self._make_batch(samples, 0, part.positions[start])
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -180,11 +180,16 @@ class Stream(TrainingData):
             if min_rows:  # BatchNorm should see no padding if it can do without
                 missing = min(missing, max(0, min_rows - len(chosen)))
             row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
-            batch = self._collate_fn(chosen + missing * self._padding)
-            data = move_to_device(batch, device, self._context.convert_to)
+            data = self._make_batch(chosen + missing * self._padding, epoch, int(row_positions[0]))
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
             yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
+
+    def _make_batch(self, samples: list[object], epoch: int, first: int) -> object:
+        batch = self._collate(samples, epoch, first)
+        if warning := self._collate.warning:
+            self._context.warn_once(warning)
+        return move_to_device(batch, self._context.device, self._context.convert_to)
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__
