@@ -118,6 +118,11 @@ class RunContext:
         """The fewest rows that a micro-batch may have: 0 unless a model has BatchNorm, which must not see padding."""
         return max((min_rows(model.batchnorms) for model in self.models), default=0)
 
+    @property
+    def convert_to(self) -> torch.dtype | None:
+        """The dtype of floating-point batches; None: the one they have."""
+        return self.acceleration.precision.convert_to
+
     def find_wrapped(self, module: nn.Module) -> WrappedModel | None:
         """The wrapped model that `module` belongs to; None for one that was not wrapped, such as a moving average."""
         return next((known for known in self.models if module in (known.model, known.core, known.inner)), None)
@@ -144,7 +149,7 @@ class RunContext:
 
     def flush_metrics(self, operation: str) -> None:
         """Average and write what was logged, now; a collective."""
-        self.metrics.flush(operation, self.progress.steps)
+        self.metrics.flush(operation)
 
     def reseed(self, step: int) -> None:
         """Seed this rank's generators from (seed, step, rank), for a restore on another world size."""

@@ -322,3 +322,36 @@ def test_an_unknown_keyword_is_answered_with_the_right_one(call, message):
 def test_an_unknown_precision_is_an_error_of_the_configuration():
     with pytest.raises(ConfigError, match=r"precision='half' is not valid: use one of 'auto', 'fp32', 'bf16', 'fp16'"):
         Run(global_batch=4, precision="half")
+
+
+def join_a_group_by_hand():
+    """As after mp.spawn: rank and size are arguments, and the environment variables do not say them."""
+    import os
+
+    rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    with Run(global_batch=4):
+        pass
+
+
+def test_a_process_group_of_more_ranks_than_the_environment_says_raises(ranks):
+    for rank, error in enumerate(ranks.errors(2, join_a_group_by_hand)):
+        assert (
+            f"WorldError: the script created a process group in which this process is rank {rank} of 2, and the "
+            "environment variables say rank 0 of 1: remove dist.init_process_group and mp.spawn, and start the ranks "
+            "with `samestep run --nproc-per-node 2 train.py`"
+        ) in error
+
+
+def create_a_group_for_gpus_only():
+    dist.init_process_group("cuda:gloo")  # as "nccl", which needs a GPU
+    with Run(global_batch=4):
+        pass
+
+
+def test_a_process_group_without_a_backend_for_the_cpu_raises(ranks):
+    for error in ranks.errors(2, create_a_group_for_gpus_only):
+        assert "WorldError: the script created a process group without a backend for CPU tensors (cuda:gloo)" in error
+        assert "remove dist.init_process_group, since Run creates the group, or create it with 'cpu:gloo,cud" in error

@@ -57,6 +57,8 @@ def support(requested, *ranks):
         (support("fp16", H200), "fp16", True, "as requested"),
         (support("fp16", V100), "fp16", False, "as requested"),
         (support("bf16", CPU), "bf16", False, "as requested"),
+        (support("fp64", H200), "fp64", False, "as requested"),
+        ([dataclasses.replace(CPU, requested="fp64", variable="X")], "fp64", False, "by X"),
     ],
 )
 def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason):
@@ -72,6 +74,7 @@ def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason
             support("bf16", H200, V100),
             r"which the GPUs of rank\(s\) 1 do not have: use precision='fp16' or 'fp32'",
         ),
+        (support("fp64", MPS), "precision='fp64' is not supported on Apple GPUs: use precision='fp32', or omit it"),
         (support("fp16", MPS), "precision='fp16' is not supported on Apple GPUs: use precision='fp32', or omit it"),
     ],
 )

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,12 +17,15 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
+    PRECISION,
     deadline,
     read_environ,
     read_world,
     refuse_if_only_imported,
+    requested_precision,
     run_folder,
     run_folder_is_explicit,
 )
@@ -51,6 +55,9 @@ class Lifecycle:
         config.check()
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
+        self._precision_variable = PRECISION if requested_precision() else ""
+        if self._precision_variable:
+            config = replace(config, precision=check_precision(requested_precision(), PRECISION))
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
         cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
@@ -118,7 +125,9 @@ class Lifecycle:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
-        acceleration = Acceleration(self.comm, detect_support(device, config.precision, config.compile), self.print)
+        self._log_capture.enter_context(show_once(self.comm, self.print))
+        support = detect_support(device, config.precision, config.compile, self._precision_variable)
+        acceleration = Acceleration(self.comm, support, self.print)
         return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)
 
     def leave(self, error: BaseException | None) -> None:
@@ -173,6 +182,8 @@ class Lifecycle:
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
+                if self.comm.alone:  # no other rank has a part in what was logged last
+                    closing.callback(self._write_pending_metrics)
                 closing.callback(self._release, failed=True)
 
     def move_folder(self, folder: Path) -> None:
@@ -237,6 +248,10 @@ class Lifecycle:
             for callback in context.callbacks if failed else ():
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
+
+    def _write_pending_metrics(self) -> None:
+        with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
+            self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""

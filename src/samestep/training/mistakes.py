@@ -177,7 +177,9 @@ _AUTOMATIC = "remove it, samestep chooses it"
 RUN_HINTS = {
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), _GLOBAL_BATCH),
     **dict.fromkeys(("lr", "learning_rate"), _LEARNING_RATE),
-    **dict.fromkeys(("dtype", "amp", "mixed_precision", "fp16", "bf16"), "use precision='fp32', 'bf16' or 'fp16'"),
+    **dict.fromkeys(
+        ("dtype", "amp", "mixed_precision", "fp16", "bf16"), "use precision='fp32', 'bf16', 'fp16' or 'fp64'"
+    ),
     **dict.fromkeys(("workers", "num_workers"), "pass run.shard(dataset, num_workers=...)"),
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "write `for epoch in train.epochs(10):`"),
     **dict.fromkeys(

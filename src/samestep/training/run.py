@@ -64,7 +64,8 @@ class Run(Collectives):
             start_timeout: Seconds to wait for other ranks until the first step is complete.
             step_timeout: Seconds to wait for other ranks from then on.
             replica_check_every: Steps between two comparisons of the replicas; 0 turns them off.
-            precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it.
+            precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it. "fp64" converts weights,
+                batches and torch's default dtype to float64, to compare runs. `samestep run --precision` replaces it.
             compile: Whether to compile wrapped models with `torch.compile`.
             ledger: Whether to record every trained sample, for `samestep audit`.
 
@@ -219,7 +220,7 @@ class Run(Collectives):
         """
         context = self._lifecycle.context  # raises if the run is not started
         check_placement_options(placement_options)
-        options = TeacherOptions(dtype, top_k, temperature, example, **placement_options)
+        options = TeacherOptions(dtype or context.convert_to, top_k, temperature, example, **placement_options)
         teacher = open_teacher(context, build, weights, placement, options)
         context.on_close.append(teacher.close)  # also after a failure: other ranks may wait for what this one serves
         self._lifecycle.teachers.append(teacher)
@@ -235,11 +236,14 @@ class Run(Collectives):
         return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
-        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`."""
-        context = self._lifecycle.context
-        number = self._lifecycle.loop.step_number if step is None else step
+        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
+
+        The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
+        the same as no `step`.
+        """
+        context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
         for name, value in values.items():
-            context.metrics.pending.add(number, name, value)
+            context.metrics.pending.add(row, name, value)
         if now:
             context.flush_metrics("run.log(now=True)")
 

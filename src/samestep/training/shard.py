@@ -97,7 +97,8 @@ class Shard(TrainingData):
             start, stop = partition.positions(index)
             count = partition.shape(index)[0]
             number = epoch * partition.steps + index
-            position = StepPosition(number, index, epoch, stop - start, count, self._name)
+            first_row = partition.slice(index)[0] - start
+            position = StepPosition(number, index, epoch, stop - start, count, first_row, self._name)
             advance = partial(self._advance, epoch, index)
             yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
         self._begin_epoch(epoch + 1)
@@ -203,9 +204,9 @@ class Shard(TrainingData):
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
         if purpose not in self._loaders:
-            rank, device = self._partition.rank, self._context.device
+            rank, device, dtype = self._partition.rank, self._context.device, self._context.convert_to
             self._loaders[purpose] = Loader(
-                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device
+                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device, dtype
             )
         return self._loaders[purpose]
 

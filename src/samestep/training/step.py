@@ -14,9 +14,11 @@ from samestep.data.permutation import key64
 from samestep.data.sample_rng import SampleIds, set_micro_batch
 from samestep.distributed.communicator import Communicator
 from samestep.errors import StepError
+from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
+from samestep.training.coupled_rows import coupling_warning
 from samestep.training.mistakes import unpacking_problem
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
@@ -74,6 +76,7 @@ class StepPosition:
     epoch: int
     samples: int  # samples of the step, over all ranks
     micro_batches: int  # micro-batches that every rank runs
+    first_row: int  # samples of the step on lower ranks: the position of this rank's first row in the global batch
     shard: str | None = None  # the name of its shard; None for a stream, whose samples have no stable index
 
 
@@ -88,6 +91,7 @@ class Step:
         advance: Callable[[bool], None],
     ) -> None:
         self.position = position
+        self.log_row = LogRow(1, position.number, position.epoch)  # of its metrics; set when the step begins
         self.done = self.abandoned = False
         """Whether all micro-batches were read, or the loop over them was left early."""
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
@@ -117,6 +121,17 @@ class Step:
     def weights(self) -> torch.Tensor:
         """One weight for each row of the current micro-batch: 1 for a sample, 0 for padding."""
         return self._micro_batch().weights
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The position of each row of the current micro-batch in the global batch, and so in `run.gather(...)`.
+
+        A padding row, which has weight 0, has the position of some sample.
+        """
+        micro_batch, first = self._micro_batch(), self.position.first_row
+        self._context.padding.check_one_micro_batch()
+        count = len(micro_batch.indices)
+        return torch.arange(first, first + count, device=micro_batch.weights.device).clamp(max=self.samples - 1)
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -150,12 +165,14 @@ class Step:
                 self._start_micro_batch(last=index == len(self) - 1)
                 set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
                 yield micro_batch.data
+            for model in self._context.models:
+                model.check_accumulated(self, self.number)
             self._finish_masked_mean()
             self.done = True
         finally:
             self._current = None
             set_micro_batch(None)
-            self._context.padding.set_step_rows(self._rows, in_batch=False)
+            self._context.padding.set_step_rows(self._rows, in_batch=False, micro_batches=len(self))
             if not self.done:
                 self._abandon()
         self._finish()
@@ -177,7 +194,7 @@ class Step:
         With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
         scaled when the loop over the micro-batches ends, and `step.loss` holds the true value.
         """
-        _check_losses(losses, mask, rows=self._micro_batch().weights.shape[0])
+        self._check(losses, mask)
         self._means += 1
         if mask is None:
             value = self._plain_mean(losses)
@@ -194,7 +211,7 @@ class Step:
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """A scalar whose gradient, averaged over ranks and summed over micro-batches, is that of the global sum."""
-        _check_losses(losses, mask, rows=self._micro_batch().weights.shape[0])
+        self._check(losses, mask)
         self._means += 1
         weighted, _ = self._weigh(losses, mask)
         value = weighted.sum() * self._context.world.size
@@ -221,12 +238,12 @@ class Step:
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
         self._draws += 1
-        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
         self._draws += 1
-        return sample_rng.normal(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.normal(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
@@ -242,9 +259,11 @@ class Step:
         """Reduce gradients over the ranks in the last micro-batch only."""
         models, micro_batch = self._context.models, self._micro_batch()
         self._rows.append((len(micro_batch.indices), micro_batch.real))
-        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
+        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
             model.set_gradient_sync(last)
+            if len(self) > 1:
+                model.watch_accumulation(self, self.number)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
             self._context.acceleration.open_forward()
 
@@ -265,9 +284,8 @@ class Step:
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
         if (loss := self.loss) is not None:
-            context.metrics.pending.values[self.number, "train/loss"] = (
-                loss  # skips the checks of PendingMetrics.add, which cost time in every step
-            )
+            # without the checks of PendingMetrics.add, which cost time in every step
+            context.metrics.pending.values[self.log_row, "train/loss"] = loss
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
@@ -288,6 +306,13 @@ class Step:
                 f"step {self.number} has no current micro-batch: call this inside `for batch in step:`, on that step"
             )
         return self._current
+
+    def _check(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
+        context, rows = self._context, len(self._micro_batch().indices)
+        _check_losses(losses, mask, rows)
+        first = not context.progress.steps_of_process  # the search would take time in every step
+        if first and (warning := coupling_warning(losses, rows, context.world.size, len(self))):
+            context.warn_once(warning)
 
     def _total(self, count: torch.Tensor) -> float:
         return sum(float(part[0]) for part in self._context.comm.exchange("step.mean", [float(count)]))

@@ -15,6 +15,7 @@ from samestep.data.sample_rng import sample_keys
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
 from samestep.errors import DataError
+from samestep.loggers.loggers import EpochNumber
 from samestep.messages import info
 from samestep.training.mistakes import unpacking_problem
 from samestep.training.step import Step
@@ -26,7 +27,7 @@ class Epoch:
 
     def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], left: Callable[[], int] | None) -> None:
         self._steps, self._left, self._started = steps, left, False
-        self.number = number
+        self.number = EpochNumber(number)
         """The number of this epoch, from 0."""
 
     def __len__(self) -> int:
