@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
-from samestep.data.partition import MicroBatchRows, Partition
+from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
 from samestep.training.mistakes import check_data
@@ -72,9 +72,9 @@ class Stream(TrainingData):
         if self._ledger:
             self._ledger.begin(epoch, self._step)
         parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
-        for part, count, largest in self._with_counts(parts):
+        for part, count, largest, first_row in self._with_counts(parts):
             rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
-            position = StepPosition(self._number, self._step, epoch, count, len(rows))
+            position = StepPosition(self._number, self._step, epoch, count, len(rows), first_row)
             advance = partial(self._advance, position, part)
             yield from self._loop.run(Step(self._context, position, self._micro_batches(part, rows, epoch), advance))
         if not self._step:
@@ -150,23 +150,23 @@ class Stream(TrainingData):
         with defer_signals():
             return iter(loader)
 
-    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
-        """Each part with the samples of the step over all ranks and the largest number of any rank.
+    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int, int]]:
+        """Each part with the samples of the step over all ranks, the largest number of any rank, and lower ranks' sum.
 
         For a stream in shards the ranks exchange their counts.
         """
-        size = self._context.world.size
+        rank, size = self._context.world.rank, self._context.world.size
         if not is_sharded(self._dataset):
             for part in parts:
                 assert part.count is not None
-                yield part, part.count, -(-part.count // size)
+                yield part, part.count, -(-part.count // size), split_evenly(part.count, size, rank)[0]
             return
         while True:
             part = next(parts, _NO_SAMPLES)
             counts = self._context.comm.exchange_objects("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
-            yield part, sum(counts), max(counts)
+            yield part, sum(counts), max(counts), sum(counts[:rank])
 
     def _micro_batches(self, part: StreamStep, all_rows: list[MicroBatchRows], epoch: int) -> Iterator[MicroBatch]:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
