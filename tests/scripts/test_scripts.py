@@ -26,6 +26,10 @@ TIMEOUT = 100.0  # seconds; the first script of a process imports transformers
 CASES = {
     "siamese": ("siamese",),
 }
+# These need all rows of a rank in one micro-batch: BatchNorm, comparisons between samples, manual optimization.
+WHOLE_STEPS = {
+    "simclr": ("simclr",),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +85,13 @@ def test_a_script_has_the_same_result_on_any_number_of_ranks_and_micro_batches(c
     assert_same(train(ranks, 2, CASES[case]), one)
     assert_same(train(ranks, 3, CASES[case]), one)
     assert_same(train(ranks, 2, CASES[case], "--micro-batch", "4"), one)
+
+
+@pytest.mark.parametrize("case", WHOLE_STEPS)
+def test_a_script_with_one_micro_batch_per_step_has_the_same_result_on_any_number_of_ranks(case, ranks):
+    one = train(ranks, 1, WHOLE_STEPS[case])
+    assert_same(train(ranks, 2, WHOLE_STEPS[case]), one)
+    assert_same(train(ranks, 3, WHOLE_STEPS[case]), one)
 
 
 def test_augmentation_does_not_depend_on_data_workers(ranks):
