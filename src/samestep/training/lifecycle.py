@@ -17,6 +17,7 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
     PRECISION,
@@ -128,6 +129,7 @@ class Lifecycle:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
+        self._log_capture.enter_context(show_once(self.comm, self.print))
         support = detect_support(device, config.precision, config.compile, self._precision_variable)
         acceleration = Acceleration(self.comm, support, self.print)
         return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)

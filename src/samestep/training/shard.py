@@ -97,7 +97,8 @@ class Shard(TrainingData):
             start, stop = partition.positions(index)
             count = partition.shape(index)[0]
             number = epoch * partition.steps + index
-            position = StepPosition(number, index, epoch, stop - start, count, self._name)
+            first_row = partition.slice(index)[0] - start
+            position = StepPosition(number, index, epoch, stop - start, count, first_row, self._name)
             advance = partial(self._advance, epoch, index)
             yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
         self._begin_epoch(epoch + 1)

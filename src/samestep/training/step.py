@@ -18,6 +18,7 @@ from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
+from samestep.training.coupled_rows import coupling_warning
 from samestep.training.mistakes import unpacking_problem
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
@@ -75,6 +76,7 @@ class StepPosition:
     epoch: int
     samples: int  # samples of the step, over all ranks
     micro_batches: int  # micro-batches that every rank runs
+    first_row: int  # samples of the step on lower ranks: the position of this rank's first row in the global batch
     shard: str | None = None  # the name of its shard; None for a stream, whose samples have no stable index
 
 
@@ -121,6 +123,17 @@ class Step:
         return self._micro_batch().weights
 
     @property
+    def rows(self) -> torch.Tensor:
+        """The position of each row of the current micro-batch in the global batch, and so in `run.gather(...)`.
+
+        A padding row, which has weight 0, has the position of some sample.
+        """
+        micro_batch, first = self._micro_batch(), self.position.first_row
+        self._context.padding.check_one_micro_batch()
+        count = len(micro_batch.indices)
+        return torch.arange(first, first + count, device=micro_batch.weights.device).clamp(max=self.samples - 1)
+
+    @property
     def loss(self) -> torch.Tensor | None:
         """The sum of this rank's `mean` values, detached; its average over the ranks is the mean loss."""
         if self._loss_sum is None or self._loss_factor == 1.0:
@@ -159,7 +172,7 @@ class Step:
         finally:
             self._current = None
             set_micro_batch(None)
-            self._context.padding.set_step_rows(self._rows, in_batch=False)
+            self._context.padding.set_step_rows(self._rows, in_batch=False, micro_batches=len(self))
             if not self.done:
                 self._abandon()
         self._finish()
@@ -181,7 +194,7 @@ class Step:
         With a mask and several micro-batches the count is known only at the end of the step: the gradients are then
         scaled when the loop over the micro-batches ends, and `step.loss` holds the true value.
         """
-        _check_losses(losses, mask, rows=self._micro_batch().weights.shape[0])
+        self._check(losses, mask)
         self._means += 1
         if mask is None:
             value = self._plain_mean(losses)
@@ -198,7 +211,7 @@ class Step:
 
     def sum(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """A scalar whose gradient, averaged over ranks and summed over micro-batches, is that of the global sum."""
-        _check_losses(losses, mask, rows=self._micro_batch().weights.shape[0])
+        self._check(losses, mask)
         self._means += 1
         weighted, _ = self._weigh(losses, mask)
         value = weighted.sum() * self._context.world.size
@@ -246,7 +259,7 @@ class Step:
         """Reduce gradients over the ranks in the last micro-batch only."""
         models, micro_batch = self._context.models, self._micro_batch()
         self._rows.append((len(micro_batch.indices), micro_batch.real))
-        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
+        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
             model.set_gradient_sync(last)
             if len(self) > 1:
@@ -293,6 +306,13 @@ class Step:
                 f"step {self.number} has no current micro-batch: call this inside `for batch in step:`, on that step"
             )
         return self._current
+
+    def _check(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
+        context, rows = self._context, len(self._micro_batch().indices)
+        _check_losses(losses, mask, rows)
+        first = not context.progress.steps_of_process  # the search would take time in every step
+        if first and (warning := coupling_warning(losses, rows, context.world.size, len(self))):
+            context.warn_once(warning)
 
     def _total(self, count: torch.Tensor) -> float:
         return sum(float(part[0]) for part in self._context.comm.exchange("step.mean", [float(count)]))

@@ -65,7 +65,7 @@ class StepLoop:
         finally:
             progress.in_step = False
             pending.end_step()
-            self.context.padding.set_step_rows([], in_batch=False)
+            self.context.padding.set_step_rows([], in_batch=False, micro_batches=0)
         step.close()
         self._end(step)
 
