@@ -15,6 +15,7 @@ from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
+from samestep.environment.world import comparison_folder
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
@@ -195,6 +196,8 @@ class Run(Collectives):
         logged before its save.
         """
         context, path = self._lifecycle.context, self.once(resolve_folder, folder)
+        if (comparison := comparison_folder()) is not None:
+            path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
         return restore(context, path, keep, keep_best, parts)
 
