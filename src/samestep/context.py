@@ -23,6 +23,7 @@ from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
 from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.batchnorm import min_rows
+from samestep.parallel.model_randomness import ModelRandomness
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrapped_model import WrappedModel
 
@@ -100,6 +101,8 @@ class RunContext:
         self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
+        self.randomness = ModelRandomness(self.config.seed, self.world.rank, self.device, self.warn_once)
+        """Keys what models draw by sample."""
         self._printed: set[str] = set()
         self._warnings = WarnOnce()
 

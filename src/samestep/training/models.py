@@ -16,7 +16,13 @@ from samestep.training.auto_plan import RunPlan, plan_run
 
 
 def wrap_model(
-    context: RunContext, plans: list[RunPlan], model: nn.Module, options: WrapOptions, example: object, optimizer: str
+    context: RunContext,
+    plans: list[RunPlan],
+    model: nn.Module,
+    options: WrapOptions,
+    example: object,
+    optimizer: str,
+    batch_dim: int | None = None,
 ) -> nn.Module:
     """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
@@ -40,6 +46,7 @@ def wrap_model(
     precision, in_step = context.acceleration.precision, partial(getattr, context.progress, "in_step")
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print)
     context.models.append(wrapped)
+    context.randomness.add_model(wrapped.inner, batch_dim)
     seed_per_rank(context.config.seed, context.world.rank)
     return wrapped.model
 

@@ -135,8 +135,10 @@ class Step:
             for index, micro_batch in enumerate(self._micro_batches):
                 self._current, self._draws, self.last_indices = micro_batch, 0, micro_batch.indices
                 self._start_micro_batch(last=index == len(self) - 1)
-                set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
-                yield micro_batch.data
+                keys = partial(getattr, micro_batch, "keys")
+                set_micro_batch(keys, partial(_sample_ids, micro_batch, self.position))
+                with self._context.randomness.micro_batch("training", self.number, index, keys):
+                    yield micro_batch.data
             self._finish_masked_mean()
             self.done = True
         finally:
