@@ -63,7 +63,7 @@ def compare(folders: dict[str, Path], seconds: dict[str, float], difference: flo
     one, other = (epochs(folder) for folder in folders.values())
     for a, b in zip(one, other, strict=True):
         losses = a["epoch/loss"], b["epoch/loss"]
-        row = f"loss after epoch {a['step']:.0f}", *(f"{loss:.6f}" for loss in losses)
+        row = f"loss after epoch {a['epoch']:.0f}", *(f"{loss:.6f}" for loss in losses)
         table.add_row(*row, f"{abs(losses[0] - losses[1]):.1e}")
     accuracies = one[-1]["epoch/accuracy"], other[-1]["epoch/accuracy"]
     table.add_row("test accuracy", *(f"{x:.4f}" for x in accuracies), f"{abs(accuracies[0] - accuracies[1]):.1e}")

@@ -18,7 +18,7 @@ from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import MetricSync, StepCallback
 from samestep.distributed.once import Per, once
 from samestep.environment.world import World
-from samestep.errors import CommunicationError
+from samestep.errors import ConfigError
 from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
 from samestep.parallel.acceleration import Acceleration
@@ -28,8 +28,6 @@ from samestep.parallel.precision import Precision
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")
-_STEP_STRIDE = 0xD1B54A32D192ED03  # odd and different from _RANK_STRIDE, so that (step, rank) pairs get different seeds
-_RANK_STRIDE = 0x9E3779B97F4A7C15  # odd, from the golden ratio: neighboring ranks get distant seeds
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class RunConfig:
         ):
             value: float = getattr(self, name)
             if not isinstance(value, kind) or not least <= value or (most is not None and value > most):
-                raise CommunicationError(f"{name}={value!r} {should}")
+                raise ConfigError(f"{name}={value!r} {should}")
 
 
 @dataclass
@@ -121,6 +119,11 @@ class RunContext:
         """The fewest rows that a micro-batch may have: 0 unless a model has BatchNorm, which must not see padding."""
         return max((min_rows(model.batchnorms) for model in self.models), default=0)
 
+    @property
+    def convert_to(self) -> torch.dtype | None:
+        """The dtype of floating-point batches; None: the one they have."""
+        return self.acceleration.precision.convert_to
+
     def find_wrapped(self, module: nn.Module) -> WrappedModel | None:
         """The wrapped model that `module` belongs to; None for one that was not wrapped, such as a moving average."""
         return next((known for known in self.models if module in (known.model, known.core, known.inner)), None)
@@ -147,11 +150,7 @@ class RunContext:
 
     def flush_metrics(self, operation: str) -> None:
         """Average and write what was logged, now; a collective."""
-        self.metrics.flush(operation, self.progress.steps)
-
-    def reseed(self, step: int) -> None:
-        """Seed this rank's generators from (seed, step, rank), for a restore on another world size."""
-        seed_per_rank((self.config.seed + step * _STEP_STRIDE) % (1 << 63), self.world.rank)
+        self.metrics.flush(operation)
 
     def log_count(self, name: str) -> int:
         """How often a metric was logged, as rank 0 knows it."""
@@ -165,6 +164,6 @@ def seed_all_ranks(seed: int) -> None:
     torch.manual_seed(seed)  # every CUDA device as well
 
 
-def seed_per_rank(seed: int, rank: int) -> None:
-    """Seed the global generators differently on each rank, so that noise such as dropout differs between ranks."""
-    seed_all_ranks((seed + (rank + 1) * _RANK_STRIDE) % (1 << 63))
+def next_seed(seed: int) -> int:
+    """Another seed, so that what is drawn after a model was built does not repeat its initial weights."""
+    return (seed + 0x9E3779B97F4A7C15) % (1 << 63)

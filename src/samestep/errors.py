@@ -14,6 +14,10 @@ class SamestepError(Exception):
     """The base class. The message says what is wrong, with the values, and what to do."""
 
 
+class ConfigError(SamestepError):
+    """An argument of Run(...) is not valid, or not supported by the hardware."""
+
+
 class WorldError(SamestepError):
     """The environment variables do not describe a valid world: some are missing or contradict each other."""
 
@@ -51,7 +55,7 @@ class WrapError(SamestepError):
 
 
 class CommunicationError(SamestepError):
-    """A run was used in a way that its ranks cannot agree on: different calls or arguments, or invalid ones."""
+    """A run was used in a way that its ranks cannot agree on: different calls or arguments, or a call out of order."""
 
 
 class RankMissing(CommunicationError):

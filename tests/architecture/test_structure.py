@@ -26,7 +26,9 @@ ENVIRONMENT_PACKAGE = "samestep.environment"
 MEANINGLESS_NAMES = {"util", "utils", "utility", "utilities", "helper", "helpers", "common", "misc"}
 
 # Modules below MIN_FILE_LINES: path -> why it is a module anyway.
-SHORT_MODULES: dict[str, str] = {}
+SHORT_MODULES: dict[str, str] = {
+    "src/samestep/parallel/dropout_kernel.py": "Triton compiles its source, which is not type-checked like the rest",
+}
 # Protocols with fewer than two implementations in src: name -> who implements it.
 OPEN_PROTOCOLS: dict[str, str] = {}
 

@@ -70,7 +70,8 @@ def train(precision="auto", epochs=2, compile=False, factor=1.0, make=torch.opti
                 for inputs, labels in step:
                     assert inputs.device.type == "cuda"
                     sample_losses = cross_entropy(model(inputs), labels, reduction="none")
-                    assert sample_losses.dtype == torch.float32  # whatever the dtype of the model
+                    expected = torch.float64 if precision == "fp64" else torch.float32
+                    assert sample_losses.dtype == expected  # whatever the dtype of the model
                     step.mean(factor * sample_losses).backward()
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
                 optimizer.step()
@@ -111,6 +112,13 @@ def test_several_ranks_on_one_gpu_train_the_same_in_bf16_as_one_within_rounding(
             float((result["weights"][name] - value).abs().mean()) for name, value in single["weights"].items()
         ]
         assert max(differences) < 5e-4
+
+
+def test_fp64_trains_the_same_on_several_ranks_as_on_one(ranks):
+    single = ranks(1, train, "fp64", timeout=100)[0]
+    for result in ranks(2, train, "fp64", timeout=100):
+        assert result["losses"] == pytest.approx(single["losses"], rel=1e-9)
+        assert {value.dtype for value in result["weights"].values()} == {torch.float64}
 
 
 def train_in_an_nccl_group():

@@ -138,8 +138,8 @@ def test_padding_that_would_count_raises(ranks):
 def test_a_single_value_per_batch_raises_for_padding(ranks):
     for text in ranks.errors(4, mean_of_batches)[2:]:
         assert (
-            "CommunicationError: this batch has 1 row(s), all padding, and run.mean, run.sum or run.max got a single"
-            in text
+            "CommunicationError: this batch has 1 row(s), 1 of them padding, and run.mean, run.sum or run.max got a "
+            "single value" in text
         )
         assert "pass one value per sample (reduction='none') instead of one per batch" in text
 

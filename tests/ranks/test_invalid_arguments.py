@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run
-from samestep.errors import CommunicationError, DataError, WrapError
+from samestep.errors import CommunicationError, ConfigError, DataError, WrapError
 
 
 class Count(IterableDataset):
@@ -34,7 +34,7 @@ def numbers():
     ],
 )
 def test_invalid_numbers_raise_before_the_run_starts(options, message):
-    with pytest.raises(CommunicationError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Run(**{"global_batch": 4, **options})
     assert str(caught.value).startswith(message)
 

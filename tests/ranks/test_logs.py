@@ -2,12 +2,13 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from samestep import Run, read_metrics
+from samestep import Run, SamestepWarning, read_metrics
 from samestep.errors import LogError
 
 
@@ -98,7 +99,8 @@ def test_training_writes_learning_rates_losses_speed_text_curves_and_a_summary(r
     assert [record["train/learning_rate/1"] for record in records] == [0.2 * 0.5**k for k in range(6)]
     assert all(record["train/loss"] > 0 for record in records)
     assert any("train/samples_per_s" in record for record in records)
-    assert [record["val/loss"] for record in records if "val/loss" in record] == [0, 1]
+    evaluated = [(record["step"], record["epoch"], record["val/loss"]) for record in records if "val/loss" in record]
+    assert evaluated == [(2, 0, 0), (5, 1, 1)]
     assert "all done" in (tmp_path / "log.txt").read_text()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["samples"], summary["world_size"]) == ("finished", 6, 20, size)
@@ -107,7 +109,111 @@ def test_training_writes_learning_rates_losses_speed_text_curves_and_a_summary(r
 
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [point.step for point in curves.Scalars("train/loss")] == list(range(6))
+    assert [point.step for point in curves.Scalars("val/loss")] == [2, 5]  # on the axis of the training curves
+    assert [(point.step, point.value) for point in curves.Scalars("epoch")] == [(0, 0), (3, 1)]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1  # one writer
+
+
+def evaluate_between_steps(folder, end):
+    """Two epochs of three steps within one sync, with several evaluations after each."""
+    with Run(global_batch=4, folder=folder) as run:
+        model = run.wrap(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.log({"val/before": 1.0})
+        for epoch in run.shard(torch.utils.data.TensorDataset(torch.ones(10, 1)), num_workers=0).epochs(2):
+            for step in epoch:
+                run._lifecycle.context.metrics._interval = 1000  # all of it is written at the end
+                for (x,) in step:
+                    step.mean(model(x)[:, 0] ** 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log({"debug/scale": 1.0})
+            run.log({"val/accuracy": epoch.number / 4}, step=epoch.number)
+            run.log({"val/accuracy": epoch.number / 4 + 0.5})
+            if run.rank == run.size - 1 and epoch.number == 0:
+                run.log({"val/only_here": 1.0})
+        run.log({"sweep/loss": 0.5}, step=4)
+        run.log({"sweep/loss": 0.25}, step=3)
+        run.log({"test/final": torch.tensor(0.5)})
+        if end == "fails":
+            raise ValueError("stop")
+
+
+EVALUATIONS = [
+    "step 0 | val/before 1",
+    "epoch 0 | step 2 | val/accuracy 0",
+    "epoch 0 | step 2 | val/accuracy 0.5000 | val/only_here 1",
+    "epoch 1 | step 5 | val/accuracy 0.2500",
+    "epoch 1 | step 5 | val/accuracy 0.7500",
+    "step 4 | sweep/loss 0.5000",
+    "step 3 | sweep/loss 0.2500",
+    "epoch 1 | step 5 | test/final 0.5000",
+]
+
+
+@pytest.mark.parametrize(("size", "end"), [(1, "finishes"), (2, "finishes"), (1, "fails")])
+def test_every_evaluation_is_in_every_logger_in_the_order_of_the_calls(ranks, tmp_path, size, end):
+    (ranks if end == "finishes" else ranks.errors)(size, evaluate_between_steps, tmp_path, end)
+    lines = [line.partition("  ")[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    results = ("val/", "sweep/", "test/")
+    assert [line for line in lines if any(name in line for name in results) and line[0] in "es"] == EVALUATIONS
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record.get("epoch")) for record in records] == [
+        *((0, None), (0, 0), (1, 0), (2, 0), (2, 0), (2, 0)),
+        *((3, 1), (4, 1), (5, 1), (5, 1), (5, 1), (4, None), (3, None), (5, 1)),
+    ]
+    for record in records:
+        assert ("train/loss" in record) == ("debug/scale" in record)  # evaluations have records of their own
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in curves.Scalars("val/accuracy")]
+    assert points == [(2, 0), (2, 0.5), (5, 0.25), (5, 0.75)]
+
+
+def log_by_a_number_that_is_an_epoch(folder):
+    with (
+        Run(global_batch=4, folder=folder) as run,
+        pytest.warns(SamestepWarning) if run.is_main else nullcontext() as w,
+    ):
+        for number, epoch in enumerate(run.shard(torch.utils.data.TensorDataset(torch.ones(10, 1))).epochs(2)):
+            for step in epoch:
+                for _ in step:
+                    pass
+            run.log({"val/loss": 0.5}, step=number + 1)
+        return [str(each.message) for each in w or ()]
+
+
+def test_an_epoch_as_a_step_number_is_a_warning_once(ranks, tmp_path):
+    warned, silent = ranks(2, log_by_a_number_that_is_an_epoch, tmp_path)
+    assert warned == [
+        "run.log(..., step=1) after step 2 in epoch 0 records the values at step 1: if 1 is an epoch, leave step= out, "
+        "since every record has its step and its epoch"
+    ]
+    assert silent == []
+
+
+def log_after_a_restart(folder, stop_after):
+    with Run(global_batch=4, folder=folder) as run:
+        model = run.wrap(torch.nn.Linear(1, 1))
+        train = run.shard(torch.utils.data.TensorDataset(torch.ones(8, 1)), num_workers=0)
+        checkpoint = run.checkpoint(f"{folder}/checkpoints", model=model, train=train)
+        for epoch in train.epochs(2):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x)[:, 0]).backward()
+                if step.number == stop_after:
+                    checkpoint.save()
+            if stop_after in (2 * epoch.number, 2 * epoch.number + 1):
+                return
+            run.log({"val/accuracy": epoch.number / 2}, step=epoch.number)
+
+
+def test_an_evaluation_after_a_restart_is_at_the_step_of_an_uninterrupted_run(ranks, tmp_path):
+    for stop_after in (1, 2, 3, None):
+        ranks(2, log_after_a_restart, tmp_path, stop_after)
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/accuracy" in record]
+    assert [(record["step"], record["epoch"], record["val/accuracy"]) for record in records] == [(1, 0, 0), (3, 1, 0.5)]
 
 
 def print_only(folder):

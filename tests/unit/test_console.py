@@ -31,7 +31,7 @@ for step in range(1, 101):
         record = {"train/loss": 1 / step, "lr": 3e-4, "samples_per_s": 15321.0, "memory_bytes": 1.25 * 2**30}
         console.write(step, record)
 print("printed by the script")
-console.write(3, {"test/accuracy": 0.75})
+console.write(99, {"test/accuracy": 0.75}, epoch=3, between_steps=True)
 """
 
 
@@ -112,7 +112,7 @@ def test_a_terminal_shows_one_bar_below_all_printed_text():
     written, code = on_terminal(TRAINING + "console.close({})")
     assert code == 0
     *above, bar = screen(written)
-    assert above == ["two ranks [bold] on gloo", "printed by the script", "step 3 | test/accuracy 0.7500"]
+    assert above == ["two ranks [bold] on gloo", "printed by the script", "epoch 3 | step 99 | test/accuracy 0.7500"]
     assert bar.lstrip("━╸╺ ").startswith("step 100/1,000  loss 0.0100  15,321 samples/s  ETA 0:0")
     assert bar.endswith("lr 3.0e-04  1.2 GiB")
 
@@ -142,14 +142,31 @@ console.close({})
     assert "step 2/" not in shown(written)
 
 
-def test_the_last_evaluation_is_always_shown():
+def test_every_evaluation_is_shown_in_order_also_within_a_second():
     script = """
+console.expect(9)
 for epoch in range(3):
-    console.write(epoch, {"test/accuracy": epoch / 4})
+    for step in range(3 * epoch, 3 * epoch + 3):
+        console.write(step, {"train/loss": 0.5, "debug/scale": step})
+    console.write(step, {"accuracy": epoch / 4}, epoch, between_steps=True)
+    console.write(step, {"test/loss": 0.25}, epoch, between_steps=True)
 console.close({})
 """
     written, _ = on_terminal(script)
-    assert screen(written) == ["step 0 | test/accuracy 0", "step 2 | test/accuracy 0.5000"]
+    *above, bar = screen(written)
+    assert above == [
+        "step 0 | train/loss 0.5000 | debug/scale 0",
+        "step 2 | train/loss 0.5000 | debug/scale 2",  # delayed, and logged before the evaluation
+        "epoch 0 | step 2 | accuracy 0",
+        "epoch 0 | step 2 | test/loss 0.2500",
+        "step 5 | train/loss 0.5000 | debug/scale 5",
+        "epoch 1 | step 5 | accuracy 0.2500",
+        "epoch 1 | step 5 | test/loss 0.2500",
+        "step 8 | train/loss 0.5000 | debug/scale 8",
+        "epoch 2 | step 8 | accuracy 0.5000",
+        "epoch 2 | step 8 | test/loss 0.2500",
+    ]
+    assert "step 8/9  loss 0.5000" in bar
 
 
 def test_without_a_known_last_step_no_eta_is_shown():
@@ -230,12 +247,12 @@ def test_a_pipe_gets_plain_lines_on_standard_output(variables):
         check=True,
     )
     assert done.stderr == ""
-    first, record, *rest = done.stdout.splitlines()
+    first, record, printed, last, evaluation = done.stdout.splitlines()
     assert first == "two ranks [bold] on gloo"
     assert record.startswith("step 10/1,000 | train/loss 0.1000 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB")
-    assert rest[:2] == ["printed by the script", "step 3 | test/accuracy 0.7500"]
-    assert rest[2].startswith("step 100/1,000 | train/loss 0.0100")
-    assert len(rest) == 3
+    assert printed == "printed by the script"
+    assert last.startswith("step 100/1,000 | train/loss 0.0100")
+    assert evaluation == "epoch 3 | step 99 | test/accuracy 0.7500"
 
 
 def test_lines_are_flushed_immediately():
@@ -250,25 +267,53 @@ def test_lines_are_flushed_immediately():
     child.communicate()
 
 
+def test_evaluations_are_lines_in_order_between_the_training_lines_that_are_due():
+    clock, stream = Clock(), io.StringIO()
+    console = LineConsole(stream, clock)
+    for step in range(12):
+        clock.now = step / 10
+        console.write(step, {"train/loss": 0.5})
+        if step in (2, 3):
+            console.write(step, {"test/accuracy": step / 4}, epoch=step - 2, between_steps=True)
+    console.write(11, {"test/f1": 0.5}, epoch=9, between_steps=True)
+    console.write(11, {"test/f1": 0.75}, epoch=9, between_steps=True)
+    console.close({})
+    assert stream.getvalue().splitlines() == [
+        "step 0 | train/loss 0.5000",
+        "step 2 | train/loss 0.5000",
+        "epoch 0 | step 2 | test/accuracy 0.5000",
+        "step 3 | train/loss 0.5000",
+        "epoch 1 | step 3 | test/accuracy 0.7500",
+        "step 10 | train/loss 0.5000",
+        "step 11 | train/loss 0.5000",
+        "epoch 9 | step 11 | test/f1 0.5000",
+        "epoch 9 | step 11 | test/f1 0.7500",
+    ]
+
+
 def test_one_line_per_second_and_kind_is_printed_and_always_the_last():
     clock, stream = Clock(), io.StringIO()
     console = LineConsole(stream, clock)
     for step in range(25):
-        clock.now = step / 10
+        clock.now = step / 8
         console.write(step, {"train/loss": 0.5})
-        if step == 1:
-            console.write(0, {"test/accuracy": 0.5})
-        if step == 2:
-            console.write(1, {"test/accuracy": 0.75})
+        if step in (1, 2):
+            console.write(step, {"debug/scale": 0.5})
+        if step > 2:
+            console.write(step, {"train/own_loop": 0.5}, between_steps=True)  # every step of a loop without run.shard
     console.close({})
     console.close({})
     assert stream.getvalue().splitlines() == [
         "step 0 | train/loss 0.5000",
-        "step 0 | test/accuracy 0.5000",
-        "step 10 | train/loss 0.5000",
-        "step 20 | train/loss 0.5000",
-        "step 1 | test/accuracy 0.7500",
+        "step 1 | debug/scale 0.5000",
+        "step 3 | train/own_loop 0.5000",
+        "step 8 | train/loss 0.5000",
+        "step 2 | debug/scale 0.5000",  # as soon as a second is over
+        "step 10 | train/own_loop 0.5000",
+        "step 16 | train/loss 0.5000",
+        "step 18 | train/own_loop 0.5000",
         "step 24 | train/loss 0.5000",
+        "step 24 | train/own_loop 0.5000",
     ]
 
 
@@ -293,10 +338,10 @@ def test_training_lines_show_the_last_known_speed():
 def test_a_delayed_line_is_dropped_if_a_later_one_was_shown():
     clock = Clock()
     limiter = RateLimiter(clock, interval=1.0)
-    assert limiter.is_due(["a"], "first")
-    assert not limiter.is_due(["a"], "second")
+    assert limiter.due(["a"], "first") == ["first"]
+    assert limiter.due(["a"], "second") == []
     clock.now = 1.0
-    assert limiter.is_due(["a"], "third")
+    assert limiter.due(["a"], "third") == ["third"]
     assert limiter.flush() == []
 
 

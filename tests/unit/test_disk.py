@@ -16,7 +16,7 @@ from samestep.disk import AppendFile, describe_os_error
 from samestep.errors import LedgerError
 from samestep.loggers.console import open_console
 from samestep.loggers.jsonl import JsonlLogger, read_metrics
-from samestep.loggers.loggers import Loggers
+from samestep.loggers.loggers import Loggers, LogRow
 from samestep.loggers.tensorboard import open_tensorboard
 from samestep.messages import SamestepWarning
 from tests.small_disk import small_disk
@@ -138,7 +138,7 @@ def test_a_log_folder_that_cannot_be_created_only_costs_the_files(tmp_path, caps
     (tmp_path / "taken").write_text("")
     warned = []
     loggers = Loggers(open_console(sys.stdout), lambda: tmp_path / "taken" / "run", warned.append)
-    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
     loggers.print("hello")
     loggers.close({"steps": 1})
     assert "hello" in capsys.readouterr().out
@@ -151,12 +151,12 @@ def test_a_read_only_disk_only_costs_the_files_until_it_is_writable(disk, retry_
     warned = []
     disk.freeze(True)
     loggers = Loggers(open_console(sys.stdout), lambda: disk.path / "run", warned.append)
-    loggers.write({(1, "train/loss"): 0.5})
-    loggers.write({(2, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
+    loggers.write({(LogRow(2, 2, 0), "train/loss"): 0.5})
     warning = "metrics.jsonl cannot be written: the disk is read-only: choose another folder"
     assert sum(warning in text for text in warned) == 1
     disk.freeze(False)
-    loggers.write({(3, "train/loss"): 0.5})
+    loggers.write({(LogRow(3, 3, 0), "train/loss"): 0.5})
     loggers.close({"steps": 3})
     assert [record["step"] for record in read_metrics(disk.path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((disk.path / "run" / "summary.json").read_text()) == {"steps": 3}

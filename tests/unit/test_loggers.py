@@ -17,6 +17,7 @@ from samestep.loggers.console import open_console
 from samestep.loggers.jsonl import JsonlLogger, read_metrics
 from samestep.loggers.loggers import (
     Loggers,
+    LogRow,
     check_log_step,
     check_metric_name,
     check_metric_value,
@@ -103,13 +104,19 @@ def test_a_name_that_some_logger_would_change_is_rejected(name):
     )
 
 
-@pytest.mark.parametrize("name", ["step", "time", "infinite"])
-def test_the_names_of_fields_of_metrics_jsonl_are_rejected(name):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("time", 'use e.g. "train/time"'),
+        ("infinite", 'use e.g. "train/infinite"'),
+        ("step", "leave it out, since every record has it"),
+        ("epoch", "leave it out, since every record has it"),
+    ],
+)
+def test_the_names_of_fields_of_metrics_jsonl_are_rejected(name, advice):
     with pytest.raises(LogError) as caught:
         check_metric_name(name)
-    assert str(caught.value) == (
-        f'"{name}" is a field of metrics.jsonl and cannot name a metric: use e.g. "train/{name}"'
-    )
+    assert str(caught.value) == f'"{name}" is a field of metrics.jsonl and cannot name a metric: {advice}'
 
 
 def test_a_name_that_is_not_a_string_is_rejected():
@@ -390,7 +397,7 @@ def test_an_invalid_summary_value_is_rejected_with_its_path(tmp_path):
 def test_every_logger_receives_every_record(tmp_path, capsys):
     loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warnings.warn)
     loggers.print("hello")
-    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
     loggers.close({"steps": 1})
     assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
     assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
@@ -403,7 +410,7 @@ def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     loggers = Loggers(open_console(sys.stdout), lambda: None, warnings.warn)
     loggers.print("hello")
-    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
     loggers.close({"steps": 1})
     assert capsys.readouterr().out == "hello\nstep 1 | train/loss 0.5000\n"
     assert list(Path().iterdir()) == []
@@ -411,7 +418,7 @@ def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch, capsys):
 
 def test_an_empty_summary_is_not_written(tmp_path):
     loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warnings.warn)
-    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
     loggers.close({})
     assert not (tmp_path / "summary.json").exists()
 
@@ -419,7 +426,7 @@ def test_an_empty_summary_is_not_written(tmp_path):
 def test_a_failed_summary_write_warns_and_the_other_loggers_are_closed(tmp_path):
     warned = []
     loggers = Loggers(open_console(sys.stdout), lambda: tmp_path, warned.append)
-    loggers.write({(1, "train/loss"): 0.5})
+    loggers.write({(LogRow(1, 1, 0), "train/loss"): 0.5})
     (tmp_path / "summary.json").mkdir()
     loggers.close({"steps": 1})
     assert warned == [

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.data.sample_rng import micro_batch_keys, uniform
-from samestep.errors import CommunicationError, StepError, WrapError
+from samestep.errors import CommunicationError, ConfigError, StepError, WrapError
 from samestep.parallel.acceleration import turn_on_fused
 from samestep.parallel.precision import (
     ComputePrecision,
@@ -57,6 +57,8 @@ def support(requested, *ranks):
         (support("fp16", H200), "fp16", True, "as requested"),
         (support("fp16", V100), "fp16", False, "as requested"),
         (support("bf16", CPU), "bf16", False, "as requested"),
+        (support("fp64", H200), "fp64", False, "as requested"),
+        ([dataclasses.replace(CPU, requested="fp64", variable="X")], "fp64", False, "by X"),
     ],
 )
 def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason):
@@ -72,7 +74,18 @@ def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason
             support("bf16", H200, V100),
             r"which the GPUs of rank\(s\) 1 do not have: use precision='fp16' or 'fp32'",
         ),
+        (support("fp64", MPS), "precision='fp64' is not supported on Apple GPUs: use precision='fp32', or omit it"),
         (support("fp16", MPS), "precision='fp16' is not supported on Apple GPUs: use precision='fp32', or omit it"),
+    ],
+)
+def test_an_unsupported_precision_raises(everyone, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_precision(everyone)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "message"),
+    [
         (
             [*support("bf16", H200), *support("fp32", H200)],
             r"rank 0 has Run\(precision='bf16', compile=False\) and rank 1 has Run\(precision='fp32', compile=False\)",
@@ -80,15 +93,13 @@ def test_precision_follows_what_every_rank_supports(everyone, name, tf32, reason
         ([H200, dataclasses.replace(H200, compile=True)], "pass the same values on all ranks"),
     ],
 )
-def test_an_unsupported_precision_raises(everyone, message):
+def test_different_precisions_on_two_ranks_raise(everyone, message):
     with pytest.raises(CommunicationError, match=message):
         choose_precision(everyone)
 
 
 def test_an_unknown_precision_raises_with_the_choices():
-    with pytest.raises(
-        CommunicationError, match="precision='int8' is not valid: use one of 'auto', 'fp32', 'bf16', 'fp16'"
-    ):
+    with pytest.raises(ConfigError, match="precision='int8' is not valid: use one of 'auto', 'fp32', 'bf16', 'fp16'"):
         Run(global_batch=4, precision="int8")
 
 
@@ -137,7 +148,7 @@ def test_settings_that_torch_does_not_combine_raise():
         "Run(global_batch=4, precision='fp32').start()"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "CommunicationError: the script sets torch.backends.*.fp32_precision" in ended.stderr
+    assert "ConfigError: the script sets torch.backends.*.fp32_precision" in ended.stderr
     assert "use Run(precision='fp32') for full fp32 or 'auto' for TF32" in ended.stderr
 
 

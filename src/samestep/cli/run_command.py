@@ -16,7 +16,7 @@ from samestep.cli.main import accept_underscores
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
 from samestep.environment.processes import launcher_variable
-from samestep.environment.world import export, read_environ
+from samestep.environment.world import PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
     Job,
@@ -66,6 +66,8 @@ _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
 @click.option("--master-addr", "address", metavar="HOST", help="Host of node 0.")
 @click.option("--master-port", "port", type=int, metavar="PORT", help="Port of node 0.")
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
+              help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
@@ -82,6 +84,7 @@ def command(
     script: tuple[str, ...],
     module: bool,
     processes: str,
+    precision: str | None,
     max_restarts: int,
     folder: Path | None,
     folder_is_default: bool,
@@ -98,6 +101,8 @@ def command(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
+    if precision is not None:
+        export({PRECISION: precision})
     target, *arguments = script
     check_target(target, module)
     cores = read_hardware().cores.usable

@@ -66,10 +66,11 @@ class Loader:
         collate_fn: CollateFn | None,
         num_workers: int,
         device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._requests = _RequestSampler()
         self._iteration = 0
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._loader: DataLoader[object] = DataLoader(
             _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # only __getitems__ is used
             batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # its items go to _KeyedDataset only
@@ -89,8 +90,8 @@ class Loader:
             batches = iter(self._loader)
         batches = self._check_iteration(batches, self._iteration)
         if self._device.type == "cuda":
-            return _prefetch_to_cuda(batches, self._device)
-        return (move_to_device(batch, self._device) for batch in batches)
+            return _prefetch_to_cuda(batches, self._device, self._dtype)
+        return (move_to_device(batch, self._device, self._dtype) for batch in batches)
 
     def _check_iteration(self, batches: Iterator[object], number: int) -> Iterator[object]:
         for batch in batches:
@@ -245,10 +246,10 @@ def ignore_signal(number: int, frame: FrameType | None) -> None:
 # Moving batches to the device
 
 
-def _prefetch_to_cuda(batches: Iterator[object], device: torch.device) -> Iterator[object]:
+def _prefetch_to_cuda(batches: Iterator[object], device: torch.device, dtype: torch.dtype | None) -> Iterator[object]:
     """Copy the next batch on a separate CUDA stream while the current one is computed."""
     stream = torch.cuda.Stream(device)
-    following = _start_copy(batches, device, stream)
+    following = _start_copy(batches, device, stream, dtype)
     while following is not None:
         current_stream = torch.cuda.current_stream(device)
         current_stream.wait_stream(stream)
@@ -256,24 +257,33 @@ def _prefetch_to_cuda(batches: Iterator[object], device: torch.device) -> Iterat
         for tensor in list_tensors(batch):
             tensor.record_stream(current_stream)  # its memory must not be reused before this stream is done with it
         yield batch
-        following = _start_copy(batches, device, stream)  # the GPU still computes what was queued for this batch
+        following = _start_copy(batches, device, stream, dtype)  # the GPU still computes what was queued for this batch
 
 
-def _start_copy(batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream) -> object | None:
+def _start_copy(
+    batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream, dtype: torch.dtype | None
+) -> object | None:
     batch = next(batches, None)
     if batch is None:
         return None
     if _is_custom_batch(batch):
-        return move_to_device(batch, device)  # its tensors cannot be recorded on the stream
+        return move_to_device(batch, device, dtype)  # its tensors cannot be recorded on the stream
     with torch.cuda.stream(stream):
-        return move_to_device(batch, device)
+        return move_to_device(batch, device, dtype)
 
 
-def move_to_device(tree: Any, device: torch.device) -> object:
-    """Return `tree` on `device`; on CUDA the copies from pinned memory are asynchronous."""
+def move_to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> object:
+    """Return `tree` on `device`, its floating-point tensors as `dtype` if one is given.
+
+    On CUDA the copies from pinned memory are asynchronous. A batch class of the user moves itself and keeps its dtypes.
+    """
     if _is_custom_batch(tree):
         return tree.to(device)
-    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+    if dtype is None:
+        return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(
+        tree, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+    )
 
 
 def list_tensors(tree: object) -> list[torch.Tensor]:

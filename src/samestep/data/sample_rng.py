@@ -39,6 +39,10 @@ class _Setting(Enum):
 NO_SETTING: Final = _Setting.NONE
 
 
+class SampleGenerator(torch.Generator):
+    """A generator that belongs to one sample."""
+
+
 def sample_rng() -> torch.Generator:
     """Return the torch generator of the sample being read; repeated calls for one sample return the same generator.
 
@@ -47,7 +51,8 @@ def sample_rng() -> torch.Generator:
     """
     context, index = _current_sample("sample_rng()")
     if context.torch_rng is None:
-        context.torch_rng = torch.Generator().manual_seed(generator_seed(context.seed, context.epoch, index))
+        context.torch_rng = SampleGenerator()
+        context.torch_rng.manual_seed(generator_seed(context.seed, context.epoch, index))
     return context.torch_rng
 
 
@@ -316,11 +321,11 @@ def set_micro_batch(
 
 
 @contextmanager
-def evaluation_batch(samples: SampleIds) -> Generator[None]:
-    """Set the samples of an evaluation batch while the block runs; their keys are not set."""
-    before = _MICRO_BATCH.samples
-    _MICRO_BATCH.samples = lambda: samples
+def evaluation_batch(samples: SampleIds | None, keys: Callable[[], Tensor]) -> Generator[None]:
+    """Set the samples of an evaluation batch and their keys while the block runs."""
+    before = _MICRO_BATCH.keys, _MICRO_BATCH.samples
+    set_micro_batch(keys, None if samples is None else lambda: samples)
     try:
         yield
     finally:
-        _MICRO_BATCH.samples = before
+        set_micro_batch(*before)

@@ -156,19 +156,22 @@ class Collectives:
 
 
 class PaddingFilter:
-    """Drops the values of padding rows from `run.mean`, `run.sum` and `run.max`.
+    """Knows which rows of the current batch are padding, and drops them from `run.mean`, `run.sum` and `run.max`.
 
-    All ranks must call a sharded model the same number of times. A rank that has no sample left gets a padding row.
+    In a step the micro-batches of all ranks have the same shape, so that some end with padding rows. In an evaluation
+    a rank that has no sample left gets a padding row, since all ranks must call a sharded model equally often.
     """
 
     def __init__(self) -> None:
-        self._rows = 0
+        self._rows: list[tuple[int, int]] = []  # (rows, samples among them) of the current batch or the current step
+        self._in_batch = False  # whether the user has a batch; False after the loop over the micro-batches of a step
         self._dropped = False
 
     @contextmanager
     def batch(self, padding_rows: int) -> Generator[None]:
-        """While the user has a batch of this many padding rows (0: a batch of samples)."""
-        self._rows, self._dropped = padding_rows, False
+        """While the user has an evaluation batch of this many padding rows (0: a batch of samples)."""
+        outer = self._rows, self._in_batch
+        self._rows, self._in_batch, self._dropped = [(padding_rows, 0)] if padding_rows else [], True, False
         try:
             yield
             if padding_rows and not self._dropped:
@@ -179,20 +182,32 @@ class PaddingFilter:
                     "test)"
                 )
         finally:
-            self._rows = 0
+            self._rows, self._in_batch = outer
+
+    def set_step_rows(self, rows: list[tuple[int, int]], in_batch: bool) -> None:
+        """Set (rows, samples among them): of the current micro-batch, or after the loop of all of the step's."""
+        self._rows, self._in_batch = rows, in_batch
 
     def drop(self, values: torch.Tensor) -> torch.Tensor:
         """`values` without those of padding rows."""
-        if not self._rows:
+        padding = sum(rows - real for rows, real in self._rows)
+        if not padding:
             return values
-        if values.dim() == 0 or values.shape[0] != self._rows:
-            what = "a single value" if values.dim() == 0 else f"values of shape {tuple(values.shape)}"
-            raise CommunicationError(
-                f"this batch has {self._rows} row(s), all padding, and run.mean, run.sum or run.max got {what}, which "
-                "cannot be separated by row: pass one value per sample (reduction='none') instead of one per batch"
-            )
-        self._dropped = True
-        return values[:0]
+        rows, length = sum(rows for rows, _ in self._rows), values.shape[0] if values.dim() else None
+        if length == rows:
+            self._dropped = True
+            parts = values.split([rows for rows, _ in self._rows])
+            return torch.cat([part[:real] for part, (_, real) in zip(parts, self._rows, strict=True)])
+        # the script may have selected the samples itself; after the loop, values need not belong to rows
+        if length == rows - padding if self._in_batch else all(length != rows for rows, _ in self._rows):
+            return values
+        which = "this batch has" if self._in_batch else "the micro-batches of this step have"
+        what = "a single value" if length is None else f"values of shape {tuple(values.shape)}"
+        raise CommunicationError(
+            f"{which} {rows} row(s), {padding} of them padding, and run.mean, run.sum or run.max got {what}, which "
+            "cannot be separated by row: pass one value per sample (reduction='none') instead of one per batch, inside "
+            "the loop over the batches"
+        )
 
 
 class _Tally:

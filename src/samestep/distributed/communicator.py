@@ -12,7 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.process_group import connect_store, init_process_group, new_control_group, rendezvous
+from samestep.distributed.process_group import (
+    check_existing_group,
+    connect_store,
+    init_process_group,
+    new_control_group,
+    rendezvous,
+)
 from samestep.distributed.rank_status import ORDER_RULE, STORE_GONE, RankStatus, StatusBoard, call_site
 from samestep.environment.world import World
 from samestep.errors import CommunicationError, RankMissing
@@ -57,6 +63,7 @@ class Communicator:
 
     def open(self, device: torch.device) -> None:
         """Connect the ranks. A process group that already exists is used, and kept when the run ends."""
+        check_existing_group(self.world)
         self._is_open = True
         if self.alone:
             return

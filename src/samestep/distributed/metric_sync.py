@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.rank_status import RankStatus
-from samestep.loggers.loggers import Loggers, MetricKey, check_log_step, check_metric_name, check_metric_value
+from samestep.loggers.loggers import Loggers, LogRow, MetricKey, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
 _MAX_STEPS: Final = 1000  # the longest interval between two syncs
@@ -77,7 +78,7 @@ class MetricSync:
     def sync(self, operation: str) -> Mapping[MetricKey, float]:
         """Exchange now: the averages over all ranks of what was logged since the last sync."""
         keys, values = self.pending.take()
-        names_hash = float(zlib.crc32(repr(keys).encode()))
+        names_hash = float(zlib.crc32(repr([(*row, name) for row, name in keys]).encode()))
         control, header = [each.sync_value() for each in self.callbacks], _HEADER + len(self.callbacks)
         mine = [float(self._next_interval()), names_hash, float(len(keys)), *control, *values]
         parts = self._comm.exchange(operation, mine)
@@ -89,25 +90,25 @@ class MetricSync:
             return average([dict(zip(keys, part[header:].tolist(), strict=True)) for part in parts])
         return average(self._comm.exchange_objects(operation, dict(zip(keys, values, strict=True))))
 
-    def flush(self, operation: str, steps: int) -> None:
-        """Sync and write now, on all ranks; `steps` steps are complete."""
+    def flush(self, operation: str) -> None:
+        """Sync and write now, on all ranks."""
         # frequent flushes take the place of syncs at step boundaries, and must log the throughput as often
-        measured = self._samples and time.monotonic() - self._samples_since >= _THROUGHPUT_SECONDS
-        self.write(self.sync(operation), throughput_step=steps - 1 if measured else None)
+        measured = time.monotonic() - self._samples_since >= _THROUGHPUT_SECONDS
+        self.write(self.sync(operation), with_throughput=measured)
 
-    def write(self, averages: Mapping[MetricKey, float], throughput_step: int | None) -> None:
-        """Write averages on rank 0, with the throughput since it was last written."""
+    def write(self, averages: Mapping[MetricKey, float], with_throughput: bool) -> None:
+        """Write averages on rank 0, with the throughput since it was last written in the record of the last step."""
         if self._loggers is None:
             return
         records = {**self._rank0_values, **averages}
         self._rank0_values = {}
-        if throughput_step is not None and self._samples:
+        row = self.pending.step_row
+        if with_throughput and self._samples and row is not None:
             now = time.monotonic()
-            records[throughput_step, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
+            records[row, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
             self._samples, self._samples_since = 0, now
             if self._device.type == "cuda":
-                memory = float(torch.cuda.max_memory_allocated(self._device))
-                records[throughput_step, "train/memory_bytes"] = memory
+                records[row, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         if records:
             self._loggers.write(records)
 
@@ -137,19 +138,40 @@ class PendingMetrics:
     """What this rank has logged since the last sync; tensors stay on their device."""
 
     values: dict[MetricKey, float | torch.Tensor] = field(default_factory=dict)
+    position: int = 0  # see LogRow
+    step_row: LogRow | None = None
+    """The record of the current or the last step."""
+    _repeats: Counter[MetricKey] = field(default_factory=Counter)
 
-    def add(self, step: int, name: str, value: object) -> None:
-        """Keep one value. A tensor is not read yet, since that would synchronize with the device."""
+    def begin_step(self, step: int, epoch: int) -> LogRow:
+        """Return the record of a new step; what is logged from now on is logged inside a step."""
+        self.position += 1 + self.position % 2  # the steps of two shards may overlap
+        self.step_row = LogRow(self.position, step, epoch)
+        return self.step_row
+
+    def end_step(self) -> None:
+        """What is logged from now on is logged between two steps."""
+        self.position += self.position % 2
+
+    def add(self, row: LogRow, name: str, value: object) -> None:
+        """Keep one value. A tensor is not read yet, since that would synchronize with the device.
+
+        Inside a step the last value of a name counts. Between two steps every value is kept, in a record of its own.
+        """
         is_scalar = isinstance(value, torch.Tensor) and value.shape == _SCALAR and not value.is_complex()
         kept = (
             value.detach().clone() if is_scalar and isinstance(value, torch.Tensor) else check_metric_value(name, value)
         )
-        self.values[check_log_step(step), check_metric_name(name)] = kept
+        key = row, check_metric_name(name)
+        if row.between_steps and not name.startswith("train/"):
+            self._repeats[key] += 1
+            key = row._replace(repeat=self._repeats[key] - 1), name
+        self.values[key] = kept
 
     def take(self) -> tuple[list[MetricKey], list[float]]:
         """All keys and values, copied from each device in one transfer; nothing is pending afterwards."""
         keys, values = list(self.values), list(self.values.values())
-        self.values = {}
+        self.values, self._repeats = {}, Counter()
         floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
         by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for index, value in enumerate(values):

@@ -116,6 +116,26 @@ def _rendezvous_timeout(board: dist.Store, rank: int, size: int, timeout: float)
     )
 
 
+def check_existing_group(world: World) -> None:
+    """Raise if the script has created a process group that a run of this world cannot use."""
+    if not dist.is_initialized():
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (world.rank, world.size):
+        raise WorldError(
+            f"the script created a process group in which this process is rank {rank} of {size}, and the environment "
+            f"variables say rank {world.rank} of {world.size}: remove dist.init_process_group and mp.spawn, and start "
+            f"the ranks with `samestep run --nproc-per-node {size} train.py`"
+        )
+    backends = dist.get_backend_config()
+    if world.size > 1 and "cpu:" not in backends:
+        raise WorldError(
+            f"the script created a process group without a backend for CPU tensors ({backends}), which samestep uses "
+            "for small values: remove dist.init_process_group, since Run creates the group, or create it with "
+            "'cpu:gloo,cuda:nccl'"
+        )
+
+
 def _store_for_existing_group(world: World) -> dist.Store:
     """A store next to a process group that the script created: rank 0 hosts it and broadcasts the port."""
     hosted: dist.TCPStore | None = None

@@ -19,6 +19,8 @@ Launcher = Literal["none", "torchrun", "slurm"]
 
 OOM_RETRIES = "SAMESTEP_OOM_RETRIES"
 """The variable in which `samestep run` passes to its ranks how often to halve their micro-batches."""
+PRECISION = "SAMESTEP_PRECISION"
+"""The variable that replaces the precision of a script, to compare runs in fp64 without editing it."""
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 
@@ -151,6 +153,11 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def oom_retries(environ: Mapping[str, str] | None = None) -> int:
     """How often `samestep run` has restarted with half the micro-batch because the first steps ran out of memory."""
     return int(_environ(environ).get(OOM_RETRIES, "0"))
+
+
+def requested_precision(environ: Mapping[str, str] | None = None) -> str:
+    """The precision that replaces that of the script, as `samestep run --precision` exports it; empty: the script's."""
+    return _environ(environ).get(PRECISION, "")
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:

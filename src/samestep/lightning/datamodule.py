@@ -11,6 +11,7 @@ from samestep.data.partition import Partition
 from samestep.data.permutation import SampleOrder
 from samestep.errors import DataError, StepError
 from samestep.lightning.loaders import EpochSettings, EvalLoader, LoaderSpec, TrainLoader, read_spec
+from samestep.lightning.predictions import PredictLoader
 from samestep.lightning.trainer_ranks import list_callbacks
 from samestep.messages import WarnOnce
 
@@ -77,11 +78,11 @@ class ExactDataModule(LightningDataModule):
 
     def _load(self, hook: str) -> object:
         """Return the exact loader for what the user's `hook` returns, or several in an evaluation."""
-        if hook == "predict_dataloader":
-            return self._hooks[hook]()  # Lightning's sampler for predictions repeats nothing
         trainer = self.trainer
         if trainer is None:
-            raise DataError("this datamodule of SameStep has no Trainer yet: pass it to trainer.fit, validate or test")
+            raise DataError(
+                "this datamodule of SameStep has no Trainer yet: pass it to trainer.fit, validate, test or predict"
+            )
         if not any(callback is self._same_step for callback in list_callbacks(trainer)):
             raise DataError(
                 "the data comes from a SameStep that is not a callback of the Trainer: pass "
@@ -137,7 +138,7 @@ class ExactLoaders:
         return self.train
 
     def make_evaluation(self, trainer: Trainer, loaders: Sequence[object], hook: str) -> list[EvalLoader]:
-        """Return the loaders of a validation or test."""
+        """Return the loaders of a validation, test or prediction."""
         exact: list[EvalLoader] = []
         for loader in loaders:
             spec = read_spec(loader, hook, self._warnings.warn_once)
@@ -146,7 +147,8 @@ class ExactLoaders:
                     f"the WeightedRandomSampler of {hook}() is ignored: an evaluation reads every sample once; weight "
                     "classes in the metric instead"
                 )
-            exact.append(EvalLoader(trainer, spec, self.seed, self.epoch_settings))
+            loader_class = PredictLoader if hook == "predict_dataloader" else EvalLoader
+            exact.append(loader_class(trainer, spec, self.seed, self.epoch_settings))
         self._replace(hook, exact)
         return exact
 

@@ -96,7 +96,7 @@ class FileLogger(Callback):
         for step, record in records.items():
             if step in losses:
                 record["train/loss"] = losses[step]
-            metrics.write(step, record)
+            metrics.write(step, record, trainer.current_epoch)
         if records:
             text.write(*list(records.items())[-1])
 
@@ -105,7 +105,7 @@ class FileLogger(Callback):
         self._metrics.update(values)
         if values and self._loggers is not None:
             for logger in self._loggers:
-                logger.write(self._last_step or 0, values)
+                logger.write(self._last_step or 0, values, trainer.current_epoch, between_steps=True)
 
     def _close(self, trainer: Trainer, status: str) -> None:
         if self._loggers is None:

@@ -225,23 +225,30 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """What a Trainer iterates over in validation and test, in the order of the dataset.
+    """What a Trainer iterates over in validation and test, in the order of the dataset, or of its first `n` samples.
 
     All ranks have the same number of batches, so that collectives in a batch (a value logged with `sync_dist`, a
     sharded model) cannot hang. Batches differ in size instead: with batch_size=1, a batch may have two rows.
     """
 
-    def __init__(self, trainer: Trainer, spec: LoaderSpec, seed: int, epoch_settings: EpochSettings | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        spec: LoaderSpec,
+        seed: int,
+        epoch_settings: EpochSettings | None,
+        n: int | None = None,
+    ) -> None:
         self._trainer, self._epoch_settings = trainer, epoch_settings
-        world_size = trainer.world_size
-        if spec.n < world_size:
+        world_size, n = trainer.world_size, spec.n if n is None else n
+        if n < world_size:
             raise DataError(
-                f"an evaluation of {spec.n} sample(s) cannot be split over {world_size} ranks, since Lightning needs a "
-                f"batch on each: use at least {world_size} samples, or evaluate on {spec.n} rank(s)"
+                f"an evaluation of {n} sample(s) cannot be split over {world_size} ranks, since Lightning needs a "
+                f"batch on each: use at least {world_size} samples, or evaluate on {n} rank(s)"
             )
-        self._slice = split_evenly(spec.n, world_size, trainer.global_rank)
-        largest, batch_size = -(-spec.n // world_size), spec.given.batch_size or 1
-        self._batches = min(-(-largest // batch_size), spec.n // world_size)
+        self._slice = split_evenly(n, world_size, trainer.global_rank)
+        largest, batch_size = -(-n // world_size), spec.given.batch_size or 1
+        self._batches = min(-(-largest // batch_size), n // world_size)
         self._loader: Loader | None = spec.open(trainer, seed)
         self.dataset = spec.given.dataset
 
@@ -256,12 +263,20 @@ class EvalLoader:
         """End the data workers."""
         self._loader = None
 
+    def batch_range(self, k: int) -> tuple[int, int]:
+        """Return the samples of batch k of this rank, from the first to before the last."""
+        begin, end = self._slice
+        start, stop = split_evenly(end - begin, self._batches, k)
+        return begin + start, begin + stop
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the samples of each batch of this rank."""
+        return map(self.batch_range, range(self._batches))
+
     def _requests(self) -> Iterator[BatchRequest]:
         setting = NO_SETTING if self._epoch_settings is None else self._epoch_settings(self._epoch())
-        begin, end = self._slice
-        for k in range(self._batches):
-            start, stop = split_evenly(end - begin, self._batches, k)
-            yield BatchRequest(0, np.arange(begin + start, begin + stop), setting)
+        for start, stop in self.ranges():
+            yield BatchRequest(0, np.arange(start, stop), setting)
 
     def _epoch(self) -> int:
         """Return the current epoch; after training, the last one."""

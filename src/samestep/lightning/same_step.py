@@ -18,7 +18,10 @@ from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_ho
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
+from samestep.lightning.predictions import gather_predictions
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
+from samestep.messages import warn
+from samestep.parallel.batchnorm import unsynced_batchnorm_names
 
 _MAX_LOSSES = 10_000
 
@@ -77,10 +80,11 @@ class SameStep(Callback):
         train: "DataLoader[Any] | None" = None,
         val: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
         test: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
+        predict: "DataLoader[Any] | list[DataLoader[Any]] | None" = None,
     ) -> LightningDataModule:
         """Return the data of these DataLoaders, partitioned exactly; pass it to the Trainer as `datamodule=`."""
-        given = {"train_dataloader": train, "val_dataloader": val, "test_dataloader": test}
-        hooks = {name: partial(_identity, loader) for name, loader in given.items() if loader is not None}
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        hooks = {f"{name}_dataloader": partial(_identity, each) for name, each in given.items() if each is not None}
         return ExactDataModule(hooks, None, self._loaders, self)
 
     @property
@@ -115,6 +119,8 @@ class SameStep(Callback):
             self._loaders.check_module(trainer, pl_module)
         for hook in ("on_validation_batch_end", "on_test_batch_end"):
             self._restore_hooks.append(_run_after(pl_module, hook, partial(_after_evaluation_batch, trainer)))
+        gathering = partial(gather_predictions, trainer)  # after the callbacks, which write those of their rank
+        self._restore_hooks.append(_run_after(pl_module, "on_predict_epoch_end", gathering))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must be the same in a resumed run; the position is in the state of the loader."""
@@ -131,6 +137,7 @@ class SameStep(Callback):
                 "SameStep is a callback of the Trainer, but the training data does not come from it: pass "
                 "trainer.fit(module, datamodule=same.datamodule(datamodule)), or same.dataloaders(train=..., val=...)"
             )
+        _warn_of_unsynced_batchnorm(trainer, pl_module)
         self._losses.clear()
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
             self._ddp_parameters = {parameter for parameter in pl_module.parameters() if parameter.requires_grad}
@@ -192,6 +199,10 @@ class SameStep(Callback):
         reduce_epoch_metrics(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the process exit cleanly if the script ends here."""
+        wait_for_gloo(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the process exit cleanly if the script ends here."""
         wait_for_gloo(trainer)
 
@@ -268,6 +279,17 @@ def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) ->
 
 def _identity(loader: object) -> object:
     return loader
+
+
+def _warn_of_unsynced_batchnorm(trainer: Trainer, module: LightningModule) -> None:
+    """Warn as `run.wrap` does; Trainer(sync_batchnorm=True) has replaced the layers by now."""
+    names = unsynced_batchnorm_names(module) if trainer.world_size > 1 and trainer.is_global_zero else []
+    if names:
+        warn(
+            f"{len(names)} BatchNorm layer(s), {names[0]!r} first, see only the rows of their own rank, so results "
+            "depend on the number of ranks: pass Trainer(sync_batchnorm=True), which needs GPUs, or use GroupNorm; "
+            "evaluation and checkpoints have the running statistics of rank 0"
+        )
 
 
 def _run_after(module: LightningModule, hook: str, function: Callable[..., None]) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The console of a run: a progress bar on a terminal, plain lines in a pipe, a file or a CI log."""
 
 import atexit
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -39,9 +40,19 @@ class Console(ABC):
         """Record that a step is done; cheap enough to call in every step."""
         self._progress.advance(step)
 
+    def write(
+        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+    ) -> None:
+        """Print a record that was logged between two steps, in any case; show one of a step if there is time for it."""
+        if between_steps and not all(name.startswith("train/") for name in values):
+            self._print_delayed()  # they were logged before this one
+            self.print(text_log.format_record(step, values, epoch=epoch))
+        else:
+            self._show(step, values)
+
     @abstractmethod
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show one record."""
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a record of a step."""
 
     @abstractmethod
     def print(self, text: str) -> None:
@@ -50,6 +61,9 @@ class Console(ABC):
     def close(self, summary: Mapping[str, object]) -> None:
         """Print the records that were delayed; a second call does nothing."""
         del summary
+        self._print_delayed()
+
+    def _print_delayed(self) -> None:
         for text in self._limiter.flush():
             self.print(text)
 
@@ -64,14 +78,14 @@ def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) ->
 
 
 class LineConsole(Console):
-    """A console of plain lines: at most one line per second and kind of record, and always the last one."""
+    """A console of plain lines: of the records of steps one line per second and kind, and always the last one."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._stream = stream
         self._speed_and_memory: dict[str, float] = {}
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
         """Print one record, unless one of its kind was printed less than a second ago."""
         # Only some records contain speed and memory: each training line shows the last known values.
         latest = {
@@ -84,8 +98,8 @@ class LineConsole(Console):
             text = text_log.format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
             if (left := self._progress.seconds_left()) is not None:
                 text = f"{text} | ETA {format_duration(left)}"
-        if self._limiter.is_due(values.keys() - latest.keys(), text):
-            self.print(text)
+        for line in self._limiter.due(values.keys() - latest.keys(), text):
+            self.print(line)
 
     def print(self, text: str) -> None:
         """Print a line."""
@@ -99,7 +113,7 @@ class LineConsole(Console):
 
 
 class BarConsole(Console):
-    """A console with a progress bar in the last line of a terminal; prints other than training records above it.
+    """A console with a progress bar in the last line of a terminal, and text above it.
 
     No thread refreshes the bar: a process forked while such a thread holds the terminal's lock (a DataLoader worker)
     would wait for it forever. So the bar does not move between two steps.
@@ -124,15 +138,16 @@ class BarConsole(Console):
         if self._clock() - self._refreshed_at >= _REFRESH_SECONDS:
             self._refresh()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
         """Show training values in the bar; print a record with other values above it."""
         training = _training_values(values)
         if training:
             self._progress.advance(step)
             self._fields.update(_bar_fields(training))
             self._refresh()
-        if len(training) < len(values) and self._limiter.is_due(values, text := text_log.format_record(step, values)):
-            self.print(text)
+        if len(training) < len(values):
+            for line in self._limiter.due(values, text_log.format_record(step, values)):
+                self.print(line)
 
     def print(self, text: str) -> None:
         """Print text above the bar."""
@@ -204,7 +219,7 @@ class ProgressEstimate:
         self._samples.append((self._clock(), start))
 
     def advance(self, step: int) -> None:
-        """Record a step; ignore a lower one (a metric that was logged by epoch number)."""
+        """Record a step; ignore a lower one (a metric that was logged with a step number of the user's own)."""
         if self._samples and step <= self.step:
             return
         self.step = step
@@ -228,7 +243,7 @@ class ProgressEstimate:
 class RateLimiter:
     """Passes at most one line per second for each kind of record, and keeps the last delayed one.
 
-    The kind is the set of names, so that training records do not suppress the result of an evaluation.
+    The kind is the set of names, so that a value that is logged every 100 steps is not suppressed by the others.
     """
 
     def __init__(self, clock: Callable[[], float], interval: float = _LINE_SECONDS) -> None:
@@ -236,15 +251,14 @@ class RateLimiter:
         self._shown_at: dict[frozenset[str], float] = {}
         self._delayed: dict[frozenset[str], str] = {}
 
-    def is_due(self, names: Iterable[str], text: str) -> bool:
-        """Whether a record with these names should be shown now; if not, keep its text."""
+    def due(self, names: Iterable[str], text: str) -> list[str]:
+        """The texts to show now, in order: delayed ones, and that of a record with these names; if not yet, keep it."""
         kind, now = frozenset(names), self._clock()
         self._delayed.pop(kind, None)
-        if kind in self._shown_at and now - self._shown_at[kind] < self._interval:
-            self._delayed[kind] = text
-            return False
-        self._shown_at[kind] = now
-        return True
+        self._delayed[kind] = text
+        due = [each for each in self._delayed if now - self._shown_at.get(each, -math.inf) >= self._interval]
+        self._shown_at.update(dict.fromkeys(due, now))
+        return [self._delayed.pop(each) for each in due]
 
     def flush(self) -> list[str]:
         """Return the delayed texts in order, and forget them."""

@@ -1,7 +1,8 @@
 """metrics.jsonl: one record per line, written so that a kill loses at most the last record.
 
-A line is `{"step": 12, "time": 1767225600.0, "train/loss": 0.43}`. Strict JSON has no NaN and no infinity: both are
-written as null, and the sign of an infinity is stored as `"infinite": {"train/loss": 1}`. `read_metrics` restores them.
+A line is `{"step": 12, "epoch": 0, "time": 1767225600.0, "train/loss": 0.43}`. Strict JSON has no NaN and no infinity:
+both are written as null, and the sign of an infinity is stored as `"infinite": {"train/loss": 1}`. `read_metrics`
+restores them.
 """
 
 import json
@@ -28,10 +29,13 @@ class JsonlLogger:
         self._clock = clock
         self._file = AppendFile(path, warn, report)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+    ) -> None:
         """Append one record."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record: dict[str, object] = {"step": step, "time": round(self._clock(), 3), **finite}
+        position = {"step": step} if epoch is None else {"step": step, "epoch": epoch}
+        record: dict[str, object] = {**position, "time": round(self._clock(), 3), **finite}
         signs = {name: round(math.copysign(1, value)) for name, value in values.items() if math.isinf(value)}
         if signs:
             record["infinite"] = signs

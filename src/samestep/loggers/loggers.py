@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from math import prod
 from numbers import Real
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,29 @@ METRICS_FILE = "metrics.jsonl"
 TEXT_FILE = "log.txt"
 SUMMARY_FILE = "summary.json"
 TENSORBOARD_FOLDER = "tensorboard"
-MetricKey = tuple[int, str]
-"""The step and the name of a logged value."""
 _SHOWN_PER_SYNC = 10  # metrics arrive about once per second, and a screen or a curve needs no more points
+
+
+class EpochNumber(int):
+    """The number of an epoch: an integer that `run.log` can tell from a step."""
+
+
+class LogRow(NamedTuple):
+    """The record that a logged value belongs to; the same on all ranks."""
+
+    position: int  # how many steps this process has begun and ended: odd inside a step, even between two steps
+    step: int
+    epoch: int | None  # None for values logged before training, or with a step number of your own
+    repeat: int = 0  # how often the name was logged before in this record; between two steps every value counts
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether its values were logged between two steps, such as the results of an evaluation."""
+        return self.position % 2 == 0
+
+
+MetricKey = tuple[LogRow, str]
+"""The record and the name of a logged value."""
 
 
 class Logger(Protocol):
@@ -36,8 +56,10 @@ class Logger(Protocol):
     To support another logger (CSV, an experiment tracker), implement these two methods and open it in `Loggers`.
     """
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one record."""
+    def write(
+        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+    ) -> None:
+        """Log one record; `between_steps` says that it was logged between two steps, such as an evaluation."""
         ...
 
     def close(self, summary: Mapping[str, object]) -> None:
@@ -72,19 +94,23 @@ class Loggers:
             self._printed.append(text)
 
     def write(self, values: Mapping[MetricKey, float]) -> None:
-        """Write one record per step, in order; metrics.jsonl receives all of them, the other loggers a selection."""
-        by_step: dict[int, dict[str, float]] = {}
-        for (step, name), value in values.items():
-            by_step.setdefault(step, {})[name] = value
+        """Write the records in the order in which they were logged.
+
+        metrics.jsonl receives all of them, the other loggers a selection of those that contain nothing but `train/...`;
+        the last one before an evaluation is always among them.
+        """
         if not self.is_open:
             self._open()
-        stride = -(-len(by_step) // _SHOWN_PER_SYNC)
-        for left, step in zip(range(len(by_step) - 1, -1, -1), sorted(by_step), strict=True):
-            record = by_step[step]
-            shown = left % stride == 0 or not all(name.startswith("train/") for name in record)
+        records = _group(values)
+        training = [_is_training(record) for _, record in records]
+        left = sum(training)
+        stride = -(-left // _SHOWN_PER_SYNC)
+        for index, (row, record) in enumerate(records):
+            left -= training[index]
+            shown = not all(training[index : index + 2]) or left % stride == 0
             for logger in self._all:
                 if shown or logger is self._jsonl:
-                    logger.write(step, record)
+                    logger.write(row.step, record, row.epoch, row.between_steps)
             self.last.update(record)
             self.counts.update(record.keys())
 
@@ -116,6 +142,29 @@ class Loggers:
             self._warn(f"{path} cannot be written: {describe_os_error(error)}; the run has no summary")
 
 
+def _group(values: Mapping[MetricKey, float]) -> list[tuple[LogRow, dict[str, float]]]:
+    """The records of these values, in the order in which they were logged.
+
+    A step has one record. Between two steps a record ends where a name comes again, or where the step differs.
+    """
+    records: list[tuple[LogRow, dict[str, float]]] = []
+    of_steps: dict[LogRow, dict[str, float]] = {}
+    for (row, name), value in sorted(values.items(), key=lambda item: item[0][0].position):
+        if not row.between_steps:
+            if row not in of_steps:
+                records.append((row, of_steps.setdefault(row, {})))
+            of_steps[row][name] = value
+        elif records and records[-1][0][:3] == row[:3] and name not in records[-1][1]:
+            records[-1][1][name] = value
+        else:
+            records.append((row, {name: value}))
+    return records
+
+
+def _is_training(record: Mapping[str, float]) -> bool:
+    return all(name.startswith("train/") for name in record)
+
+
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
     """Write summary.json atomically, with sorted keys; numbers that are not finite become null."""
     text = json.dumps(_to_json("summary", dict(summary)), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -144,7 +193,7 @@ def _to_json(path: str, value: object) -> object:
 
 # What `run.log` accepts
 
-_RESERVED_NAMES = ("infinite", "step", "time")  # fields of a line of metrics.jsonl
+_RESERVED_NAMES = ("epoch", "infinite", "step", "time")  # fields of a line of metrics.jsonl
 _METRIC_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (type(None), "leave it out, or log float('nan') for a missing number"),
@@ -160,7 +209,8 @@ def check_metric_name(name: object) -> str:
     if not isinstance(name, str):
         raise LogError(f'a metric has the name {name!r}, a {type(name).__name__}: use a string such as "val/accuracy"')
     if name in _RESERVED_NAMES:
-        raise LogError(f'"{name}" is a field of metrics.jsonl and cannot name a metric: use e.g. "train/{name}"')
+        advice = "leave it out, since every record has it" if name in ("epoch", "step") else f'use e.g. "train/{name}"'
+        raise LogError(f'"{name}" is a field of metrics.jsonl and cannot name a metric: {advice}')
     if not _METRIC_NAME.fullmatch(name):
         raise LogError(
             f'"{name}" cannot name a metric: use letters, digits, "_", "-" and "." in parts joined by "/", '
@@ -174,7 +224,7 @@ def check_log_step(step: object) -> int:
     value = step.item() if isinstance(step, np.integer | torch.Tensor) and step.ndim == 0 else step
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise LogError(f"step must be an integer of at least 0, got {step!r}: pass e.g. step=epoch.number")
-    return value
+    return int(value)
 
 
 def check_metric_value(name: str, value: object) -> float:

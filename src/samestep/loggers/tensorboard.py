@@ -14,7 +14,7 @@ _FORMAT = "brain.Event:2"
 
 
 class TensorBoardLogger:
-    """Logger that adds each value to an event file.
+    """Logger that adds each value to an event file, at its step; the curve `epoch` has a point where an epoch begins.
 
     Event files cannot be rewritten: after a resume from an older checkpoint, a curve shows the repeated steps twice.
     tensorboard's own writer is not used: on a full disk its thread ends with a traceback that no caller can catch.
@@ -23,10 +23,15 @@ class TensorBoardLogger:
     def __init__(self, file: AppendFile, encode: Callable[[int | None, Mapping[str, float]], bytes]) -> None:
         self._file, self._encode = file, encode
         self._pending = [encode(None, {})]
+        self._epoch: int | None = None
         self._flushed_at = 0.0  # so that the first record is written immediately
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+    ) -> None:
         """Add one point per name; one event for all of them costs a third of one event each."""
+        if epoch is not None and epoch != self._epoch:
+            self._epoch, values = epoch, {**values, "epoch": float(epoch)}
         self._pending.append(self._encode(step, values))
         if time.monotonic() - self._flushed_at >= _FLUSH_SECONDS:
             self._flushed_at = time.monotonic()

@@ -22,9 +22,11 @@ class TextLog:
         self._file = AppendFile(path, warn, report)
         self._closed = False
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+    ) -> None:
         """Append one record."""
-        self.print(format_record(step, values))
+        self.print(format_record(step, values, epoch=epoch if between_steps else None))
 
     def print(self, text: str) -> None:
         """Append text; its second and later lines are indented."""
@@ -47,14 +49,17 @@ def _text(value: object) -> str:
     return format_number(value) if isinstance(value, float | int) and not isinstance(value, bool) else str(value)
 
 
-def format_record(step: int, values: Mapping[str, float], total: int | None = None) -> str:
+def format_record(step: int, values: Mapping[str, float], total: int | None = None, epoch: int | None = None) -> str:
     """Format a record as one line.
 
     >>> format_record(120, {"train/loss": 0.43117, "lr": 3e-4, "samples_per_s": 15321.4, "memory_bytes": 1.25 * 2**30})
     'step 120 | train/loss 0.4312 | lr 3.0e-04 | 15,321 samples/s | 1.2 GiB'
+    >>> format_record(299, {"test/accuracy": 0.75}, epoch=2)
+    'epoch 2 | step 299 | test/accuracy 0.7500'
     """
     metrics = (format_metric(name, value) for name, value in values.items())
-    return " | ".join((f"step {format_progress(step, total)}", *metrics))
+    position = [] if epoch is None else [f"epoch {epoch}"]
+    return " | ".join((*position, f"step {format_progress(step, total)}", *metrics))
 
 
 def format_progress(step: int, total: int | None) -> str:

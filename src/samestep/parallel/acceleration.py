@@ -26,6 +26,9 @@ class Acceleration:
         self._device = support.device
         self._autocast: torch.autocast | None = None
         self._restore = set_fp32_products(self.precision)
+        self._default_dtype = torch.get_default_dtype()
+        if self.precision.convert_to is not None:  # also for tensors and models that the script creates
+            torch.set_default_dtype(self.precision.convert_to)
         if self.precision.tf32 or self.precision.strict:  # these apply from now on, also to what is never wrapped
             self.report()
 
@@ -85,6 +88,8 @@ class Acceleration:
         """Restore torch's settings."""
         self.close_forward()
         self._restore()
+        if self.precision.convert_to is not None:
+            torch.set_default_dtype(self._default_dtype)
 
 
 def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:

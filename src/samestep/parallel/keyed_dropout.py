@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the samples: on a GPU one Triton kernel, which recomputes the mask in the backward pass.
+"""Dropout whose mask belongs to the samples: on a GPU a Triton kernel, which recomputes the mask in the backward pass.
 
 The mask is `sample_rng.keep_mask` on every device. The CPU keeps it for the backward pass, as torch does. The kernel
 reads the key of a row and computes four neighbors from one 64-bit word, so that nothing but the keys is kept.
@@ -55,12 +55,14 @@ class _KernelDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, keys: Tensor, salt: int, p: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keep the keys, not the mask."""
         ctx.save_for_backward(keys)
         ctx.salt, ctx.p = salt, p
         return _launch(inputs, keys, salt, p)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Drop and scale the gradient like the inputs."""
         (keys,) = ctx.saved_tensors
         return dropout(gradient, keys, ctx.salt, ctx.p), None, None, None
 

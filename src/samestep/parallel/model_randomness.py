@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.data.permutation import key64
+from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws
 
 Kind = Literal["training", "evaluation"]
@@ -44,7 +45,7 @@ class ModelRandomness:
     def __init__(self, seed: int, rank: int, device: torch.device, warn: Callable[[str], None]) -> None:
         self._seed, self._rank, self._device, self._warn = seed, rank, device, warn
         self._models: list[nn.Module] = []
-        self._mode = KeyedDraws(self._warn_once)
+        self._mode = KeyedDraws(DRAW_RULES, self._warn_once)
         self._warned: set[str] = set()
         self._seen: Counter[str] = Counter()  # micro-batches of each kind
         self._draws: dict[str, bool] = {"training": False, "evaluation": False}
@@ -78,6 +79,7 @@ class ModelRandomness:
             self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation") % (1 << 63)
             self._before = _GeneratorStates(self._device, python=self._python_is_seeded)
             fused_seed = key64(_FUSED_SEED, self._step_key, self._rank, number) % (1 << 63)
+            self._before.seed_cuda(fused_seed)
             self._mode.begin(keys(), self._step_key, fused_seed)
             if self._python_is_seeded:
                 random.seed(self._step_key)
@@ -113,10 +115,11 @@ class ModelRandomness:
             self._draws[self._kind] = True
         if self._python_is_seeded and before.python_moved_from_seed(self._step_key):
             self._python_draws = True
-        if self._watching or self._seen[self._kind] % _CHECK_EVERY == 0:
-            if before.torch_moved_unseen(self._step_key, self._mode.distinct_draws):
-                self._report_unseen()
-        if not self._mode.distinct_draws:
+        check = self._watching or self._probe is not None or self._seen[self._kind] % _CHECK_EVERY == 0
+        if check and before.torch_moved_unseen(self._step_key, self._mode.distinct_draws):
+            self._report_unseen()
+        before.restore_cuda()
+        if not self._mode.draws:
             before.restore(python=not self._python_draws)
 
     def _start_late(self) -> None:
@@ -154,8 +157,17 @@ class _GeneratorStates:
     def __init__(self, device: torch.device, python: bool) -> None:
         self._cpu = torch.default_generator.get_state()
         self._cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
-        self._offset = 0 if self._cuda is None else self._cuda.get_offset()
+        self._cuda_seed, self._offset = (
+            (0, 0) if self._cuda is None else (self._cuda.initial_seed(), self._cuda.get_offset())
+        )
+        self._cuda_start = self._offset
         self._python = (random.getstate(), np.random.get_state(legacy=False)) if python else None
+
+    def seed_cuda(self, seed: int) -> None:
+        """Seed the CUDA generator for kernels that cannot be keyed: they should not draw the same on every rank."""
+        if self._cuda is not None:
+            self._cuda.manual_seed(seed)
+            self._cuda_start = 0
 
     def moved(self) -> bool:
         """Whether a generator has been used since."""
@@ -179,6 +191,12 @@ class _GeneratorStates:
             np.random.get_state(legacy=False), numpy_state
         )
 
+    def restore_cuda(self) -> None:
+        """Set the CUDA generator back."""
+        if self._cuda is not None:
+            self._cuda.manual_seed(self._cuda_seed)
+            self._cuda.set_offset(self._offset)
+
     def restore(self, python: bool) -> None:
         """Set the CPU generators back."""
         torch.default_generator.set_state(self._cpu)
@@ -187,7 +205,7 @@ class _GeneratorStates:
             np.random.set_state(self._python[1])
 
     def _cuda_moved(self) -> bool:
-        return self._cuda is not None and self._cuda.get_offset() != self._offset
+        return self._cuda is not None and self._cuda.get_offset() != self._cuda_start
 
 
 class _DrawProbe:

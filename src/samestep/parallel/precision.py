@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 from samestep.distributed.communicator import Communicator
-from samestep.errors import CommunicationError, StepError, WrapError
+from samestep.errors import CommunicationError, ConfigError, StepError, WrapError
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
 from samestep.torch_private import multiply_all
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES: dict[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": None,
+}
 _FIRST_WITH_TF32 = 8  # compute capability of Ampere
 
 
@@ -29,13 +34,15 @@ class PrecisionSupport:
     tf32: bool
     requested: Precision
     compile: bool
+    variable: str = ""  # the environment variable that requested it; empty: the script
 
 
 @dataclass(frozen=True)
 class ComputePrecision:
     """The precision of a run, the same on every rank, with the reason."""
 
-    name: str  # the precision of forward and backward passes: "fp32", "bf16" or "fp16"; weights keep their dtype
+    name: str
+    """The precision of forward and backward passes; weights keep their dtype, except that "fp64" converts them."""
     tf32: bool  # whether fp32 products may use TF32
     strict: bool  # whether TF32 is forbidden, since the script requested fp32 by name
     compile: bool
@@ -46,27 +53,32 @@ class ComputePrecision:
         """The dtype of autocast; None: no autocast."""
         return _DTYPES[self.name]
 
+    @property
+    def convert_to(self) -> torch.dtype | None:
+        """The dtype to which weights, buffers and floating-point batches are converted; None: they keep theirs."""
+        return torch.float64 if self.name == "fp64" else None
+
     def __str__(self) -> str:
         tf32 = ", TF32 for fp32 products" if self.tf32 else ", no TF32" if self.strict else ""
         compiled = "on (recompiles for new shapes, a few times at most)" if self.compile else "off"
-        attention = "" if self.name == "fp32" else "; flash attention if SDPA selects it"
+        attention = "" if self.dtype is None else "; flash attention if SDPA selects it"
         return f"precision: {self.name} ({self.reason}){tf32}; torch.compile {compiled}{attention}"
 
 
-def check_precision(requested: str) -> Precision:
-    """The precision, if it is a known one."""
+def check_precision(requested: str, variable: str = "") -> Precision:
+    """The precision, if it is a known one; `variable` names the environment variable that it comes from."""
     if requested not in _PRECISIONS:
         known = ", ".join(map(repr, _PRECISIONS))
-        raise CommunicationError(f"precision={requested!r} is not valid: use one of {known}")
+        raise ConfigError(f"{variable or 'precision'}={requested!r} is not valid: use one of {known}")
     return requested
 
 
-def detect_support(device: torch.device, requested: Precision, compile: bool) -> PrecisionSupport:
+def detect_support(device: torch.device, requested: Precision, compile: bool, variable: str = "") -> PrecisionSupport:
     """Ask torch what `device` supports."""
     cuda = device.type == "cuda"
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     tf32 = cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_TF32
-    return PrecisionSupport(device.type, bf16, tf32, requested, compile)
+    return PrecisionSupport(device.type, bf16, tf32, requested, compile, variable)
 
 
 def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
@@ -79,24 +91,23 @@ def choose_precision(ranks: Sequence[PrecisionSupport]) -> ComputePrecision:
                 f"Run(precision={other.requested!r}, compile={other.compile}): pass the same values on all ranks"
             )
     name, reason = _choose_name(ranks)
-    tf32 = first.requested != "fp32" and all(rank.tf32 for rank in ranks)
+    tf32 = first.requested not in ("fp32", "fp64") and all(rank.tf32 for rank in ranks)
     return ComputePrecision(name, tf32, first.requested == "fp32", first.compile, reason)
 
 
 def _choose_name(ranks: Sequence[PrecisionSupport]) -> tuple[str, str]:
     requested = ranks[0].requested
     without_bf16 = ", ".join(str(rank) for rank, each in enumerate(ranks) if each.device == "cuda" and not each.bf16)
-    if requested in ("bf16", "fp16") and any(rank.device == "mps" for rank in ranks):
-        raise CommunicationError(
-            f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it"
-        )
+    if requested in ("bf16", "fp16", "fp64") and any(rank.device == "mps" for rank in ranks):
+        raise ConfigError(f"precision={requested!r} is not supported on Apple GPUs: use precision='fp32', or omit it")
     if requested == "bf16" and without_bf16:
-        raise CommunicationError(
+        raise ConfigError(
             "precision='bf16' needs compute capability 8.0 or higher, which the GPUs of rank(s) "
             f"{without_bf16} do not have: use precision='fp16' or 'fp32', or omit it"
         )
     if requested != "auto":
-        return requested, "as requested"
+        variable = ranks[0].variable
+        return requested, f"by {variable}" if variable else "as requested"
     if any(rank.device != "cuda" for rank in ranks):
         return "fp32", f"auto, on {'the CPU' if ranks[0].device == 'cpu' else 'an Apple GPU'}"
     if without_bf16:
@@ -112,7 +123,7 @@ def set_fp32_products(precision: ComputePrecision) -> Callable[[], None]:
     try:
         before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError as error:
-        raise CommunicationError(
+        raise ConfigError(
             "the script sets torch.backends.*.fp32_precision, which torch does not combine with the setting that Run "
             "makes: remove it, and use Run(precision='fp32') for full fp32 or 'auto' for TF32"
         ) from error
@@ -186,6 +197,12 @@ def use_channels_last(model: nn.Module, called: nn.Module) -> None:
         return tuple(convert(value) for value in inputs), {name: convert(value) for name, value in kwargs.items()}
 
     called.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def convert_weights(model: nn.Module, precision: ComputePrecision) -> None:
+    """Convert parameters and buffers to float64 if the run computes in fp64; they stay the same objects."""
+    if precision.convert_to is not None:
+        model.double()  # not .to(dtype), which would convert complex numbers too
 
 
 def check_weights(model: nn.Module, precision: ComputePrecision) -> None:

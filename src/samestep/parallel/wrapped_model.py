@@ -1,6 +1,7 @@
 """A wrapped model: when its gradients are reduced, whether they are complete, and checks that it was not changed."""
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence, Sized
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
-from samestep.errors import WrapError
+from samestep.errors import StepError, WrapError
+from samestep.parallel.accumulation import AccumulationWatch, reset_message
 from samestep.parallel.batchnorm import batchnorms_outside_frozen
 from samestep.parallel.unused_parameters import BackwardPasses, UsedParameters, unused_message
 from samestep.torch_private import drop_gathered_gradients
@@ -29,6 +31,8 @@ class WrappedModel:
         self._used = used
         self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
         self._trainable = {id(p): p.requires_grad for p in inner.parameters()}
+        self._accumulation: AccumulationWatch | None = None
+        self._zeros_checked = False
 
     @property
     def sharded(self) -> bool:
@@ -46,6 +50,30 @@ class WrappedModel:
         elif isinstance(self.inner, FSDPModule):
             self.inner.set_requires_gradient_sync(last)
             self.inner.set_is_last_backward(last)
+
+    def watch_accumulation(self, step: Sized, number: int) -> None:
+        """Raise in later backward passes of this step if the gradients of its earlier micro-batches were reset."""
+        if self._accumulation is None and not self.sharded:
+            # the last parameters get their gradients first, when all others still show what was reset
+            last = next((p for p in reversed(list(self.inner.parameters())) if p.requires_grad), None)
+            self._accumulation = None if last is None else AccumulationWatch(last)
+        if self._accumulation is not None:
+            self._accumulation.start(step, number)
+
+    def check_accumulated(self, step: Sized, number: int) -> None:
+        """Raise if the gradients of the step were reset in its last micro-batch.
+
+        FSDP keeps the gradients of all other micro-batches where a script cannot reset them.
+        """
+        if self._accumulation is not None:
+            self._accumulation.finish()
+        elif self.sharded and len(step) > 1 and self._used is not None and self._used.any:
+            gradients = list(self.gradients())
+            if not self._zeros_checked:  # a script that writes zeros does so in the first step; reading them costs time
+                self._zeros_checked = True
+                gradients = [gradient for gradient in gradients if bool(local_tensor(gradient).any())]
+            if not gradients:
+                raise StepError(reset_message(step, number, threading.get_ident()))
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a step that was left early, also those that FSDP keeps for the last micro-batch."""

@@ -13,6 +13,7 @@ from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
 from samestep.messages import format_bytes, format_seconds
+from samestep.parallel.precision import ComputePrecision
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
@@ -109,7 +110,7 @@ def _plan_on_rank0(
     optimizer: str,
     share: MemoryShare,
 ) -> RunPlan:
-    world, precision, batch = context.world, context.acceleration.precision.name, context.config.global_batch
+    world, precision, batch = context.world, _plan_precision(context).name, context.config.global_batch
     cluster, traced = _cluster(world, share), example is not None
     if example is None:
         made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
@@ -128,7 +129,7 @@ def _traced_plan(
     context: RunContext, cluster: ClusterSpec, model: nn.Module, options: WrapOptions, example: object, optimizer: str
 ) -> Plan:
     """By a traced step; on a GPU its operations are timed at about the micro-batch size that will be used."""
-    precision, batch = context.acceleration.precision, context.config.global_batch
+    precision, batch = _plan_precision(context), context.config.global_batch
     on_gpu = context.device.type == "cuda"
     profile: ModelProfile = trace_model(
         lambda: (_without_weights(model), example),
@@ -151,6 +152,12 @@ def _traced_plan(
         channels_last=options.channels_last,
     )
     return make_plan(cluster, profile, batch, precision.name, CUDA_MARGIN)
+
+
+def _plan_precision(context: RunContext) -> ComputePrecision:
+    """The precision to plan for: an fp64 run is planned as fp32 with weights and activations of twice the size."""
+    precision = context.acceleration.precision
+    return replace(precision, name="fp32") if precision.name == "fp64" else precision
 
 
 def _cluster(world: World, share: MemoryShare) -> ClusterSpec:

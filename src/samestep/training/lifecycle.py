@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,12 @@ from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
+    PRECISION,
     deadline,
     read_environ,
     read_world,
     refuse_if_only_imported,
+    requested_precision,
     run_folder,
     run_folder_is_explicit,
 )
@@ -34,6 +37,7 @@ from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.precision import check_precision, detect_support
 from samestep.teacher.teacher import Teacher
 from samestep.training.auto_plan import RunPlan, format_comparison
+from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
@@ -50,6 +54,9 @@ class Lifecycle:
         config.check()
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
+        self._precision_variable = PRECISION if requested_precision() else ""
+        if self._precision_variable:
+            config = replace(config, precision=check_precision(requested_precision(), PRECISION))
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
         cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
@@ -117,7 +124,8 @@ class Lifecycle:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
-        acceleration = Acceleration(self.comm, detect_support(device, config.precision, config.compile), self.print)
+        support = detect_support(device, config.precision, config.compile, self._precision_variable)
+        acceleration = Acceleration(self.comm, support, self.print)
         return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)
 
     def leave(self, error: BaseException | None) -> None:
@@ -128,6 +136,8 @@ class Lifecycle:
             self.end()
         else:
             self._add_peers_note(error)
+            if self._loop is not None:
+                add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
             self.fail(error)
             if retry:
@@ -170,6 +180,8 @@ class Lifecycle:
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
+                if self.comm.alone:  # no other rank has a part in what was logged last
+                    closing.callback(self._write_pending_metrics)
                 closing.callback(self._release, failed=True)
 
     def move_folder(self, folder: Path) -> None:
@@ -234,6 +246,10 @@ class Lifecycle:
             for callback in context.callbacks if failed else ():
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
+
+    def _write_pending_metrics(self) -> None:
+        with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
+            self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log."""

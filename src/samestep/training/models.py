@@ -7,12 +7,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from samestep.context import RunContext, seed_per_rank
-from samestep.data.loader import list_tensors
+from samestep.context import RunContext, next_seed, seed_all_ranks
+from samestep.data.loader import list_tensors, move_to_device
 from samestep.errors import DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
+from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.training.auto_plan import RunPlan, plan_run
+from samestep.training.mistakes import check_not_wrapped
 
 
 def wrap_model(
@@ -32,10 +34,15 @@ def wrap_model(
         )
     if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
         raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
+    check_not_wrapped(model)
     context.acceleration.report()
     check_options(options, model)
+    precision, in_step = context.acceleration.precision, partial(getattr, context.progress, "in_step")
+    convert_weights(model, precision)
     if example is not None:
         _check_example(example)
+        if precision.convert_to is not None:
+            example = move_to_device(example, torch.device("cpu"), precision.convert_to)
     made = plan_run(context, model, options, example, optimizer)
     if made is not None:
         plans.append(made)
@@ -43,11 +50,10 @@ def wrap_model(
             context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
         context.print(made.message)
         options = made.apply(options, model)
-    precision, in_step = context.acceleration.precision, partial(getattr, context.progress, "in_step")
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print)
     context.models.append(wrapped)
     context.randomness.add_model(wrapped.inner, batch_dim)
-    seed_per_rank(context.config.seed, context.world.rank)
+    seed_all_ranks(next_seed(context.config.seed))
     return wrapped.model
 
 

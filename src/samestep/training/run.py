@@ -21,6 +21,7 @@ from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
 from samestep.training.lifecycle import Lifecycle
+from samestep.training.mistakes import DATA_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
 from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
@@ -37,6 +38,7 @@ class Run(Collectives):
     1 rank(s)
     """
 
+    @explain_keywords("Run(...)", RUN_HINTS)
     def __init__(
         self,
         *,
@@ -62,7 +64,8 @@ class Run(Collectives):
             start_timeout: Seconds to wait for other ranks until the first step is complete.
             step_timeout: Seconds to wait for other ranks from then on.
             replica_check_every: Steps between two comparisons of the replicas; 0 turns them off.
-            precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it.
+            precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it. "fp64" converts weights,
+                batches and torch's default dtype to float64, to compare runs. `samestep run --precision` replaces it.
             compile: Whether to compile wrapped models with `torch.compile`.
             ledger: Whether to record every trained sample, for `samestep audit`.
 
@@ -101,6 +104,7 @@ class Run(Collectives):
     ) -> None:
         self._lifecycle.leave(error)
 
+    @explain_keywords("run.wrap(...)", WRAP_HINTS)
     def wrap(
         self,
         model: nn.Module,
@@ -114,18 +118,22 @@ class Run(Collectives):
         channels_last: bool = False,
         example: object = None,
         optimizer: str = "AdamW",
+        batch_dim: int | None = None,
     ) -> nn.Module:
         """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
         On a single rank it returns the model itself. `strategy` is "ddp", "fsdp", "zero2" (FSDP that keeps the full
         weights from the forward to the backward pass) or "hybrid" (shard inside a node, replicate between nodes); None
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
-        for the `optimizer` of that name.
+        for the `optimizer` of that name. `batch_dim=1` says that the tensors of the model have the batch in dimension 1
+        and the time in dimension 0, so that dropout is keyed by sample; samestep knows it of recurrent layers and
+        attention layers with `batch_first=False`.
         """
         memory = cpu_offload, blocks, activation_checkpointing
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
-        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
+        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer, batch_dim)
 
+    @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(
         self,
         dataset: MapDataset,
@@ -153,6 +161,7 @@ class Run(Collectives):
             name=name,
         )
 
+    @explain_keywords("run.stream(...)", DATA_HINTS)
     def stream(
         self,
         dataset: Iterable[object],
@@ -214,7 +223,7 @@ class Run(Collectives):
         """
         context = self._lifecycle.context  # raises if the run is not started
         check_placement_options(placement_options)
-        options = TeacherOptions(dtype, top_k, temperature, example, **placement_options)
+        options = TeacherOptions(dtype or context.convert_to, top_k, temperature, example, **placement_options)
         teacher = open_teacher(context, build, weights, placement, options)
         context.on_close.append(teacher.close)  # also after a failure: other ranks may wait for what this one serves
         self._lifecycle.teachers.append(teacher)
@@ -230,11 +239,14 @@ class Run(Collectives):
         return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
-        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`."""
-        context = self._lifecycle.context
-        number = self._lifecycle.loop.step_number if step is None else step
+        """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
+
+        The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
+        the same as no `step`.
+        """
+        context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
         for name, value in values.items():
-            context.metrics.pending.add(number, name, value)
+            context.metrics.pending.add(row, name, value)
         if now:
             context.flush_metrics("run.log(now=True)")
 

@@ -22,9 +22,17 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
+from samestep.training.mistakes import check_data
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
+from samestep.training.training_data import (
+    Epoch,
+    TrainingData,
+    choose_micro_batch,
+    choose_num_workers,
+    evaluation_epoch,
+    open_ledger,
+)
 
 EpochSettings = Callable[[int], object]
 
@@ -105,7 +113,7 @@ class Shard(TrainingData):
         """How many steps the current epoch still has."""
         return self._partition.steps - self._step
 
-    def __iter__(self) -> Iterator[Any]:
+    def _evaluation_batches(self) -> Iterator[Any]:
         """All samples once, in dataset order, in batches of this rank; padding does not count."""
         context, evaluation = self._context, self._evaluation()
         epoch = context.progress.epoch
@@ -117,8 +125,9 @@ class Shard(TrainingData):
         for k, data in enumerate(self._loader("evaluation").read(requests)):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
-            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples):
-                yield data
+            keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
+            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples, keys):
+                yield from self._evaluate_batch(data, k, keys)
             if self._ledger:
                 self._ledger.record_evaluation(number, k, rows.start, rows.real)
         if self._ledger:
@@ -181,7 +190,7 @@ class Shard(TrainingData):
             real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)
-            yield MicroBatch(data, weights, make_keys, indices.tolist(), full=real == len(indices))
+            yield MicroBatch(data, weights, make_keys, indices.tolist(), real)
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:
@@ -202,15 +211,16 @@ class Shard(TrainingData):
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
         if purpose not in self._loaders:
-            rank, device = self._partition.rank, self._context.device
+            rank, device, dtype = self._partition.rank, self._context.device, self._context.convert_to
             self._loaders[purpose] = Loader(
-                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device
+                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device, dtype
             )
         return self._loaders[purpose]
 
 
 def check_dataset(dataset: object) -> int:
     """The length of a map-style dataset; raises if it is not one."""
+    check_data(dataset, "run.shard")
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
         raise DataError(

@@ -14,11 +14,17 @@ from samestep.data.permutation import key64
 from samestep.data.sample_rng import SampleIds, set_micro_batch
 from samestep.distributed.communicator import Communicator
 from samestep.errors import StepError
+from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite, local_tensor
 from samestep.torch_private import multiply_all
+from samestep.training.mistakes import unpacking_problem
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
+_PER_TOKEN = (
+    "compute it from its logits: step.mean(cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], "
+    "reduction='none'), mask=labels[:, 1:] != -100)"
+)
 _HALF = (torch.float16, torch.bfloat16)
 _SHOWN_SAMPLES = 8
 _NO_STEP_MEAN = (
@@ -35,9 +41,14 @@ class MicroBatch:
     weights: torch.Tensor  # one weight per row: 1 for a sample, 0 for padding
     make_keys: Callable[[], torch.Tensor]  # computes `keys`; called only if a model draws keyed random numbers
     indices: list[int]  # the dataset index of each row
-    full: bool  # whether no row is padding, so that `step.mean` needs no weights
+    real: int  # how many rows are samples; the rows after them are padding
 
     _row_draws: Counter[int] = field(default_factory=Counter[int], init=False)
+
+    @property
+    def full(self) -> bool:
+        """Whether no row is padding, so that `step.mean` needs no weights."""
+        return self.real == len(self.indices)
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -78,6 +89,7 @@ class Step:
         advance: Callable[[bool], None],
     ) -> None:
         self.position = position
+        self.log_row = LogRow(1, position.number, position.epoch)  # of its metrics; set when the step begins
         self.done = self.abandoned = False
         """Whether all micro-batches were read, or the loop over them was left early."""
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
@@ -86,6 +98,7 @@ class Step:
         """The dataset indices of the last micro-batch."""
         self._context, self._micro_batches, self._advance = context, micro_batches, advance
         self._current: MicroBatch | None = None
+        self._rows: list[tuple[int, int]] = []  # of each micro-batch: its rows and how many of them are samples
         self._closed = False
         self._masked_count: torch.Tensor | None = None
         self._means = self._masked_means = self._draws = 0
@@ -130,6 +143,8 @@ class Step:
                 f"step {self.number} is over and its micro-batches were skipped: read them inside the loop over the "
                 "epoch, before the next step starts (list(epoch) runs to the end)"
             )
+        if not self._context.progress.steps_of_process and (problem := unpacking_problem(f"step {self.number}")):
+            raise StepError(problem)
         self._start()
         try:
             for index, micro_batch in enumerate(self._micro_batches):
@@ -139,11 +154,14 @@ class Step:
                 set_micro_batch(keys, partial(_sample_ids, micro_batch, self.position))
                 with self._context.randomness.micro_batch("training", self.number, index, keys):
                     yield micro_batch.data
+            for model in self._context.models:
+                model.check_accumulated(self, self.number)
             self._finish_masked_mean()
             self.done = True
         finally:
             self._current = None
             set_micro_batch(None)
+            self._context.padding.set_step_rows(self._rows, in_batch=False)
             if not self.done:
                 self._abandon()
         self._finish()
@@ -209,16 +227,18 @@ class Step:
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape), keyed by (seed, epoch, sample); new at every call."""
         self._draws += 1
-        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.uniform(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
         self._draws += 1
-        return sample_rng.normal(self._micro_batch().keys, shape, self._draws)
+        return sample_rng.normal(self._micro_batch().keys, shape, self._draws).to(self._context.convert_to)
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
-        return torch.Generator().manual_seed(self._micro_batch().next_seed(row, self._draws))
+        generator = sample_rng.SampleGenerator()
+        generator.manual_seed(self._micro_batch().next_seed(row, self._draws))
+        return generator
 
     def _start(self) -> None:
         """Scale gradients that an earlier step left by the loss scale that the new ones will carry."""
@@ -228,9 +248,13 @@ class Step:
 
     def _start_micro_batch(self, last: bool) -> None:
         """Reduce gradients over the ranks in the last micro-batch only."""
-        models = self._context.models
+        models, micro_batch = self._context.models, self._micro_batch()
+        self._rows.append((len(micro_batch.indices), micro_batch.real))
+        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True)
         for model in models:
             model.set_gradient_sync(last)
+            if len(self) > 1:
+                model.watch_accumulation(self, self.number)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
             self._context.acceleration.open_forward()
 
@@ -251,9 +275,8 @@ class Step:
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
         if (loss := self.loss) is not None:
-            context.metrics.pending.values[self.number, "train/loss"] = (
-                loss  # skips the checks of PendingMetrics.add, which cost time in every step
-            )
+            # without the checks of PendingMetrics.add, which cost time in every step
+            context.metrics.pending.values[self.log_row, "train/loss"] = loss
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
@@ -343,9 +366,15 @@ def _check_backward_in_time(step: Step, _: torch.Tensor) -> None:
 
 def _check_losses(losses: torch.Tensor, mask: torch.Tensor | None, rows: int) -> None:
     if (problem := _losses_problem(losses, rows)) is not None:
+        if hasattr(losses, "logits"):
+            remedy = f"its loss is a mean over the tokens of this rank, so {_PER_TOKEN}"
+        else:
+            remedy = "use reduction='none' (and a mask for tokens that do not count)"
+        if problem == "a scalar":
+            remedy += f"; the loss that a transformers model computes from labels= is a scalar too, so {_PER_TOKEN}"
         raise StepError(
             f"step.mean and step.sum need one loss for each of the {rows} rows of this micro-batch, got {problem}: "
-            "use reduction='none' (and a mask for tokens that do not count)"
+            f"{remedy}"
         )
     if mask is not None and mask.shape != losses.shape:
         raise StepError(f"the mask has shape {tuple(mask.shape)} and the losses {tuple(losses.shape)}: they must match")
@@ -364,8 +393,7 @@ def _losses_problem(losses: object, rows: int) -> str | None:
 def _sample_ids(micro_batch: MicroBatch, position: StepPosition) -> SampleIds | None:
     if position.shard is None:
         return None
-    real = len(micro_batch.indices) if micro_batch.full else int(micro_batch.weights.sum())
-    return SampleIds(position.shard, position.epoch, micro_batch.indices, real)
+    return SampleIds(position.shard, position.epoch, micro_batch.indices, micro_batch.real)
 
 
 def _check_count(count: float, number: int) -> float:

@@ -3,13 +3,16 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from samestep.context import RunContext
 from samestep.errors import StepError
+from samestep.loggers.loggers import EpochNumber, LogRow, check_log_step
 from samestep.parallel.replica_check import check_replicas, replicated_tensors
 from samestep.parallel.wrapped_model import check_optimizer
 from samestep.training.step import Step
@@ -26,24 +29,54 @@ class StepLoop:
         self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)  # when the last steps started, in seconds
         self.shards = 0  # how many shards there are
         self._optimizers: list[Optimizer] = []
+        self._warned_of_epoch = False
+        self._evaluations = 0  # how many loops over batches for evaluation are running
         self._hooks = _watch_optimizers(self)
 
     @property
     def step_number(self) -> int:
-        """The number of the current or last step."""
-        return self.current.number if self.current is not None else self.context.progress.steps
+        """The number of the current or last step; the last one may be that of the restored checkpoint."""
+        return self.current.number if self.current is not None else max(0, self.context.progress.steps - 1)
+
+    def log_row(self, step: int | None) -> LogRow:
+        """The record for values that are logged now: of the current step and epoch, or of the user's own step number.
+
+        `step=epoch.number` means the current step too: epochs are an axis of their own.
+        """
+        pending, progress = self.context.metrics.pending, self.context.progress
+        number = self.step_number if step is None or isinstance(step, EpochNumber) else check_log_step(step)
+        if number != self.step_number:
+            self._warn_if_epoch(number)
+            return LogRow(pending.position, number, None)
+        if progress.in_step and self.current is not None:
+            return self.current.log_row
+        epoch = int(step) if isinstance(step, EpochNumber) else progress.epoch
+        return LogRow(pending.position, number, epoch if number or self.current is not None else None)
 
     def run(self, step: Step) -> Iterator[Step]:
         """Yield `step` to the user's loop body, then run the step boundary: checks, metric sync and callbacks."""
         progress = self.context.progress
         self.current, progress.in_step = step, True
+        pending = self.context.metrics.pending
+        step.log_row = pending.begin_step(step.number, step.position.epoch)
         self.step_starts.append(time.perf_counter())
         try:
             yield step
         finally:
             progress.in_step = False
+            pending.end_step()
+            self.context.padding.set_step_rows([], in_batch=False)
         step.close()
         self._end(step)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """While the user loops over a shard or stream for evaluation."""
+        self._evaluations += 1
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
 
     def detach(self) -> None:
         """Stop watching optimizers."""
@@ -53,9 +86,15 @@ class StepLoop:
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Called before any optimizer steps: inside a training step its parameters must be those of wrapped models."""
         context, step = self.context, self.current
-        if not context.progress.in_step or step is None:
-            return
         kind = type(optimizer).__name__
+        if not context.progress.in_step or step is None:
+            if self._evaluations and any(model.owns(p) for model in context.models for p in _parameters(optimizer)):
+                raise StepError(
+                    f"{kind}.step() was called in a loop over a shard or stream, which is for evaluation: it has no "
+                    "epochs, no shuffling and no global batch; train with `for epoch in train.epochs(n): for step in "
+                    "epoch: for inputs, labels in step:`"
+                )
+            return
         if step.abandoned:
             raise StepError(
                 f"step {step.number} was left before its last micro-batch, and then {kind}.step() was called: its "
@@ -79,8 +118,18 @@ class StepLoop:
         if self.current is None or not self.context.progress.in_step:
             return
         which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
-        rates = {(self.current.number, name): rate for name, rate in _learning_rates(which, optimizer)}
+        rates = {(self.current.log_row, name): rate for name, rate in _learning_rates(which, optimizer)}
         self.context.metrics.add_rank0_values(rates)
+
+    def _warn_if_epoch(self, number: int) -> None:
+        """Warn once if a step number that is behind the current step is rather that of an epoch, from 0 or from 1."""
+        epoch, current = self.context.progress.epoch, self.step_number
+        if number in (epoch, epoch + 1) and number < current and not self._warned_of_epoch:
+            self._warned_of_epoch = True
+            self.context.warn_once(
+                f"run.log(..., step={number}) after step {current} in epoch {epoch} records the values at step "
+                f"{number}: if {number} is an epoch, leave step= out, since every record has its step and its epoch"
+            )
 
     def _end(self, step: Step) -> None:
         context = self.context
@@ -96,9 +145,13 @@ class StepLoop:
                 model.check_unchanged()
             for ledger in context.ledgers:
                 ledger.flush()
-            context.metrics.write(averages, throughput_step=step.number)
+            context.metrics.write(averages, with_throughput=True)
         for callback in context.callbacks:
             callback.on_step_end(context.progress.steps)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:

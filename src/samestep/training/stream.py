@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition
+from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
+from samestep.training.mistakes import check_data
 from samestep.training.step import MicroBatch, Step, StepPosition
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
+from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
@@ -39,6 +41,7 @@ class Stream(TrainingData):
     ) -> None:
         super().__init__(loop)
         self._dataset = dataset
+        check_data(dataset, "run.stream")
         check_stream(dataset)
         check_num_workers(num_workers)
         context = self._context
@@ -79,7 +82,7 @@ class Stream(TrainingData):
             raise DataError(self._empty_message())
         self._begin_epoch(epoch + 1)
 
-    def __iter__(self) -> Iterator[Any]:
+    def _evaluation_batches(self) -> Iterator[Any]:
         """All records once, in batches of this rank; not for sharded models, which need the same number per rank."""
         if self._context.lockstep:
             raise DataError(
@@ -89,7 +92,12 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                yield move_to_device(self._collate_fn(part.samples[start : start + rows]), self._context.device)
+                batch = self._collate_fn(part.samples[start : start + rows])
+                data = move_to_device(batch, self._context.device, self._context.convert_to)
+                positions = np.asarray(part.positions[start : start + rows])
+                keys = partial(self._keys, evaluation_epoch(self._context.progress.epoch), positions)
+                with evaluation_batch(None, keys):
+                    yield from self._evaluate_batch(data, start, keys)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -177,10 +185,11 @@ class Stream(TrainingData):
             if min_rows:  # BatchNorm should see no padding if it can do without
                 missing = min(missing, max(0, min_rows - len(chosen)))
             row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
-            data = move_to_device(self._collate_fn(chosen + missing * self._padding), device)
+            batch = self._collate_fn(chosen + missing * self._padding)
+            data = move_to_device(batch, device, self._context.convert_to)
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
-            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), full=not missing)
+            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__

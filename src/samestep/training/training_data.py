@@ -1,7 +1,9 @@
 """The base of shards and streams: epochs, position, keys of samples, micro-batch size, data workers and the ledger."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +11,13 @@ import torch
 from samestep.context import RunContext
 from samestep.data import loader
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
-from samestep.data.sample_rng import sample_keys
+from samestep.data.sample_rng import micro_batch_keys, normal, sample_keys, uniform
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
 from samestep.errors import DataError
+from samestep.loggers.loggers import EpochNumber
 from samestep.messages import info
+from samestep.training.mistakes import unpacking_problem
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 
@@ -23,7 +27,7 @@ class Epoch:
 
     def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], left: Callable[[], int] | None) -> None:
         self._steps, self._left, self._started = steps, left, False
-        self.number = number
+        self.number = EpochNumber(number)
         """The number of this epoch, from 0."""
 
     def __len__(self) -> int:
@@ -40,20 +44,39 @@ class Epoch:
                 f"epoch {self.number} was iterated twice, so its samples would count twice: call epochs() with a "
                 "larger number"
             )
+        if problem := unpacking_problem(f"epoch {self.number}"):
+            raise DataError(problem)
         self._started = True
         return self._steps(self.number)
 
 
-class TrainingData:
+class TrainingData(ABC):
     """The base of Shard and Stream: the position in the epochs, and the keys of samples."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._loop, self._context = loop, loop.context
-        self._epoch = self._step = 0
+        self._epoch = self._step = self._draws = 0
+        self._evaluating = False
+        self._epochs_of_process = 0  # completed epochs since this process built or restored it
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over all samples, in batches of this rank, for evaluation."""
+        with self._loop.evaluation():
+            yield from self._evaluation_batches()
+
+    @abstractmethod
+    def _evaluation_batches(self) -> Iterator[Any]:
+        """The batches of one pass for evaluation."""
 
     def _epochs(
         self, count: int, steps: Callable[[int], Iterator[Step]], steps_left: Callable[[], int] | None
     ) -> Iterator[Epoch]:
+        if self._epochs_of_process and self._epoch >= count:
+            raise DataError(
+                f"epochs({count}) has nothing left to train, since {self._epoch} epoch(s) are trained: the number "
+                "counts all epochs of the run, also after a restart, not those of one call; write one loop, `for epoch "
+                f"in train.epochs(10):`, or epochs({self._epoch + 1}) here for one more"
+            )
         if self._epoch and self._epoch >= count:  # a finished run that is started again must not end without a message
             info(
                 f"epochs({count}): {self._epoch} epochs are already trained, nothing is left to do; "
@@ -64,18 +87,54 @@ class TrainingData:
             yield Epoch(number, steps, steps_left)
             if self._epoch == number:  # the loop over its steps was left early
                 self._begin_epoch(number + 1)
+            self._epochs_of_process += 1
 
     def _begin_epoch(self, number: int) -> None:
         self._epoch, self._step = number, 0
 
     def _set_position(self, epoch: int, step: int) -> None:
-        self._epoch, self._step = epoch, step
+        self._epoch, self._step, self._epochs_of_process = epoch, step, 0
         # before the first step of an epoch an evaluation belongs to the previous one
         self._context.progress.epoch = epoch if step else max(0, epoch - 1)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Uniform numbers in [0, 1) of shape (rows, *shape) for the batch of an evaluation; new at every call.
+
+        They are the counterpart of `step.random`, keyed by (seed, epoch, sample): the same on any number of ranks.
+        """
+        return uniform(*self._next_draw("random", shape))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
+        return normal(*self._next_draw("normal", shape))
+
+    def _next_draw(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], int]:
+        keys = micro_batch_keys()
+        if not self._evaluating or keys is None:
+            raise DataError(
+                f"{name}() was called outside of `for batch in shard`: use it there, in an evaluation; in training use "
+                f"step.{name}()"
+            )
+        self._draws += 1
+        return keys, shape, self._draws
+
+    def _evaluate_batch(self, data: object, number: int, keys: Callable[[], torch.Tensor]) -> Iterator[object]:
+        """Yield a batch of an evaluation, with what is drawn in the loop body keyed by sample."""
+        self._draws, self._evaluating = 0, True
+        try:
+            with self._context.randomness.micro_batch("evaluation", self._context.progress.epoch, number, keys):
+                yield data
+        finally:
+            self._evaluating = False
 
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
         keys = sample_keys(self._context.config.seed, epoch, indices).view(np.int64)
         return torch.from_numpy(keys).to(self._context.device)
+
+
+def evaluation_epoch(epoch: int) -> int:
+    """The epoch by which the noise of an evaluation is keyed: not that of training, which has seen the same samples."""
+    return -1 - epoch
 
 
 def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | None:

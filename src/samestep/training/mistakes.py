@@ -1,0 +1,215 @@
+"""Mistakes of a first script that samestep recognizes: wrong objects, wrong keywords, a forgotten loop, a wrong device.
+
+Each is answered by a sentence that says what to write instead. Objects and keywords are checked when they are passed.
+Errors of Python and torch that such a mistake causes later get a note when the run ends: a check in every step would
+cost time.
+"""
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from samestep.errors import DataError, WrapError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_LOOPS = "for epoch in train.epochs(n): for step in epoch: for inputs, labels in step:"
+_UNPACK = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+
+_LOOP_OBJECT = re.compile(r"(?:'|not |got )(Step|Epoch|Shard|Stream)\b")
+_LOOP_NOTES = {
+    "Step": "a Step is one optimizer step, not a batch: loop over its micro-batches, `for inputs, labels in step:`",
+    "Epoch": "an Epoch is a sequence of steps: `for step in epoch:`, and in it `for inputs, labels in step:`",
+    "Shard": f"a Shard is not a batch: `{_LOOPS}` trains, and `for inputs, labels in test:` evaluates",
+    "Stream": f"a Stream is not a batch: `{_LOOPS}` trains, and `for inputs, labels in test:` evaluates",
+}
+_OTHER_DEVICE = re.compile(
+    r"tensors? to be on the same device|is not on the expected device|same device", re.IGNORECASE
+)
+_OTHER_DTYPE = re.compile(r"same dtype|bias type|weight type|does not match weight dtype|found dtype", re.IGNORECASE)
+
+
+def check_data(dataset: object, method: str) -> None:
+    """Raise if `run.shard` or `run.stream` got a DataLoader or a sampler instead of a dataset."""
+    if isinstance(dataset, DataLoader):
+        loader: DataLoader[Any] = dataset
+        raise DataError(
+            f"{method} got a DataLoader with batch_size={loader.batch_size}, and needs its dataset: "
+            f"{_instead_of_loader(loader)}"
+        )
+    if isinstance(dataset, Sampler | BatchSampler):
+        raise DataError(
+            f"{method} got a {type(dataset).__name__}, which is a sampler, and needs a dataset: pass the dataset, as "
+            "in run.shard(dataset, shuffle=True); samestep gives every rank its part by itself, and draws with "
+            "weights if you pass sampling_weights="
+        )
+
+
+def _instead_of_loader(loader: "DataLoader[Any]") -> str:
+    """The call that replaces a DataLoader, and what becomes of its batch size and its sampler."""
+    iterable = isinstance(loader.dataset, IterableDataset)
+    options: list[str] = []
+    rest = ["Run(global_batch=...) sets the batch size over all ranks"]
+    if not iterable and isinstance(loader.sampler, WeightedRandomSampler):
+        options.append("sampling_weights=loader.sampler.weights")
+    elif not iterable and (isinstance(loader.sampler, RandomSampler) or getattr(loader.sampler, "shuffle", False)):
+        options.append("shuffle=True")
+    if loader.collate_fn is not default_collate and loader.batch_size is not None:
+        options.append("collate_fn=loader.collate_fn")
+    if loader.num_workers:
+        options.append(f"num_workers={loader.num_workers}")
+    if loader.drop_last:
+        options.append("drop_last=True")
+    kind = type(loader.sampler).__name__
+    if not iterable and type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        rest.append(f"the {type(loader.batch_sampler).__name__} is not used")
+    elif not iterable and kind == "DistributedSampler":
+        rest.append("the DistributedSampler is not needed, since samestep gives every rank its part")
+    elif kind not in ("RandomSampler", "SequentialSampler", "WeightedRandomSampler") and not iterable:
+        rest.append(f"the {kind} is not used")
+    call = ", ".join(["loader.dataset", *options])
+    return f"pass run.{'stream' if iterable else 'shard'}({call}); {', and '.join(rest)}"
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise if a model that `run.wrap` got, or a part of it, is already wrapped in DDP, FSDP or DataParallel."""
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            which = f"submodule {name!r} of the model" if name else "the model"
+            raise WrapError(
+                f"{which} is a {type(module).__name__}, and run.wrap averages gradients over the ranks by "
+                "itself: pass the module inside of it, model.module, or build the model without the wrapper"
+            )
+        if isinstance(module, FSDPModule):
+            raise WrapError(
+                f"{type(model).__name__} is already sharded by fully_shard (at {name or 'the model itself'!r}): build "
+                "it without fully_shard, and pass run.wrap(model, 'fsdp', blocks=(Block,))"
+            )
+
+
+def unpacking_problem(what: str) -> str | None:
+    """What is wrong if the script unpacks an epoch or a step: `for inputs, labels in epoch:`. Call it in `__iter__`.
+
+    Python does not tell an iterator who asks for its items, but the instruction at which the caller of `__iter__`
+    stands is either that of a loop or that of an assignment to several names.
+    """
+    here = inspect.currentframe()
+    frame = here.f_back.f_back if here is not None and here.f_back is not None else None
+    if frame is None or frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] not in _UNPACK:
+        return None
+    return (
+        f"{what} was unpacked like a batch, so one loop is missing: training has three, "
+        f"`{_LOOPS}`; a step may have several micro-batches"
+    )
+
+
+def add_hint(error: BaseException, device: torch.device, precision: str) -> None:
+    """Add a note to an error of Python or torch whose cause is a known mistake in the script."""
+    text = str(error)
+    note = None
+    if isinstance(error, TypeError | AttributeError) and (found := _LOOP_OBJECT.search(text)):
+        note = _LOOP_NOTES[found[1]]
+    elif isinstance(error, RuntimeError) and _OTHER_DEVICE.search(text):
+        note = (
+            f"this rank computes on {device}: run.wrap moves the model there and micro-batches arrive there, so remove "
+            ".cuda() and .to(...) from the script, and create other tensors with device=run.device"
+        )
+    elif isinstance(error, RuntimeError | ValueError) and precision == "fp64" and _OTHER_DTYPE.search(text):
+        note = (
+            "this run computes in float64, and the script makes tensors of another type: remove .float() and "
+            "dtype=torch.float32, or use x.to(weight.dtype)"
+        )
+    if note is not None and note not in getattr(error, "__notes__", []):
+        error.add_note(note)
+
+
+def explain_keywords(name: str, hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function so that an unknown keyword raises a TypeError that says which one to use.
+
+    `hints` maps keywords of other libraries to what to write here.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = [each for each in inspect.signature(function).parameters if each != "self"]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for keyword in kwargs:
+                if keyword not in known:
+                    close = get_close_matches(keyword, known, n=1)
+                    hint = hints.get(keyword) or (
+                        f"did you mean {close[0]}=?" if close else f"it has {', '.join(known)}"
+                    )
+                    raise TypeError(f"{name} has no argument {keyword!r}: {hint}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+_PRECISION_HINT = "pass Run(precision='fp32', 'bf16', 'fp16' or 'fp64')"
+_GLOBAL_BATCH = "use global_batch=, the number of samples per optimizer step over all ranks"
+_BATCH = "Run(global_batch=...) sets the samples per step over all ranks, and micro_batch= limits the rows at once"
+_LEARNING_RATE = "the optimizer has the learning rate, as in torch.optim.AdamW(model.parameters(), lr=...)"
+_DEVICE = "samestep chooses the device of each rank: read it from run.device"
+_AUTOMATIC = "remove it, samestep chooses it"
+
+RUN_HINTS = {
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), _GLOBAL_BATCH),
+    **dict.fromkeys(("lr", "learning_rate"), _LEARNING_RATE),
+    **dict.fromkeys(
+        ("dtype", "amp", "mixed_precision", "fp16", "bf16"), "use precision='fp32', 'bf16', 'fp16' or 'fp64'"
+    ),
+    **dict.fromkeys(("workers", "num_workers"), "pass run.shard(dataset, num_workers=...)"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "write `for epoch in train.epochs(10):`"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "micro_batch"),
+        "pass run.shard(dataset, micro_batch=...), which does not change the result",
+    ),
+    **dict.fromkeys(("device", "devices", "accelerator"), _DEVICE),
+    **dict.fromkeys(
+        ("world_size", "num_processes", "nproc"), "the launcher sets it: `samestep run --nproc-per-node 4`"
+    ),
+    **dict.fromkeys(("output_dir", "log_dir", "logdir", "out_dir"), "use folder="),
+    "strategy": "pass run.wrap(model, strategy=...)",
+}
+DATA_HINTS = {
+    "batch_size": _BATCH,
+    "workers": "use num_workers=",
+    "collate": "use collate_fn=",
+    **dict.fromkeys(("sampler", "weights"), "use shuffle=True, or sampling_weights= for weighted draws"),
+    "batch_sampler": "samestep partitions the global batch by itself",
+    **dict.fromkeys(("pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn"), _AUTOMATIC),
+    **dict.fromkeys(("seed", "generator"), "Run(seed=...) is the source of the order"),
+    "device": _DEVICE,
+}
+WRAP_HINTS = {
+    "find_unused_parameters": "use unused_parameters='allow'",
+    **dict.fromkeys(("device", "device_ids", "device_id"), _DEVICE),
+    **dict.fromkeys(("precision", "dtype", "mixed_precision", "mp_policy"), _PRECISION_HINT),
+    "compile": "pass Run(compile=True)",
+    **dict.fromkeys(("lr", "learning_rate"), _LEARNING_RATE),
+    **dict.fromkeys(("auto_wrap_policy", "transformer_layer_cls"), "use blocks=(Block,)"),
+    **dict.fromkeys(("gradient_as_bucket_view", "broadcast_buffers", "static_graph", "bucket_cap_mb"), _AUTOMATIC),
+    "gradient_checkpointing": "use activation_checkpointing=(Block,)",
+}

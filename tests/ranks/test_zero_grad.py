@@ -1,0 +1,146 @@
+"""zero_grad inside the loop over the micro-batches: an error that names the line, on any strategy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Run
+from tests.ranks.models import Mlp, vectors
+
+MESSAGE = (
+    "inside the loop over the micro-batches of step 0, so those of its earlier micro-batches are lost: the step has "
+    "{count} micro-batches{why}, whose gradients add up; call zero_grad() after the loop, after optimizer.step()"
+)
+
+
+def train(reset, strategy=None, micro_batch=2, global_batch=8):
+    """One step; the weights after it."""
+    data = list(zip(*vectors(8, torch.Generator().manual_seed(3)), strict=True))
+    with Run(global_batch=global_batch) as run:
+        model = run.wrap(Mlp(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in run.shard(data, micro_batch=micro_batch).epochs(1):
+            for step in epoch:
+                for batch in step:
+                    reset(model, optimizer, step, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [getattr(p, "full_tensor", p.detach)().detach().tolist() for p in model.parameters()]
+
+
+def loss_of(model, step, batch):
+    return step.mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+
+
+def keep(model, optimizer, step, batch):
+    loss_of(model, step, batch).backward()
+
+
+def before_the_loss(model, optimizer, step, batch):
+    optimizer.zero_grad()
+    loss_of(model, step, batch).backward()
+
+
+def before_backward_with_zeros(model, optimizer, step, batch):
+    loss = loss_of(model, step, batch)
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+
+
+def after_backward(model, optimizer, step, batch):
+    loss_of(model, step, batch).backward()
+    model.zero_grad()
+
+
+def after_backward_with_zeros(model, optimizer, step, batch):
+    loss_of(model, step, batch).backward()
+    model.zero_grad(set_to_none=False)
+
+
+RESETS = [before_the_loss, before_backward_with_zeros, after_backward, after_backward_with_zeros]
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_reset_between_micro_batches_raises_and_names_the_line(ranks, reset, size):
+    line = next(n for n in range(1, 4) if "zero_grad" in source_line(reset, n)) + reset.__code__.co_firstlineno
+    expected = f"test_zero_grad.py:{line} resets the gradients " + MESSAGE.format(count=4 // size, why="")
+    for text in ranks.errors(size, train, reset):
+        assert f"StepError: {expected}" in text
+
+
+def source_line(function, offset):
+    return Path(function.__code__.co_filename).read_text().splitlines()[function.__code__.co_firstlineno - 1 + offset]
+
+
+def in_the_loop():
+    model = nn.Linear(2, 1)
+    with Run(global_batch=4) as run:
+        model = run.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in run.shard(list(torch.ones(4, 2)), micro_batch=2).epochs(1):
+            for step in epoch:
+                for x in step:
+                    optimizer.zero_grad()
+                    step.mean(model(x)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_the_line_is_the_one_inside_the_loop(ranks):
+    first = in_the_loop.__code__.co_firstlineno
+    (text,) = ranks.errors(1, in_the_loop)
+    assert f"StepError: test_zero_grad.py:{first + 8} resets the gradients inside the loop" in text
+
+
+def test_the_micro_batch_that_ran_out_of_memory_is_part_of_the_message(monkeypatch, ranks):
+    monkeypatch.setenv("SAMESTEP_OOM_RETRIES", "1")
+    why = " (samestep has halved the micro-batch, which ran out of memory)"
+    (text,) = ranks.errors(1, train, before_the_loss, None, None)
+    assert MESSAGE.format(count=2, why=why) in text
+
+
+def first_only(model, optimizer, step, batch):
+    """Resets what an earlier step left, before the first backward pass of this one."""
+    if step.loss is None:
+        optimizer.zero_grad()
+    loss_of(model, step, batch).backward()
+
+
+def scaled(model, optimizer, step, batch):
+    loss = loss_of(model, step, batch)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0)
+    loss.backward()
+
+
+def in_two_passes(model, optimizer, step, batch):
+    loss = loss_of(model, step, batch)
+    (0.5 * loss).backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+@pytest.mark.parametrize("reset", [first_only, scaled, in_two_passes])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_loses_no_gradient_does_not_raise(ranks, reset, size):
+    expected = torch.cat([torch.tensor(p).flatten() for p in ranks(1, train, keep, None, None)[0]])
+    for weights in ranks(size, train, reset):
+        torch.testing.assert_close(torch.cat([torch.tensor(p).flatten() for p in weights]), expected)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("reset", RESETS[:2])
+def test_fsdp_keeps_the_gradients_of_earlier_micro_batches(ranks, strategy, reset):
+    expected = torch.cat([torch.tensor(p).flatten() for p in ranks(1, train, keep, None, None)[0]])
+    for weights in ranks(2, train, reset, strategy):
+        torch.testing.assert_close(torch.cat([torch.tensor(p).flatten() for p in weights]), expected)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("reset", RESETS[2:])
+def test_a_reset_after_the_last_backward_pass_of_fsdp_raises(ranks, strategy, reset):
+    for text in ranks.errors(2, train, reset, strategy):
+        assert "StepError: the gradients were reset (by zero_grad()?) " + MESSAGE.format(count=2, why="") in text
