@@ -67,6 +67,19 @@ def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: full for name, full in found.items() if name is not None and full is not None}
 
 
+def matrix_product_shape(node: torch.autograd.graph.Node) -> tuple[int, int] | None:
+    """The shape of the product that this node of the autograd graph computed; None if it is another operation."""
+    if node.name() not in ("MmBackward0", "BmmBackward0", "CdistBackward0"):
+        return None
+    if node.name() == "CdistBackward0":
+        first, second = node._saved_x1.shape, node._saved_x2.transpose(-1, -2).shape  # pyright: ignore[reportAttributeAccessIssue]
+    elif node.name() == "MmBackward0":
+        first, second = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        first, second = node._saved_self.shape, node._saved_mat2.shape  # pyright: ignore[reportAttributeAccessIssue]
+    return None if len(first) == 3 and first[0] != 1 else (int(first[-2]), int(second[-1]))
+
+
 def drop_gathered_gradients(model: nn.Module) -> None:
     """Drop the gradients that FSDP keeps on unsharded parameters until the last micro-batch reduces them."""
     for param in _fsdp_parameters(model):

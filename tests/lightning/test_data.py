@@ -1,8 +1,22 @@
 """A Trainer with SameStep reads the same steps on any number of ranks, and resumes on another number."""
 
-import pytest
+import random
 
-from tests.lightning.trained import closing, fit, fit_numbers, max_difference, quiet, regression
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.lightning.trained import (
+    closing,
+    fit,
+    fit_numbers,
+    make_trainer,
+    max_difference,
+    quiet,
+    regression,
+    weights,
+)  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -327,3 +341,33 @@ def _misuse(case):
         trainer.fit(regression(), made)
     else:
         trainer.fit(regression(), datamodule=same.dataloaders(train=made, val=val))
+
+
+class Flipped(Dataset):
+    """Rows with a random sign and noise from the global generators, as transforms of torchvision draw them."""
+
+    def __len__(self):
+        return 21
+
+    def __getitem__(self, index):
+        sign = -1.0 if random.random() < 0.5 else 1.0
+        return sign * torch.rand(4) + float(np.random.rand()), torch.tensor(float(index))
+
+
+def fit_flipped(workers):
+    return closing(_fit_flipped, workers)
+
+
+def _fit_flipped(workers):
+    from samestep.lightning import SameStep
+
+    same, module = SameStep(global_batch=8, seed=0), regression()
+    data = same.dataloaders(train=DataLoader(Flipped(), batch_size=4, shuffle=True, num_workers=workers))
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=data)
+    return weights(module)
+
+
+def test_an_augmentation_is_the_same_on_any_ranks_and_workers(ranks):
+    (alone,) = ranks(1, fit_flipped, 0)
+    two = ranks(2, fit_flipped, 1)
+    assert max_difference(alone, two[0]) < 1e-6

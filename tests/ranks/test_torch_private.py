@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
-from samestep.torch_private import ignore_in_ddp, no_buffer_broadcast, set_group_timeout
+from samestep.torch_private import ignore_in_ddp, matrix_product_shape, no_buffer_broadcast, set_group_timeout
 from tests.launch.launched import wait_for
 
 
@@ -100,3 +100,14 @@ def fail():
 
 def test_a_group_is_not_destroyed_after_an_exception(ranks):
     assert ranks(2, fail) == [True, True]
+
+
+def test_the_shape_of_a_matrix_product_is_known_from_its_graph():
+    x, y = torch.ones(4, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    assert matrix_product_shape((x @ y.T).grad_fn) == (4, 5)
+    assert matrix_product_shape(torch.cdist(x, y).grad_fn) == (4, 5)
+    assert matrix_product_shape((x[None] @ y.T[None]).grad_fn) in (None, (4, 5))  # torch may compute it with mm
+    assert matrix_product_shape((x[:3] @ x[:3]).sum(dim=1).grad_fn) is None
+    batches = torch.bmm(x.expand(2, 4, 3), y.T.expand(2, 3, 5))
+    assert matrix_product_shape(batches.grad_fn) is None
+    assert matrix_product_shape(torch.bmm(x[None], y.T[None]).grad_fn) == (4, 5)

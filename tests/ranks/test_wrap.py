@@ -1,6 +1,8 @@
 """run.wrap: rank 0's weights on all ranks, frozen parts excluded, changes after wrapping raise."""
 
+import io
 import re
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -144,6 +146,34 @@ def test_frozen_parts_stay_in_eval_mode_without_gradient_or_optimizer_state(rank
         assert moved == []
         assert all(without_gradient)
         assert stepped == ["after.bias", "after.weight", "before.bias", "before.weight"]
+
+
+class LoRALinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def wrap_with_adapters(number):
+    with redirect_stdout(io.StringIO()) as printed, Run(global_batch=4) as run:
+        run.wrap(nn.Sequential(*(LoRALinear() for _ in range(number))), "ddp")
+    return [line for line in printed.getvalue().splitlines() if line.startswith("strategy")]
+
+
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        (4, "0.base, 1.base, 2.base, 3.base (80 parameters)"),
+        (24, "24 submodules: 0.base, 1.base, 2.base, 3.base and 20 more (480 parameters)"),
+    ],
+)
+def test_frozen_submodules_are_named_on_a_short_line(ranks, number, names):
+    printed, _ = ranks(2, wrap_with_adapters, number)
+    assert printed == [f"strategy: ddp (as requested); frozen and excluded: {names}"]
 
 
 def one_step(run, model, call, optimizer):

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import re
+import time
 import warnings
 
 import numpy as np
@@ -61,6 +62,27 @@ def test_the_best_is_kept_in_addition_to_the_newest(tmp_path, metric, best, caps
     assert names(tmp_path) == [best, "step-00000020"]
     order = "lower" if metric.endswith("loss") else "higher"
     assert f"best checkpoint so far: {best} by {metric} ({order} is better)" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_reported_at_the_first_step_after_its_save(tmp_path, capsys):
+    reports = []
+    with Run(global_batch=2, folder=tmp_path / "logs") as run:
+        model = nn.Linear(1, 1)
+        train = run.shard(torch.utils.data.TensorDataset(torch.ones(10, 1)), num_workers=0)
+        checkpoint = run.checkpoint(tmp_path, keep_best="val/accuracy", model=model, train=train)
+        for epoch in train.epochs(1):
+            for step in epoch:
+                for _ in step:
+                    pass
+                if step.number == 1:
+                    run.log({"val/accuracy": 0.5})
+                    checkpoint.save()
+                if step.number == 2:  # the save of step 1 is complete when this step ends
+                    while checkpoint._current.is_running:
+                        time.sleep(0.01)
+                reports += [step.number] * ("best checkpoint so far: step-00000002" in capsys.readouterr().out)
+    assert reports == [3]
+    assert "best checkpoint" not in capsys.readouterr().out
 
 
 def test_a_keep_best_metric_that_was_never_logged_warns_once(tmp_path):

@@ -121,8 +121,7 @@ class Checkpoint(StepCallback):
                 if save.is_running and not comm.alone:
                     seen = comm.check_peers(since, seen, comm.start_timeout)
         self._save_seconds = max(self._save_seconds, save.seconds)
-        if save.message:
-            self._context.print(save.message)
+        self._print_message(save)
         if save.error is not None:
             raise CheckpointError(save.error)
 
@@ -132,6 +131,8 @@ class Checkpoint(StepCallback):
         """Save if `save` was called inside the step or if a save is due; raise if writing failed on any rank."""
         if self._write_failed:
             self.wait()
+        elif self._current is not None and not self._current.is_running:
+            self._print_message(self._current)
         # a skipped step does not change the count, and must not save the same state twice
         steps_elapsed = bool(self._every_steps) and steps % self._every_steps == 0 and steps != self._saved_step
         if self._requested or steps_elapsed or self._minutes_elapsed:
@@ -181,6 +182,12 @@ class Checkpoint(StepCallback):
         self._minutes_elapsed = self._minutes_elapsed or values[0] % 2 == 1
 
     # Saving
+
+    def _print_message(self, save: BackgroundSave) -> None:
+        """Print what a finished save has to say, once; only rank 0 has a message."""
+        if save.message:
+            self._context.print(save.message)
+            save.message = None
 
     def _save(self, step: int | None, automatic: bool = False, preempted: bool = False) -> None:
         """Collect the state, copy it to host memory, and start the thread that writes and publishes it; a collective.

@@ -1,8 +1,8 @@
 """Reads batches of given dataset indices with DataLoader workers and moves them to the device.
 
 `Loader.read` turns batch requests into batches. In a data worker `_KeyedDataset` reads the samples, each with its own
-RNG, and `_Collate` makes a batch of them. Back in the training process the batch is moved to the device, on CUDA while
-the previous one is computed. The result does not depend on the number of workers.
+RNG, and `KeyedCollate` makes a batch of them. Back in the training process the batch is moved to the device, on CUDA
+while the previous one is computed. The result does not depend on the number of workers.
 """
 
 import gc
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker, util
 from numbers import Integral
 from types import FrameType
@@ -21,10 +22,12 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
+from samestep.data.global_rng import COLLATE, READ_SAMPLE, KeyedCalls, Seed, draws_nothing
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
+from samestep.messages import WarnOnce
 
 CollateFn = Callable[[list[object]], object]
 
@@ -71,10 +74,11 @@ class Loader:
         self._requests = _RequestSampler()
         self._iteration = 0
         self._device, self._dtype = device, dtype
-        self._loader: DataLoader[object] = DataLoader(
+        self._warnings = WarnOnce() if rank == 0 else None
+        self._loader: DataLoader[Any] = DataLoader(
             _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # only __getitems__ is used
             batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]  # its items go to _KeyedDataset only
-            collate_fn=_Collate(collate_fn or default_collate, rank),
+            collate_fn=_CollateRead(KeyedCollate(collate_fn, seed, rank)),  # pyright: ignore[reportArgumentType]  # gets what _KeyedDataset returns
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
@@ -93,8 +97,11 @@ class Loader:
             return _prefetch_to_cuda(batches, self._device, self._dtype)
         return (move_to_device(batch, self._device, self._dtype) for batch in batches)
 
-    def _check_iteration(self, batches: Iterator[object], number: int) -> Iterator[object]:
-        for batch in batches:
+    def _check_iteration(self, batches: Iterator[Any], number: int) -> Iterator[object]:
+        for *warnings, batch in batches:
+            if self._warnings is not None:
+                for warning in filter(None, warnings):
+                    self._warnings.warn_once(warning)
             yield batch
             if self._iteration != number:
                 raise DataError(
@@ -113,50 +120,117 @@ class _RequestSampler(Sampler[BatchRequest]):
         return self.upcoming
 
 
-@dataclass
 class _KeyedDataset:
     """The user's dataset, read with the RNG of each sample; an error names the sample."""
 
-    dataset: MapDataset
-    seed: int
-    rank: int
+    def __init__(self, dataset: MapDataset, seed: int, rank: int) -> None:
+        self._dataset, self._seed, self._rank = dataset, seed, rank
+        self._calls = None if draws_nothing(dataset) else KeyedCalls(READ_SAMPLE)
+        self._at_once = _reads_batches(dataset)
+        self._warning: str | None = None
 
-    def __getitems__(self, request: BatchRequest) -> list[object]:
-        dataset: Any = self.dataset
-        innermost, indices, index = dataset, request.indices.tolist(), None
-        while isinstance(innermost, Subset):  # torch's Subset has `__getitems__` in any case
-            innermost = innermost.dataset
-        samples: list[object] = []
+    def __getitems__(self, request: BatchRequest) -> "_ReadBatch":
+        indices = request.indices.tolist()
+        samples = self._read(request, indices)
+        return _ReadBatch(samples, request.epoch, indices[0], self._warning)
+
+    def _read(self, request: BatchRequest, indices: list[int]) -> list[object]:
+        read = partial(self._read_samples, request, indices)
+        if self._calls is None:
+            return read(None)
+        samples = self._calls.call(self._seed, request.epoch, read)
+        if self._at_once and self._calls.draws:  # many samples at once cannot have random numbers of their own
+            if type(self._dataset).__getitem__ is not Dataset.__getitem__:
+                self._at_once = False
+                return self._read(request, indices)
+            self._warning = (
+                f"{type(self._dataset).__name__}.__getitems__ draws random numbers for many samples at once, so they "
+                "depend on the number of ranks and on micro_batch: implement __getitem__, which samestep then calls "
+                "for each sample"
+            )
+        return samples
+
+    def _read_samples(self, request: BatchRequest, indices: list[int], seed_sample: Seed | None) -> list[object]:
+        dataset: Any = self._dataset
+        index, samples = None, list[object]()
         try:
-            with SampleContext(self.seed, request.epoch, None, request.setting) as context:
-                if callable(getattr(innermost, "__getitems__", None)):
+            with SampleContext(self._seed, request.epoch, None, request.setting) as context:
+                if self._at_once:
+                    if seed_sample is not None:
+                        seed_sample(indices[0])
                     return list(dataset.__getitems__(indices))
                 for index in indices:
                     context.move_to(index)
+                    if seed_sample is not None:
+                        seed_sample(index)
                     samples.append(dataset[index])
         except Exception as error:
             which = f"one of the samples {indices}" if index is None else f"sample {index}"
-            raise sample_error(f"{which} could not be read", self.rank, error) from error
+            raise sample_error(f"{which} could not be read", self._rank, error) from error
         return samples
 
 
+def _reads_batches(dataset: Any) -> bool:
+    """Return whether a dataset reads many samples at once."""
+    while isinstance(dataset, Subset):  # torch's Subset has `__getitems__` in any case
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 @dataclass(frozen=True)
-class _Collate:
-    """The user's collate_fn; an error says that collating failed, and in which worker."""
+class _ReadBatch:
+    """The samples of a batch, before they are collated."""
 
-    collate_fn: CollateFn
-    rank: int
+    samples: list[object]
+    epoch: int
+    first: int  # the index of the first sample, which keys the random numbers of collate_fn
+    warning: str | None
 
-    def __call__(self, samples: list[object]) -> object:
+
+class KeyedCollate:
+    """The user's collate_fn with the global generators seeded; an error says that collating failed, and where."""
+
+    def __init__(self, collate_fn: CollateFn | None, seed: int, rank: int) -> None:
+        self._collate_fn, self._seed, self._rank = collate_fn or default_collate, seed, rank
+        self._calls = None if self._collate_fn is default_collate else KeyedCalls(COLLATE)
+
+    def __call__(self, samples: list[object], epoch: int, first: int) -> object:
+        """Return the batch of these samples, the first of which has the index `first`."""
+
+        def collate(seed_sample: Seed) -> object:
+            seed_sample(first)
+            return self._collate_fn(samples)
+
         try:
-            batch = self.collate_fn(samples)
+            batch = self._collate_fn(samples) if self._calls is None else self._calls.call(self._seed, epoch, collate)
         except Exception as error:
             raise DataError(
-                f"collate_fn could not make a batch of {len(samples)} samples {_cause(self.rank, error)} (if the "
+                f"collate_fn could not make a batch of {len(samples)} samples {_cause(self._rank, error)} (if the "
                 "samples differ in shape, pass run.shard a collate_fn= that pads them)"
             ) from error
         list_tensors(batch)  # raises here, in the worker that made it, if the batch is not a tree of tensors
         return batch
+
+    @property
+    def warning(self) -> str | None:
+        """The warning for a collate_fn that has drawn random numbers."""
+        if self._calls is None or not self._calls.draws:
+            return None
+        return (
+            "collate_fn draws random numbers for the rows of a micro-batch, so they depend on the number of ranks and "
+            "on micro_batch: draw them in the dataset's __getitem__, or with step.random in the loop"
+        )
+
+
+@dataclass(frozen=True)
+class _CollateRead:
+    """The collate_fn of the DataLoader: returns what to warn of, which the training process does, and the batch."""
+
+    collate: KeyedCollate
+
+    def __call__(self, read: _ReadBatch) -> tuple[str | None, str | None, object]:
+        batch = self.collate(read.samples, read.epoch, read.first)
+        return read.warning, self.collate.warning, batch
 
 
 def sample_error(problem: str, rank: int, error: Exception) -> SampleError:

@@ -21,8 +21,9 @@ from torch import Tensor
 from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, key64, keyed_word, keyed_words
 from samestep.errors import DataError
 
-# The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py).
-_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 7
+# The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py), 7 to 9 to
+# the global generators (global_rng.py), 11 and 12 to the draws of models (parallel/model_randomness.py).
+_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 10
 
 _LOW_24: Final = (1 << 24) - 1
 _LOW_32: Final = (1 << 32) - 1
@@ -162,12 +163,15 @@ def generator_seed(seed: int, epoch: int, index: int) -> int:
     pairs of equal generators among a million samples. Here the lower bits are a bijection of the index, so no two of
     the first 2**32 samples of an epoch share a generator.
     """
-    key = key64(_TORCH_STREAM, seed, epoch)
+    return sample_key(seed, epoch, index) >> 32 << 32 | low_word(key64(_TORCH_STREAM, seed, epoch), index)
+
+
+def low_word(key: int, index: int) -> int:
+    """Return a word of 32 bits that is different for each of the first 2**32 indices."""
     low = (index ^ key) & _LOW_32
     low = (low ^ (low >> 16)) * 0x85EBCA6B & _LOW_32
     low = (low ^ (low >> 13)) * 0xC2B2AE35 & _LOW_32
-    low = (low ^ (low >> 16)) ^ (key >> 32)
-    return sample_key(seed, epoch, index) >> 32 << 32 | low
+    return (low ^ (low >> 16)) ^ (key >> 32)
 
 
 def uniform(keys: Tensor, shape: Sequence[int], salt: int, dtype: torch.dtype = torch.float32) -> Tensor:

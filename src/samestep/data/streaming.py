@@ -20,12 +20,14 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from typing import Any, Final
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from samestep.data.global_rng import OPEN_STREAM, READ_SAMPLE, Seed, keyed_globals
 from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
 from samestep.data.sample_rng import SampleContext
@@ -206,7 +208,8 @@ class StreamPartition(IterableDataset[StreamStep]):
                 dataset.seek(position)
             elif _is_stateful(dataset) and self.start_state is not None:
                 dataset.load_state_dict(self.start_state)
-            with hide_worker():
+            with keyed_globals(OPEN_STREAM, self.seed, self.epoch) as seed_globals, hide_worker():
+                seed_globals(0)
                 return iter(self.dataset)
         except Exception as error:
             raise sample_error(f"the stream could not start at position {position}", self.rank, error) from error
@@ -218,7 +221,9 @@ class StreamPartition(IterableDataset[StreamStep]):
         """Read these positions; return how many the stream still has, and the records in the range `keep` of them."""
         kept, position = list[object](), positions.start
         try:
-            with hide_worker():
+            # Every process that reads these positions reads all of them in order: one seed makes all draws the same.
+            with keyed_globals(READ_SAMPLE, self.seed, self.epoch) as seed_globals, hide_worker():
+                seed_globals(position)
                 for offset, position in enumerate(positions):
                     with SampleContext(self.seed, self.epoch, position):
                         record = next(records, _END)
@@ -238,19 +243,22 @@ class StreamPartition(IterableDataset[StreamStep]):
         found: int | None,
         padding: tuple[object, int] | None,
     ) -> StreamStep:
-        samples = [self._decode(record, position) for record, position in zip(records, positions, strict=True)]
-        padding_sample = self._decode(*padding) if padding and not samples else None
+        samples, padding_sample = records, padding[0] if padding and not records else None
+        if self.decode is not None:
+            with keyed_globals(READ_SAMPLE, self.seed, self.epoch) as seed_globals:
+                decode = partial(self._decode, self.decode, seed_globals)
+                samples = [decode(record, position) for record, position in zip(records, positions, strict=True)]
+                padding_sample = decode(*padding) if padding and not samples else None
         dataset: Any = self.dataset
         stateful = found is not None and _is_stateful(dataset) and not hasattr(dataset, "seek")
         state = dataset.state_dict() if stateful else None
         return StreamStep(number, samples, positions, found, state, padding_sample)
 
-    def _decode(self, record: object, position: int) -> object:
-        if self.decode is None:
-            return record
+    def _decode(self, decode: Callable[[object], object], seed_globals: Seed, record: object, position: int) -> object:
         try:
             with SampleContext(self.seed, self.epoch, position):
-                return self.decode(record)
+                seed_globals(position)
+                return decode(record)
         except Exception as error:
             raise sample_error(f"decode failed at position {position}", self.rank, error) from error
 

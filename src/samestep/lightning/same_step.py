@@ -19,6 +19,7 @@ from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_me
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
 from samestep.lightning.predictions import gather_predictions
+from samestep.lightning.trainer_preemption import TrainerPreemption
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 from samestep.messages import warn
 from samestep.parallel.batchnorm import unsynced_batchnorm_names
@@ -63,6 +64,7 @@ class SameStep(Callback):
         self._ddp_parameters: set[nn.Parameter] | None = None
         self._scale_hook: RemovableHandle | None = None
         self._restore_hooks: list[Callable[[], None]] = []
+        self._preemption = TrainerPreemption()
 
     def datamodule(self, source: LightningDataModule | LightningModule) -> LightningDataModule:
         """Return the data of `source`, partitioned exactly; pass it to the Trainer as `datamodule=`.
@@ -117,6 +119,7 @@ class SameStep(Callback):
         check_world_size(trainer)
         if stage == "fit":
             self._loaders.check_module(trainer, pl_module)
+        self._preemption.install(trainer, pl_module, stage)
         for hook in ("on_validation_batch_end", "on_test_batch_end"):
             self._restore_hooks.append(_run_after(pl_module, hook, partial(_after_evaluation_batch, trainer)))
         gathering = partial(gather_predictions, trainer)  # after the callbacks, which write those of their rank
@@ -130,6 +133,10 @@ class SameStep(Callback):
         """Keep the state until the training data is read, and compare it then."""
         self._loaders.saved_identity = state_dict
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's signal handlers."""
+        self._preemption.take_over()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the training data is exact, and start to watch for parameters without gradients."""
         if self._loaders.train is None or trainer.train_dataloader is not self._loaders.train:
@@ -137,6 +144,8 @@ class SameStep(Callback):
                 "SameStep is a callback of the Trainer, but the training data does not come from it: pass "
                 "trainer.fit(module, datamodule=same.datamodule(datamodule)), or same.dataloaders(train=..., val=...)"
             )
+        self._preemption.take_over()
+        self._preemption.check_resumed(trainer)
         _warn_of_unsynced_batchnorm(trainer, pl_module)
         self._losses.clear()
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
@@ -148,7 +157,9 @@ class SameStep(Callback):
             self._watch = GradientWatch(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Set the sample keys that modules such as ConditioningDropout use."""
+        """End here after a signal; set the sample keys that modules such as ConditioningDropout use."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._preemption.on_step_start(trainer, self.batch_info.step)
         set_micro_batch(self.batch_info.make_keys)
         if batch_idx == 0 and self._watch is not None:
             self._watch.update()  # callbacks unfreeze parameters at the beginning of an epoch
@@ -198,6 +209,10 @@ class SameStep(Callback):
         """Reduce the metrics of the epoch over all ranks."""
         reduce_epoch_metrics(trainer)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the checkpoint of a preempted training, which is finished now."""
+        self._preemption.finish(trainer)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the process exit cleanly if the script ends here."""
         wait_for_gloo(trainer)
@@ -208,10 +223,12 @@ class SameStep(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Clean up: Lightning does not call teardown after an exception."""
+        self._preemption.remove(exception)
         self._clean_up()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the data workers and restore the hooks of the module."""
+        """End the data workers and restore the hooks of the module and the signal handlers."""
+        self._preemption.remove()
         self._clean_up()
 
     def _clean_up(self) -> None:

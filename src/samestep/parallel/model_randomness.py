@@ -20,7 +20,7 @@ from samestep.parallel.keyed_draws import KeyedDraws
 
 Kind = Literal["training", "evaluation"]
 
-_STEP_KEY, _FUSED_SEED = 8, 9  # the first word of a key says what the key is for; sample_rng.py has the others
+_STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is for; sample_rng.py has the others
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
 _CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
 _CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.data.sample_rng import micro_batch_keys
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
-from samestep.messages import warn
+from samestep.messages import format_list, warn
 from samestep.parallel.activation_checkpointing import checkpoint_activations
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
@@ -26,6 +26,7 @@ from samestep.torch_private import ignore_in_ddp, no_buffer_broadcast
 Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 UnusedParameters = Literal["error", "allow"]
 _SHARDED = ("fsdp", "hybrid", "zero2")
+_SHOWN_FROZEN = 4  # a model with LoRA adapters has hundreds of frozen submodules
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ def _format_frozen(parts: dict[str, nn.Module]) -> str:
     if not parts:
         return ""
     count = sum(p.numel() for part in parts.values() for p in part.parameters())
-    return f"; frozen and excluded: {', '.join(parts)} ({count:,} parameters)"
+    number = f"{len(parts)} submodules: " if len(parts) > _SHOWN_FROZEN else ""
+    return f"; frozen and excluded: {number}{format_list(list(parts), _SHOWN_FROZEN)} ({count:,} parameters)"
 
 
 def _warn_of_unsynced_batchnorm(comm: Communicator, model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from samestep.messages import format_list
 from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.model_profile import ModelProfile
 
@@ -14,6 +15,7 @@ Strategy = Literal["single", "ddp", "zero2", "fsdp", "hybrid"]
 TeacherPlacement = Literal["sharded", "offload", "balanced", "cpu"]
 
 _SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hybrid")
+_SHOWN_FROZEN = 4
 _MIN_FROZEN_FRACTION = 0.1  # frozen parts below this fraction of all weights stay in the model
 # Frozen parts cost one forward pass, and about one more if gradients flow through them to their inputs.
 _MAX_PASSES_WITHOUT_GRADIENT = 1.4
@@ -122,7 +124,7 @@ def script_lines(
         arguments.append(f"activation_checkpointing=({_block_classes(model)},)")
     lines = [f"model = run.wrap({', '.join(arguments)})"]
     if layout.teacher_placement is not None:
-        names = ", ".join(part.name for part in model.frozen_parts)
+        names = format_list([part.name for part in model.frozen_parts], _SHOWN_FROZEN)
         lines.append(
             f'teacher = run.teacher(build, weights=..., placement="{layout.teacher_placement}")  # for {names}'
         )

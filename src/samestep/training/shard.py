@@ -22,8 +22,9 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.training_data import (
     Epoch,
@@ -104,7 +105,8 @@ class Shard(TrainingData):
             start, stop = partition.positions(index)
             count = partition.shape(index)[0]
             number = epoch * partition.steps + index
-            position = StepPosition(number, index, epoch, stop - start, count, self._name)
+            first_row = partition.slice(index)[0] - start
+            position = StepPosition(number, index, epoch, stop - start, count, first_row, self._name)
             advance = partial(self._advance, epoch, index)
             yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
         self._begin_epoch(epoch + 1)

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import CollateFn, WorkerSetup, check_num_workers, defer_signals, move_to_device
-from samestep.data.partition import MicroBatchRows, Partition
+from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
+from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
 
@@ -52,7 +53,7 @@ class Stream(TrainingData):
                 "remove num_shards from the dataset, or pass ledger=False"
             )
         self._decode, self._drop_last = decode, drop_last
-        self._collate_fn, self._num_workers = collate_fn or default_collate, num_workers
+        self._collate, self._num_workers = KeyedCollate(collate_fn, config.seed, context.world.rank), num_workers
         self._micro_batch = choose_micro_batch(context, micro_batch)
         description = ShardDescription(
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
@@ -73,9 +74,9 @@ class Stream(TrainingData):
         if self._ledger:
             self._ledger.begin(epoch, self._step)
         parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
-        for part, count, largest in self._with_counts(parts):
+        for part, count, largest, first_row in self._with_counts(parts):
             rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
-            position = StepPosition(self._number, self._step, epoch, count, len(rows))
+            position = StepPosition(self._number, self._step, epoch, count, len(rows), first_row)
             advance = partial(self._advance, position, part)
             yield from self._loop.run(Step(self._context, position, self._micro_batches(part, rows, epoch), advance))
         if not self._step:
@@ -92,12 +93,11 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                batch = self._collate_fn(part.samples[start : start + rows])
-                data = move_to_device(batch, self._context.device, self._context.convert_to)
-                positions = np.asarray(part.positions[start : start + rows])
-                keys = partial(self._keys, evaluation_epoch(self._context.progress.epoch), positions)
+                samples, positions = part.samples[start : start + rows], part.positions[start : start + rows]
+                epoch = evaluation_epoch(self._context.progress.epoch)
+                keys = partial(self._keys, epoch, np.asarray(positions))
                 with evaluation_batch(None, keys):
-                    yield from self._evaluate_batch(data, start, keys)
+                    yield from self._evaluate_batch(self._make_batch(samples, 0, positions[0]), start, keys)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -155,23 +155,23 @@ class Stream(TrainingData):
         with defer_signals():
             return iter(loader)
 
-    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
-        """Each part with the samples of the step over all ranks and the largest number of any rank.
+    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int, int]]:
+        """Each part with the samples of the step over all ranks, the largest number of any rank, and lower ranks' sum.
 
         For a stream in shards the ranks exchange their counts.
         """
-        size = self._context.world.size
+        rank, size = self._context.world.rank, self._context.world.size
         if not is_sharded(self._dataset):
             for part in parts:
                 assert part.count is not None
-                yield part, part.count, -(-part.count // size)
+                yield part, part.count, -(-part.count // size), split_evenly(part.count, size, rank)[0]
             return
         while True:
             part = next(parts, _NO_SAMPLES)
             counts = self._context.comm.exchange_objects("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
-            yield part, sum(counts), max(counts)
+            yield part, sum(counts), max(counts), sum(counts[:rank])
 
     def _micro_batches(self, part: StreamStep, all_rows: list[MicroBatchRows], epoch: int) -> Iterator[MicroBatch]:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
@@ -185,11 +185,16 @@ class Stream(TrainingData):
             if min_rows:  # BatchNorm should see no padding if it can do without
                 missing = min(missing, max(0, min_rows - len(chosen)))
             row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
-            batch = self._collate_fn(chosen + missing * self._padding)
-            data = move_to_device(batch, device, self._context.convert_to)
+            data = self._make_batch(chosen + missing * self._padding, epoch, int(row_positions[0]))
             weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
             make_keys = partial(self._keys, epoch, row_positions)
             yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
+
+    def _make_batch(self, samples: list[object], epoch: int, first: int) -> object:
+        batch = self._collate(samples, epoch, first)
+        if warning := self._collate.warning:
+            self._context.warn_once(warning)
+        return move_to_device(batch, self._context.device, self._context.convert_to)
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__
