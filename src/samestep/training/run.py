@@ -241,12 +241,14 @@ class Run(Collectives):
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
         """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
 
+        samestep logs the mean of the ranks' values, each with the same weight. A rank that does not log a name does not
+        count. For exact means over the samples of a step use `step.log`, for other values `run.mean`. Every rank must
+        log a DTensor, such as the gradient norm of an FSDP model: it is put together at once, which is a collective.
         The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
         the same as no `step`.
         """
         context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
-        for name, value in values.items():
-            context.metrics.pending.add(row, name, value)
+        context.metrics.log(row, values)
         if now:
             context.flush_metrics("run.log(now=True)")
 
