@@ -21,7 +21,9 @@ from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
     PRECISION,
+    comparison_folder,
     deadline,
+    last_step,
     read_environ,
     read_world,
     refuse_if_only_imported,
@@ -58,6 +60,8 @@ class Lifecycle:
         self._precision_variable = PRECISION if requested_precision() else ""
         if self._precision_variable:
             config = replace(config, precision=check_precision(requested_precision(), PRECISION))
+        if (folder := comparison_folder()) is not None:
+            config = replace(config, folder=folder)
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
         cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
@@ -110,7 +114,7 @@ class Lifecycle:
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
             self._loop, self._last_context = StepLoop(context), context
-            self._preemption = Preemption(context, deadline())
+            self._preemption = Preemption(context, deadline(), last_step())
             context.callbacks.append(self._preemption)  # its saves include checkpoints that are due at the same step
             self._preemption.signals.install()
         except BaseException as error:

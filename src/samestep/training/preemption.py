@@ -110,8 +110,8 @@ class TimeLimit:
 class Preemption(StepCallback):
     """A step callback that ends the run early once any rank has received a signal or the time limit is near."""
 
-    def __init__(self, context: RunContext, deadline: float | None) -> None:
-        self._context = context
+    def __init__(self, context: RunContext, deadline: float | None, last_step: int | None = None) -> None:
+        self._context, self._last_step = context, last_step
         self._limit = None if deadline is None else TimeLimit(deadline)
         self._agreed = self._handled = 0
         self.signals = SignalRecorder()
@@ -132,7 +132,9 @@ class Preemption(StepCallback):
         self._agreed = max(self._agreed, *(int(value) for value in values))
 
     def on_step_end(self, steps: int) -> None:
-        """Save and end the run, if that was agreed."""
+        """Save and end the run, if that was agreed; end it after the last step of `samestep parity`."""
+        if self._last_step is not None and steps >= self._last_step:
+            raise StoppedEarly(0, "finished", f"ended at step {steps}")
         if self._agreed <= self._handled:
             return
         self._handled, cause = self._agreed, CAUSES[self._agreed]

@@ -15,6 +15,7 @@ from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
+from samestep.environment.world import comparison_folder
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
@@ -195,6 +196,8 @@ class Run(Collectives):
         logged before its save.
         """
         context, path = self._lifecycle.context, self.once(resolve_folder, folder)
+        if (comparison := comparison_folder()) is not None:
+            path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
         return restore(context, path, keep, keep_best, parts)
 
@@ -238,12 +241,14 @@ class Run(Collectives):
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
         """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
 
+        samestep logs the mean of the ranks' values, each with the same weight. A rank that does not log a name does not
+        count. For exact means over the samples of a step use `step.log`, for other values `run.mean`. Every rank must
+        log a DTensor, such as the gradient norm of an FSDP model: it is put together at once, which is a collective.
         The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
         the same as no `step`.
         """
         context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
-        for name, value in values.items():
-            context.metrics.pending.add(row, name, value)
+        context.metrics.log(row, values)
         if now:
             context.flush_metrics("run.log(now=True)")
 

@@ -22,8 +22,9 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
 

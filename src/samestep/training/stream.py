@@ -13,8 +13,9 @@ from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
 
