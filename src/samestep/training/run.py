@@ -145,10 +145,15 @@ class Run(Collectives):
         num_workers: int | None = None,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
         epoch_settings: EpochSettings | None = None,
         name: str | None = None,
     ) -> Shard:
-        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once."""
+        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once.
+
+        With `passes=2` you can loop over the micro-batches of a step twice, for example once per optimizer of a GAN:
+        samestep keeps them in memory until the step ends.
+        """
         return Shard(
             self._lifecycle.loop,
             dataset,
@@ -158,6 +163,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
             epoch_settings=epoch_settings,
             name=name,
         )
@@ -172,6 +178,7 @@ class Run(Collectives):
         num_workers: int = 0,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
     ) -> Stream:
         """This rank's part of an iterable dataset; no record is lost or read twice.
 
@@ -187,6 +194,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
         )
 
     def checkpoint(

@@ -55,10 +55,11 @@ class Shard(TrainingData):
         num_workers: int | None,
         drop_last: bool,
         micro_batch: int | None,
+        passes: int,
         epoch_settings: EpochSettings | None,
         name: str | None,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, passes)
         context = self._context
         self._dataset, self._collate_fn, self._epoch_settings = dataset, collate_fn, epoch_settings
         n, seed, global_batch = check_dataset(dataset), context.config.seed, context.config.global_batch
@@ -108,7 +109,9 @@ class Shard(TrainingData):
             first_row = partition.slice(index)[0] - start
             position = StepPosition(number, index, epoch, stop - start, count, first_row, self._name)
             advance = partial(self._advance, epoch, index)
-            yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
+            yield from self._loop.run(
+                Step(self._context, position, islice(micro_batches, count), advance, self._passes)
+            )
         self._begin_epoch(epoch + 1)
 
     def steps_left(self) -> int:

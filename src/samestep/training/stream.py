@@ -39,8 +39,9 @@ class Stream(TrainingData):
         num_workers: int,
         drop_last: bool,
         micro_batch: int | None,
+        passes: int,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, passes)
         self._dataset = dataset
         check_data(dataset, "run.stream")
         check_stream(dataset)
@@ -78,7 +79,8 @@ class Stream(TrainingData):
             rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
             position = StepPosition(self._number, self._step, epoch, count, len(rows), first_row)
             advance = partial(self._advance, position, part)
-            yield from self._loop.run(Step(self._context, position, self._micro_batches(part, rows, epoch), advance))
+            micro_batches = self._micro_batches(part, rows, epoch)
+            yield from self._loop.run(Step(self._context, position, micro_batches, advance, self._passes))
         if not self._step:
             raise DataError(self._empty_message())
         self._begin_epoch(epoch + 1)

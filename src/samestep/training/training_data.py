@@ -53,8 +53,13 @@ class Epoch:
 class TrainingData(ABC):
     """The base of Shard and Stream: the position in the epochs, and the keys of samples."""
 
-    def __init__(self, loop: StepLoop) -> None:
-        self._loop, self._context = loop, loop.context
+    def __init__(self, loop: StepLoop, passes: int) -> None:
+        if not isinstance(passes, Integral) or passes < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+            raise DataError(
+                f"passes={passes!r} is not a number of loops: pass how often you loop over the micro-batches of a "
+                "step, 1 or more"
+            )
+        self._loop, self._context, self._passes = loop, loop.context, passes
         self._epoch = self._step = self._draws = 0
         self._evaluating = False
         self._epochs_of_process = 0  # completed epochs since this process built or restored it
