@@ -60,14 +60,15 @@ def train_all(out: Path) -> None:
         torch.manual_seed(0)
         net = build()  # before the run, so that all precisions start from the same weights
         with Run(global_batch=GLOBAL_BATCH, seed=0, precision=precision, folder=out / "logs") as run:
-            weights = train(run, net, data)
+            trained = train(run, net, data)
             if run.is_main:
-                torch.save(weights, out / f"{number}-{precision}.pt")
+                torch.save(trained, out / f"{number}-{precision}.pt")
 
 
-def train(run: Run, net: nn.Module, data: TensorDataset) -> torch.Tensor:
-    """Train for some steps; returns the weights after each of them, (steps, parameters)."""
+def train(run: Run, net: nn.Module, data: TensorDataset) -> dict[str, torch.Tensor]:
+    """Train for some steps; returns the mean loss of each, and the weights after each, (steps, parameters)."""
     weights: list[torch.Tensor] = []
+    losses: list[float] = []
     model = run.wrap(net, sync_batchnorm=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in run.shard(data, shuffle=True).epochs(1 + STEPS * GLOBAL_BATCH // len(data)):
@@ -76,10 +77,11 @@ def train(run: Run, net: nn.Module, data: TensorDataset) -> torch.Tensor:
                 step.mean(cross_entropy(model(inputs), labels, reduction="none")).backward()
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(run.mean(step.loss))
             weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().double().clone())
             if len(weights) == STEPS:
-                return torch.stack(weights)
-    return torch.stack(weights)
+                break
+    return {"weights": torch.stack(weights), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
 def plot(folders: list[Path], to: Path) -> None:
@@ -94,13 +96,15 @@ def plot(folders: list[Path], to: Path) -> None:
     for number, (name, panel) in enumerate(zip(MODELS, panels, strict=True)):
         for precision in PRECISIONS:
             one, two = (torch.load(folder / f"{number}-{precision}.pt", weights_only=True) for folder in folders)
-            differences = (one - two).abs().amax(dim=1)
+            differences = (one["weights"] - two["weights"]).abs().amax(dim=1)
+            in_loss = float((one["losses"] - two["losses"]).abs().max())
             panel.plot(range(1, len(differences) + 1), differences, label=precision, color=COLORS[precision])
-            print(f"{name:34} {precision}: {differences[9]:.1e} after 10 steps, {differences[-1]:.1e} after {len(one)}")
+            last = f"{differences[-1]:.1e} after {len(differences)}"
+            print(f"{name:34} {precision}: {differences[9]:.1e} after 10 steps, {last}; losses differ by {in_loss:.1e}")
         panel.set(xlabel="step", title=name, yscale="log", ylim=(1e-17, 1))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("largest difference of a weight,\n1 rank and 2 ranks")
-    panels[0].legend(loc="center right")
+    panels[0].legend(loc="center right", bbox_to_anchor=(1.0, 0.33))
     figure.savefig(to, metadata={"Date": None})
 
 

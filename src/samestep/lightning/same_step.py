@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +19,7 @@ from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_ho
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
+from samestep.lightning.manual_gradients import ManualGradients
 from samestep.lightning.predictions import gather_predictions
 from samestep.lightning.trainer_preemption import TrainerPreemption
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
@@ -60,6 +62,7 @@ class SameStep(Callback):
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
         self._losses: dict[int, Tensor | float] = {}
         self._watch: GradientWatch | None = None
+        self._manual: ManualGradients | None = None
         self._remove_logged: Callable[[], None] | None = None
         self._ddp_parameters: set[nn.Parameter] | None = None
         self._scale_hook: RemovableHandle | None = None
@@ -148,11 +151,14 @@ class SameStep(Callback):
         self._preemption.check_resumed(trainer)
         _warn_of_unsynced_batchnorm(trainer, pl_module)
         self._losses.clear()
+        # Sharded parameters get their gradients differently.
+        watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+        if not pl_module.automatic_optimization:
+            self._manual = ManualGradients(trainer, pl_module) if watchable else None
+            return
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
             self._ddp_parameters = {parameter for parameter in pl_module.parameters() if parameter.requires_grad}
-        # Sharded parameters get their gradients differently, and manual optimization may leave some out on purpose.
-        watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if self.unused_parameters != "ignore" and pl_module.automatic_optimization and watchable:
+        if self.unused_parameters != "ignore" and watchable:
             gradients.check_strategy(trainer.model)
             self._watch = GradientWatch(pl_module)
 
@@ -161,6 +167,8 @@ class SameStep(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._preemption.on_step_start(trainer, self.batch_info.step)
         set_micro_batch(self.batch_info.make_keys)
+        if self._manual is not None:
+            self._manual.on_batch_start()
         if batch_idx == 0 and self._watch is not None:
             self._watch.update()  # callbacks unfreeze parameters at the beginning of an epoch
         if not self.batch_info.real:
@@ -180,6 +188,8 @@ class SameStep(Callback):
         if self._scale_hook is not None:
             self._scale_hook.remove()  # manual optimization may use the same loss again
             self._scale_hook = None
+        if self._manual is not None:
+            self._manual.average()
         unused = self._watch.unused() if self._watch is not None else {}
         if unused and self.unused_parameters == "error":
             gradients.raise_unused(unused, self.batch_info.step, trainer.global_rank)
@@ -188,6 +198,11 @@ class SameStep(Callback):
             torch.autograd.backward(list(unused.values()), zeros)
         if self._ddp_parameters is not None:
             gradients.average_unfrozen(self._ddp_parameters, trainer.optimizers)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Check that the gradients of manual optimization are averaged."""
+        if self._manual is not None:
+            self._manual.check(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -200,6 +215,8 @@ class SameStep(Callback):
             self._losses[info.step] = self._losses.get(info.step, 0.0) + share
             if len(self._losses) > _MAX_LOSSES:  # no callback reads them
                 self._losses.pop(next(iter(self._losses)))
+        if self._manual is not None:
+            self._manual.on_batch_end()
         if self._remove_logged is not None:
             self._remove_logged()
             self._remove_logged = None
@@ -233,9 +250,10 @@ class SameStep(Callback):
 
     def _clean_up(self) -> None:
         self._loaders.close()
-        if self._watch is not None:
-            self._watch.remove()
-        self._watch = self._ddp_parameters = self._remove_logged = None
+        for watch in (self._watch, self._manual):
+            if watch is not None:
+                watch.remove()
+        self._watch = self._manual = self._ddp_parameters = self._remove_logged = None
         while self._restore_hooks:
             self._restore_hooks.pop()()
         set_micro_batch(None)
