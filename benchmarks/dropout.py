@@ -25,6 +25,8 @@ SIZES = {"cpu": (1024, 256, 6, 8, 64, 4), "cuda": (50304, 768, 12, 12, 1024, 32)
 
 
 class Block(nn.Module):
+    """A layer of a transformer."""
+
     def __init__(self, width, heads, p) -> None:
         super().__init__()
         self.heads = heads
@@ -34,6 +36,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(p)
 
     def forward(self, x):
+        """Attend, then transform every token."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
@@ -43,6 +46,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
+    """A decoder with dropout after the embeddings and in every layer."""
+
     def __init__(self, vocabulary, width, layers, heads, length, p) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
@@ -51,6 +56,7 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens):
+        """Return the logits."""
         x = self.drop(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
         return self.head(self.norm(self.blocks(x)))
 
@@ -71,6 +77,7 @@ class Contender:
         self.steps = 0
 
     def step(self) -> None:
+        """Run one step."""
         if not self.keyed:
             return self.compute()
         keys = lambda: sample_key_tensor(0, self.steps, torch.arange(self.rows, device=self.device))  # noqa: E731
@@ -80,6 +87,7 @@ class Contender:
         return None
 
     def compute(self) -> None:
+        """Run the loop body."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.call(self.tokens[:, :-1])
             cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
@@ -87,6 +95,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def seconds(self, steps) -> float:
+        """Return the seconds per step."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(steps):
@@ -95,12 +104,14 @@ class Contender:
         return (time.perf_counter() - start) / steps
 
     def peak(self) -> float:
+        """Return how many GiB a step needs on top of what it starts with."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.step()
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
     def synchronize(self) -> None:
+        """Wait for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

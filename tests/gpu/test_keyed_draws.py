@@ -1,4 +1,4 @@
-"""Keyed draws on a GPU: the kernel computes the CPU's masks, also in the backward pass, under checkpointing and compile."""
+"""Keyed draws on a GPU: the kernel computes the masks of the CPU, also if a layer is computed again."""
 
 from pathlib import Path
 
