@@ -167,3 +167,8 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
     """Call operators without CPU autocast, inside of this context manager."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # pyright: ignore[reportPrivateUsage]
     return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by torch.compile(module) or by module.compile()."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
