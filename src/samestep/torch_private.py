@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -172,3 +174,23 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, by torch.compile(module) or by module.compile()."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@cache
+def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not ask for overrides, so that a mode sees the calls inside it.
+
+    Every function of torch that can be overridden starts with the question whether a mode is active. If the mode calls
+    the function again, the answer is yes again.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(names, _no_override)}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no_override(*_: object) -> bool:
+    return False

@@ -267,7 +267,8 @@ def test_another_model_may_train_in_a_loop_for_evaluation(ranks):
         (
             lambda outputs, labels: cross_entropy(outputs, labels),
             "need one loss for each of the 4 rows of this micro-batch, got a scalar: use reduction='none' (and a mask "
-            "for tokens that do not count, or lengths= for packed sequences); the loss that a transformers model computes from labels= is a scalar too, "
+            "for tokens that do not count, or lengths= for packed sequences); the loss that a transformers model "
+            "computes from labels= is a scalar too, "
             "so compute it from its logits: step.mean(cross_entropy(outputs.logits[:, :-1].transpose(1, 2), "
             "labels[:, 1:], reduction='none'), mask=labels[:, 1:] != -100)",
         ),

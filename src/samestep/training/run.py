@@ -119,17 +119,20 @@ class Run(Collectives):
         channels_last: bool = False,
         example: object = None,
         optimizer: str = "AdamW",
+        batch_dim: int | None = None,
     ) -> nn.Module:
         """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
         On a single rank it returns the model itself. `strategy` is "ddp", "fsdp", "zero2" (FSDP that keeps the full
         weights from the forward to the backward pass) or "hybrid" (shard inside a node, replicate between nodes); None
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
-        for the `optimizer` of that name.
+        for the `optimizer` of that name. `batch_dim=1` says that the tensors of the model have the batch in dimension 1
+        and the time in dimension 0, so that dropout is keyed by sample; samestep knows it of recurrent layers and
+        attention layers with `batch_first=False`.
         """
         memory = cpu_offload, blocks, activation_checkpointing
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
-        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
+        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer, batch_dim)
 
     @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(
@@ -142,10 +145,15 @@ class Run(Collectives):
         num_workers: int | None = None,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
         epoch_settings: EpochSettings | None = None,
         name: str | None = None,
     ) -> Shard:
-        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once."""
+        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once.
+
+        With `passes=2` you can loop over the micro-batches of a step twice, for example once per optimizer of a GAN:
+        samestep keeps them in memory until the step ends.
+        """
         return Shard(
             self._lifecycle.loop,
             dataset,
@@ -155,6 +163,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
             epoch_settings=epoch_settings,
             name=name,
         )
@@ -169,6 +178,7 @@ class Run(Collectives):
         num_workers: int = 0,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
     ) -> Stream:
         """This rank's part of an iterable dataset; no record is lost or read twice.
 
@@ -184,6 +194,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
         )
 
     def checkpoint(

@@ -26,7 +26,10 @@ _NO_STEP_MEAN = (
 
 
 class Step:
-    """One optimizer step. Iterate over it once; each item is a micro-batch, already on the device."""
+    """One optimizer step. Iterate over it; each item is a micro-batch, already on the device.
+
+    With `run.shard(passes=2)` you can iterate twice, for example once per optimizer of a GAN.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Step:
         position: StepPosition,
         micro_batches: Iterator[MicroBatch],
         advance: Callable[[bool], None],
+        passes: int = 1,
     ) -> None:
         self.position = position
         self.log_row = LogRow(1, position.number, position.epoch)  # of its metrics; set when the step begins
@@ -47,6 +51,8 @@ class Step:
         self._closed = False
         self._draws = 0
         self._loss = StepLoss(context, position)
+        self._passes, self._passes_done = passes, 0
+        self._kept: list[MicroBatch] = []  # for the next pass
 
     @property
     def number(self) -> int:
@@ -88,8 +94,12 @@ class Step:
         return self.position.micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        if self._current is not None or self.done:
-            raise StepError(f"step {self.number} was iterated twice: its micro-batches can be read once")
+        if self._current is not None or self._passes_done == self._passes:
+            often = "once" if self._passes == 1 else f"{self._passes} times, one loop after the other"
+            raise StepError(
+                f"step {self.number} was iterated too often: its micro-batches can be read {often}; to loop over them "
+                f"once per optimizer, as in a GAN, pass run.shard(..., passes={self._passes + 1})"
+            )
         if self._closed:
             raise StepError(
                 f"step {self.number} is over and its micro-batches were skipped: read them inside the loop over the "
@@ -97,13 +107,15 @@ class Step:
             )
         if not self._context.progress.steps_of_process and (problem := unpacking_problem(f"step {self.number}")):
             raise StepError(problem)
-        self._start()
+        draws = self._start()
         try:
-            for index, micro_batch in enumerate(self._micro_batches):
-                self._current, self._draws, self.last_indices = micro_batch, 0, micro_batch.indices
+            for index, micro_batch in enumerate(self._kept if self._passes_done else self._micro_batches):
+                self._current, self._draws, self.last_indices = micro_batch, draws, micro_batch.indices
                 self._start_micro_batch(last=index == len(self) - 1)
-                set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
-                yield micro_batch.data
+                keys = partial(getattr, micro_batch, "keys")
+                set_micro_batch(keys, partial(_sample_ids, micro_batch, self.position))
+                with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
+                    yield micro_batch.data
             for model in self._context.models:
                 model.check_accumulated(self, self.number)
             self._loss.finish()
@@ -115,15 +127,18 @@ class Step:
             if not self.done:
                 self._abandon()
         self._finish()
-        self._advance(True)  # from here on its samples count as trained, whatever the loop body still does
+        if not self._passes_done:
+            self._advance(True)  # from here on its samples count as trained, whatever the loop body still does
+        self._passes_done += 1
 
     def close(self) -> None:
         """Called when the loop body is over: skip micro-batches that were not read, since the next step has its own."""
         self._closed = True
         for _ in self._micro_batches:
             pass
-        if not self.done:
+        if not self.done and not self._passes_done:
             self._advance(False)
+        self._kept.clear()
 
     def mean(
         self, losses: torch.Tensor, mask: torch.Tensor | None = None, *, lengths: torch.Tensor | None = None
@@ -197,18 +212,29 @@ class Step:
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
-        return torch.Generator().manual_seed(self._micro_batch().next_seed(row, self._draws))
+        generator = sample_rng.SampleGenerator()
+        generator.manual_seed(self._micro_batch().next_seed(row, self._draws))
+        return generator
 
-    def _start(self) -> None:
-        """Scale gradients that an earlier step left by the loss scale that the new ones will carry."""
+    def _start(self) -> int:
+        """Start a pass; returns how many random draws the samples had in earlier passes.
+
+        Gradients that an earlier step left are scaled by the loss scale that the new ones will carry.
+        """
         context = self._context
+        if self._passes_done:
+            self.record_loss(None)
+            self.done, self._rows, self._loss = False, [], StepLoss(context, self.position)
         if context.acceleration.loss_scale is not None:
             context.acceleration.loss_scale.start_step(context.models)
+        return self._draws
 
     def _start_micro_batch(self, last: bool) -> None:
         """Reduce gradients over the ranks in the last micro-batch only."""
         models, micro_batch = self._context.models, self._micro_batch()
         self._rows.append((len(micro_batch.indices), micro_batch.real))
+        if len(self._kept) < len(self) and self._passes > 1:
+            self._kept.append(micro_batch)
         self._context.padding.set_step_rows(self._rows[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
             model.set_gradient_sync(last)
@@ -228,12 +254,14 @@ class Step:
         if any(used) and not self._loss.means:
             context.warn_once(f"a backward pass ran without step.mean or step.sum: {_NO_STEP_MEAN}")
         context.acceleration.unscale(context.models, self.number)
+        self._loss.log_terms(self.log_row)
+        if self._passes_done:
+            return
         progress = context.progress
         progress.steps = self.number + 1
         progress.steps_of_process += 1
         progress.samples += self.samples
         context.metrics.add_samples(self.samples)
-        self._loss.log_terms(self.log_row)
 
     def _abandon(self) -> None:
         """Drop the gradients of a step that was left early: they are those of some micro-batches and ranks only."""
