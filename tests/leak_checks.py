@@ -15,6 +15,7 @@ IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_L
 # Caches are not leftovers, and people edit sources and pages while tests run.
 IGNORED_FOLDERS = {".git", ".venv", ".ruff_cache", ".hypothesis", ".import_linter_cache", "__pycache__"}
 IGNORED_SUFFIXES = (".py", ".md", ".toml", ".swp", ".tmp")
+MULTIPROCESSING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 GRACE_SECONDS = 2.0  # for threads and processes that are about to end
 
 
@@ -67,15 +68,34 @@ def threads(before: Snapshot) -> Iterator[str]:
 
 
 def processes(known: set[int]) -> Iterator[str]:
-    """Name descendants of this process that still run, except the resource tracker of multiprocessing."""
-    for child in psutil.Process().children(recursive=True):
+    """Name descendants of this process that still run, except the two helper processes of multiprocessing."""
+    for pid in descendants(os.getpid()) - known:
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline())
             running = child.status() != psutil.STATUS_ZOMBIE
+            helper = child.ppid() == os.getpid() and any(name in command for name in MULTIPROCESSING_HELPERS)
         except psutil.NoSuchProcess:
             continue
-        if running and child.pid not in known and "multiprocessing.resource_tracker" not in command:
+        if running and not helper:
             yield f"the process {child.pid} is still running: {command[:200]}"
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that `pid` and its children have started; Linux lists them without a look at all processes."""
+    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        tasks = Path(f"/proc/{todo.pop()}/task")
+        try:
+            children = {int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        todo += children - found
+        found |= children
+    return found
 
 
 def written_files(before: Snapshot, repository: Path) -> Iterator[str]:

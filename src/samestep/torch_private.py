@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,6 +65,19 @@ def gathered_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The unsharded parameters that FSDP computes with, by name; they exist from the first forward pass on."""
     found = {param._param_fqn: getattr(param, "_unsharded_param", None) for param in _fsdp_parameters(model)}
     return {name: full for name, full in found.items() if name is not None and full is not None}
+
+
+def matrix_product_shape(node: torch.autograd.graph.Node) -> tuple[int, int] | None:
+    """The shape of the product that this node of the autograd graph computed; None if it is another operation."""
+    if node.name() not in ("MmBackward0", "BmmBackward0", "CdistBackward0"):
+        return None
+    if node.name() == "CdistBackward0":
+        first, second = node._saved_x1.shape, node._saved_x2.transpose(-1, -2).shape  # pyright: ignore[reportAttributeAccessIssue]
+    elif node.name() == "MmBackward0":
+        first, second = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        first, second = node._saved_self.shape, node._saved_mat2.shape  # pyright: ignore[reportAttributeAccessIssue]
+    return None if len(first) == 3 and first[0] != 1 else (int(first[-2]), int(second[-1]))
 
 
 def drop_gathered_gradients(model: nn.Module) -> None:
@@ -154,3 +169,28 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
     """Call operators without CPU autocast, inside of this context manager."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # pyright: ignore[reportPrivateUsage]
     return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by torch.compile(module) or by module.compile()."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@cache
+def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not ask for overrides, so that a mode sees the calls inside it.
+
+    Every function of torch that can be overridden starts with the question whether a mode is active. If the mode calls
+    the function again, the answer is yes again.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(names, _no_override)}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no_override(*_: object) -> bool:
+    return False

@@ -13,8 +13,8 @@ from samestep.errors import LaunchError
 
 OPTIONS = (
     "--folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, "
-    "--node-rank, --nproc-per-node, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, --show-ranks, "
-    "--standalone, --time-limit, --verbose"
+    "--node-rank, --nproc-per-node, --precision, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, "
+    "--show-ranks, --standalone, --time-limit, --verbose"
 )
 KNOWN = ", ".join(COMMANDS)
 

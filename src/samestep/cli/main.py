@@ -13,6 +13,7 @@ from samestep.errors import SamestepError
 # Each module has a click command named `command`. It is imported when it is used, so that `--help` does not need torch.
 COMMANDS = {
     "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "parity": ("samestep.cli.parity_command", "Run a script on several numbers of ranks and compare what it logs."),
     "submit": ("samestep.cli.submit_command", "Submit a script to SLURM, as ranks on one or several nodes."),
     "jobs": ("samestep.cli.jobs_command", "List submitted SLURM jobs and their states."),
     "plan": ("samestep.cli.plan_command", "Show what fits on which GPUs, what is fastest, and why."),

@@ -28,7 +28,7 @@ _TOLERANCE: Final = 0.01  # rounding changes a sketch by less than 0.002 even in
 _MAX_VALUES: Final = 1 << 16  # floating-point values of an array that are summarized
 _MAX_LEAVES: Final = 10_000  # values of a record that are read
 _PREVIEW: Final = 60  # characters
-_INDICES, _SIGNS = 10, 11  # what a key is for
+_INDICES, _SIGNS = 13, 14  # what a key is for; see sample_rng.py
 
 
 @dataclass(frozen=True)

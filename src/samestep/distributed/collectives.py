@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
+from samestep.distributed.gather import check_rows, gather_rows
 from samestep.distributed.once import Per, once
-from samestep.errors import CommunicationError, DataError
+from samestep.environment.world import oom_retries
+from samestep.errors import CommunicationError, DataError, StepError
 
 T = TypeVar("T")
 Number = bool | int | float
@@ -134,6 +136,21 @@ class Collectives:
             return _all_reduce_mean(self._comm, tensor, 1.0 if weight is None else weight)
         return _all_reduce(self._comm, tensor.detach().clone(), op)
 
+    def gather(self, rows: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+        """The rows of all ranks in the order of the global batch or dataset, without padding; on every rank.
+
+        Use it in a loss that compares the samples of a batch. With `step.mean`, the gradient is that of one rank:
+        `logits = z1 @ run.gather(z2).T; step.mean(cross_entropy(logits, step.rows, reduction="none")).backward()`.
+        In an evaluation pass a generator, `run.gather(net(x) for x, _ in test)`: ranks may have different numbers of
+        batches.
+        """
+        if isinstance(rows, torch.Tensor) or not isinstance(rows, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+            self._padding.check_gather(check_rows(rows))
+            return gather_rows(self._comm, self._padding.drop(rows), rows.device)
+        parts = [self._padding.drop(check_rows(part)) for part in rows]
+        mine = torch.cat(parts) if parts else None
+        return gather_rows(self._comm, mine, torch.device("cpu") if mine is None else mine.device)
+
     def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
         """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception.
 
@@ -165,13 +182,15 @@ class PaddingFilter:
     def __init__(self) -> None:
         self._rows: list[tuple[int, int]] = []  # (rows, samples among them) of the current batch or the current step
         self._in_batch = False  # whether the user has a batch; False after the loop over the micro-batches of a step
+        self._micro_batches = 0  # of the current step; 0 outside of a step
         self._dropped = False
 
     @contextmanager
     def batch(self, padding_rows: int) -> Generator[None]:
         """While the user has an evaluation batch of this many padding rows (0: a batch of samples)."""
-        outer = self._rows, self._in_batch
-        self._rows, self._in_batch, self._dropped = [(padding_rows, 0)] if padding_rows else [], True, False
+        outer = self._rows, self._in_batch, self._micro_batches
+        self._rows, self._in_batch, self._micro_batches = [(padding_rows, 0)] if padding_rows else [], True, 0
+        self._dropped = False
         try:
             yield
             if padding_rows and not self._dropped:
@@ -182,11 +201,33 @@ class PaddingFilter:
                     "test)"
                 )
         finally:
-            self._rows, self._in_batch = outer
+            self._rows, self._in_batch, self._micro_batches = outer
 
-    def set_step_rows(self, rows: list[tuple[int, int]], in_batch: bool) -> None:
+    def set_step_rows(self, rows: list[tuple[int, int]], in_batch: bool, micro_batches: int) -> None:
         """Set (rows, samples among them): of the current micro-batch, or after the loop of all of the step's."""
-        self._rows, self._in_batch = rows, in_batch
+        self._rows, self._in_batch, self._micro_batches = rows, in_batch, micro_batches
+
+    def check_gather(self, values: torch.Tensor) -> None:
+        """Raise if `values` are not one row per sample of the global batch."""
+        if not self._in_batch or not self._micro_batches:
+            return
+        self.check_one_micro_batch()
+        ((rows, _),) = self._rows
+        if values.shape[0] != rows:
+            raise CommunicationError(
+                f"run.gather needs one row for each of the {rows} rows of this micro-batch, got shape "
+                f"{tuple(values.shape)}: gather views of the samples one by one, and concatenate afterwards"
+            )
+
+    def check_one_micro_batch(self) -> None:
+        """Raise in a step with several micro-batches: rows of the others would be missing."""
+        if self._micro_batches > 1:
+            halved = " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries() else ""
+            raise StepError(
+                f"this step has {self._micro_batches} micro-batches per rank{halved}, and run.gather and step.rows see "
+                "one: rows of the others would be missing, so the loss would depend on the micro-batch; pass a larger "
+                "micro_batch, use more ranks, or reduce global_batch"
+            )
 
     def drop(self, values: torch.Tensor) -> torch.Tensor:
         """`values` without those of padding rows."""

@@ -21,6 +21,7 @@ _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
 _MAX_STEPS: Final = 1000  # the longest interval between two syncs
 _THROUGHPUT_SECONDS: Final = 1.0  # a throughput measured over less time is noise
 _HEADER: Final = 3  # interval, hash of the metric names, number of metrics
+_COUNT: Final = "count of "  # before the name of a metric: how many values its sum has; no name has a blank
 _SCALAR: Final = torch.Size(())
 
 
@@ -89,6 +90,15 @@ class MetricSync:
         if all(float(part[1]) == names_hash for part in parts):  # all ranks logged the same names at the same steps
             return average([dict(zip(keys, part[header:].tolist(), strict=True)) for part in parts])
         return average(self._comm.exchange_objects(operation, dict(zip(keys, values, strict=True))))
+
+    def log(self, row: LogRow, values: Mapping[str, object]) -> None:
+        """Keep values until the next sync. The norm of sharded gradients is sharded itself: a collective then."""
+        for name, value in values.items():
+            full_tensor = getattr(value, "full_tensor", None)  # a DTensor
+            if callable(full_tensor):
+                self._comm.exchange("run.log of a sharded tensor", [])  # names a rank that does not log it
+                value = full_tensor()
+            self.pending.add(row, name, value)
 
     def flush(self, operation: str) -> None:
         """Sync and write now, on all ranks."""
@@ -167,6 +177,11 @@ class PendingMetrics:
             self._repeats[key] += 1
             key = row._replace(repeat=self._repeats[key] - 1), name
         self.values[key] = kept
+        self.values.pop((row, _COUNT + name), None)
+
+    def add_mean(self, row: LogRow, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Keep the sum and the count of a mean over all ranks."""
+        self.values[row, name], self.values[row, _COUNT + name] = total, count
 
     def take(self) -> tuple[list[MetricKey], list[float]]:
         """All keys and values, copied from each device in one transfer; nothing is pending afterwards."""
@@ -185,19 +200,32 @@ class PendingMetrics:
 
 
 def average(parts: list[dict[MetricKey, float]]) -> dict[MetricKey, float]:
-    """The mean over the ranks that logged a value; equal values keep their exact bits."""
+    """The mean over the ranks that logged a value; equal values keep their exact bits.
+
+    A value with a count is a sum: their mean is the sum over the ranks divided by the count over the ranks.
+    """
     gathered: dict[MetricKey, list[float]] = {}
     for part in parts:
         for key, value in part.items():
             gathered.setdefault(key, []).append(value)
-    return {key: _mean(values) for key, values in gathered.items()}
+    means: dict[MetricKey, float] = {}
+    for (row, name), values in gathered.items():
+        counts = gathered.get((row, _COUNT + name))
+        if counts is None and not name.startswith(_COUNT):
+            means[row, name] = _mean(values)
+        elif counts is not None and sum(counts):
+            means[row, name] = _sum(values) / sum(counts)
+    return means
 
 
 def _mean(values: list[float]) -> float:
     if all(value == values[0] for value in values):
         return values[0]
-    finite = all(math.isfinite(value) for value in values)
-    return (math.fsum(values) if finite else sum(values)) / len(values)
+    return _sum(values) / len(values)
+
+
+def _sum(values: list[float]) -> float:
+    return math.fsum(values) if all(math.isfinite(value) for value in values) else sum(values)
 
 
 _LATE_SECONDS: Final = 2.0  # twice the usual time between two syncs

@@ -21,6 +21,10 @@ OOM_RETRIES = "SAMESTEP_OOM_RETRIES"
 """The variable in which `samestep run` passes to its ranks how often to halve their micro-batches."""
 PRECISION = "SAMESTEP_PRECISION"
 """The variable that replaces the precision of a script, to compare runs in fp64 without editing it."""
+COMPARISON = "SAMESTEP_COMPARISON"
+"""The variable in which `samestep parity` passes the folder for logs and checkpoints of one run."""
+LAST_STEP = "SAMESTEP_LAST_STEP"
+"""The variable in which `samestep parity` passes the step after which a run ends."""
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 
@@ -158,6 +162,18 @@ def oom_retries(environ: Mapping[str, str] | None = None) -> int:
 def requested_precision(environ: Mapping[str, str] | None = None) -> str:
     """The precision that replaces that of the script, as `samestep run --precision` exports it; empty: the script's."""
     return _environ(environ).get(PRECISION, "")
+
+
+def comparison_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder that replaces those of the script, so that `samestep parity` starts every run from the beginning."""
+    folder = _environ(environ).get(COMPARISON)
+    return Path(folder) if folder else None
+
+
+def last_step(environ: Mapping[str, str] | None = None) -> int | None:
+    """The number of steps after which `samestep parity` ends a run."""
+    text = _environ(environ).get(LAST_STEP)
+    return int(text) if text else None
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:

@@ -15,6 +15,7 @@ from samestep.lightning.trainer_ranks import once
 from samestep.loggers.jsonl import JsonlLogger
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE, TEXT_FILE, write_summary
 from samestep.loggers.text_log import TextLog
+from samestep.training.preemption import StoppedEarly
 
 _INVALID_CHARACTERS = re.compile(r"[^\w./-]", re.ASCII)
 
@@ -79,8 +80,10 @@ class FileLogger(Callback):
         self._close(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the summary without a collective: other ranks may be gone."""
-        self._close(trainer, "failed")
+        """Write the summary, after a failure without a collective: other ranks may be gone."""
+        if isinstance(exception, StoppedEarly):  # on all ranks at the same step
+            self._write_steps(trainer)
+        self._close(trainer, exception.status if isinstance(exception, StoppedEarly) else "failed")
 
     def _open(self) -> None:
         self._loggers = JsonlLogger(self.folder / METRICS_FILE), TextLog(self.folder / TEXT_FILE)

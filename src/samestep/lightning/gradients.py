@@ -39,7 +39,7 @@ class GradientWatch:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._parameters: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
         self.used: dict[str, nn.Parameter] = {}  # parameters that got a gradient; clear it when a backward pass begins
         self._hooks: list[RemovableHandle] = []
         self.update()
@@ -47,17 +47,17 @@ class GradientWatch:
     def update(self) -> None:
         """Watch parameters that have become trainable."""
         for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and name not in self._parameters:
-                self._parameters[name] = parameter
+            if parameter.requires_grad and name not in self.parameters:
+                self.parameters[name] = parameter
                 # The hook runs for every parameter in every step: this one executes no line of Python.
                 hook = parameter.register_post_accumulate_grad_hook(partial(self.used.__setitem__, name))
                 self._hooks.append(hook)
 
     def unused(self) -> dict[str, nn.Parameter]:
         """Return the parameters without a gradient from this backward pass."""
-        if len(self.used) == len(self._parameters):
+        if len(self.used) == len(self.parameters):
             return {}
-        return {name: p for name, p in self._parameters.items() if name not in self.used and p.requires_grad}
+        return {name: p for name, p in self.parameters.items() if name not in self.used and p.requires_grad}
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +19,9 @@ from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_ho
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
 from samestep.lightning.loaders import BatchInfo, EpochSettings
+from samestep.lightning.manual_gradients import ManualGradients
 from samestep.lightning.predictions import gather_predictions
+from samestep.lightning.trainer_preemption import TrainerPreemption
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 from samestep.messages import warn
 from samestep.parallel.batchnorm import unsynced_batchnorm_names
@@ -59,10 +62,12 @@ class SameStep(Callback):
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
         self._losses: dict[int, Tensor | float] = {}
         self._watch: GradientWatch | None = None
+        self._manual: ManualGradients | None = None
         self._remove_logged: Callable[[], None] | None = None
         self._ddp_parameters: set[nn.Parameter] | None = None
         self._scale_hook: RemovableHandle | None = None
         self._restore_hooks: list[Callable[[], None]] = []
+        self._preemption = TrainerPreemption()
 
     def datamodule(self, source: LightningDataModule | LightningModule) -> LightningDataModule:
         """Return the data of `source`, partitioned exactly; pass it to the Trainer as `datamodule=`.
@@ -117,6 +122,7 @@ class SameStep(Callback):
         check_world_size(trainer)
         if stage == "fit":
             self._loaders.check_module(trainer, pl_module)
+        self._preemption.install(trainer, pl_module, stage)
         for hook in ("on_validation_batch_end", "on_test_batch_end"):
             self._restore_hooks.append(_run_after(pl_module, hook, partial(_after_evaluation_batch, trainer)))
         gathering = partial(gather_predictions, trainer)  # after the callbacks, which write those of their rank
@@ -130,6 +136,10 @@ class SameStep(Callback):
         """Keep the state until the training data is read, and compare it then."""
         self._loaders.saved_identity = state_dict
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's signal handlers."""
+        self._preemption.take_over()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the training data is exact, and start to watch for parameters without gradients."""
         if self._loaders.train is None or trainer.train_dataloader is not self._loaders.train:
@@ -137,19 +147,28 @@ class SameStep(Callback):
                 "SameStep is a callback of the Trainer, but the training data does not come from it: pass "
                 "trainer.fit(module, datamodule=same.datamodule(datamodule)), or same.dataloaders(train=..., val=...)"
             )
+        self._preemption.take_over()
+        self._preemption.check_resumed(trainer)
         _warn_of_unsynced_batchnorm(trainer, pl_module)
         self._losses.clear()
+        # Sharded parameters get their gradients differently.
+        watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+        if not pl_module.automatic_optimization:
+            self._manual = ManualGradients(trainer, pl_module) if watchable else None
+            return
         if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
             self._ddp_parameters = {parameter for parameter in pl_module.parameters() if parameter.requires_grad}
-        # Sharded parameters get their gradients differently, and manual optimization may leave some out on purpose.
-        watchable = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if self.unused_parameters != "ignore" and pl_module.automatic_optimization and watchable:
+        if self.unused_parameters != "ignore" and watchable:
             gradients.check_strategy(trainer.model)
             self._watch = GradientWatch(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Set the sample keys that modules such as ConditioningDropout use."""
+        """End here after a signal; set the sample keys that modules such as ConditioningDropout use."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._preemption.on_step_start(trainer, self.batch_info.step)
         set_micro_batch(self.batch_info.make_keys)
+        if self._manual is not None:
+            self._manual.on_batch_start()
         if batch_idx == 0 and self._watch is not None:
             self._watch.update()  # callbacks unfreeze parameters at the beginning of an epoch
         if not self.batch_info.real:
@@ -169,6 +188,8 @@ class SameStep(Callback):
         if self._scale_hook is not None:
             self._scale_hook.remove()  # manual optimization may use the same loss again
             self._scale_hook = None
+        if self._manual is not None:
+            self._manual.average()
         unused = self._watch.unused() if self._watch is not None else {}
         if unused and self.unused_parameters == "error":
             gradients.raise_unused(unused, self.batch_info.step, trainer.global_rank)
@@ -177,6 +198,11 @@ class SameStep(Callback):
             torch.autograd.backward(list(unused.values()), zeros)
         if self._ddp_parameters is not None:
             gradients.average_unfrozen(self._ddp_parameters, trainer.optimizers)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Check that the gradients of manual optimization are averaged."""
+        if self._manual is not None:
+            self._manual.check(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -189,6 +215,8 @@ class SameStep(Callback):
             self._losses[info.step] = self._losses.get(info.step, 0.0) + share
             if len(self._losses) > _MAX_LOSSES:  # no callback reads them
                 self._losses.pop(next(iter(self._losses)))
+        if self._manual is not None:
+            self._manual.on_batch_end()
         if self._remove_logged is not None:
             self._remove_logged()
             self._remove_logged = None
@@ -197,6 +225,10 @@ class SameStep(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce the metrics of the epoch over all ranks."""
         reduce_epoch_metrics(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the checkpoint of a preempted training, which is finished now."""
+        self._preemption.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the process exit cleanly if the script ends here."""
@@ -208,17 +240,20 @@ class SameStep(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Clean up: Lightning does not call teardown after an exception."""
+        self._preemption.remove(exception)
         self._clean_up()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the data workers and restore the hooks of the module."""
+        """End the data workers and restore the hooks of the module and the signal handlers."""
+        self._preemption.remove()
         self._clean_up()
 
     def _clean_up(self) -> None:
         self._loaders.close()
-        if self._watch is not None:
-            self._watch.remove()
-        self._watch = self._ddp_parameters = self._remove_logged = None
+        for watch in (self._watch, self._manual):
+            if watch is not None:
+                watch.remove()
+        self._watch = self._manual = self._ddp_parameters = self._remove_logged = None
         while self._restore_hooks:
             self._restore_hooks.pop()()
         set_micro_batch(None)

@@ -17,10 +17,13 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, LauncherWatch
 from samestep.environment.world import (
     PRECISION,
+    comparison_folder,
     deadline,
+    last_step,
     read_environ,
     read_world,
     refuse_if_only_imported,
@@ -57,6 +60,8 @@ class Lifecycle:
         self._precision_variable = PRECISION if requested_precision() else ""
         if self._precision_variable:
             config = replace(config, precision=check_precision(requested_precision(), PRECISION))
+        if (folder := comparison_folder()) is not None:
+            config = replace(config, folder=folder)
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
         cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
@@ -109,7 +114,7 @@ class Lifecycle:
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
             self._loop, self._last_context = StepLoop(context), context
-            self._preemption = Preemption(context, deadline())
+            self._preemption = Preemption(context, deadline(), last_step())
             context.callbacks.append(self._preemption)  # its saves include checkpoints that are due at the same step
             self._preemption.signals.install()
         except BaseException as error:
@@ -124,6 +129,7 @@ class Lifecycle:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
+        self._log_capture.enter_context(show_once(self.comm, self.print))
         support = detect_support(device, config.precision, config.compile, self._precision_variable)
         acceleration = Acceleration(self.comm, support, self.print)
         return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)

@@ -15,9 +15,10 @@ from samestep.distributed.metric_sync import StepCallback
 from samestep.errors import PREEMPTED, STOPPED
 from samestep.launch.signal_handler import DUPLICATE_SIGNAL_SECONDS
 
-# Control values of the metric sync; the highest of all ranks counts. SIGUSR1 and SIGUSR2 are warnings that leave time.
-_CAUSES: Final = ("", "SIGUSR1", "SIGUSR2", "the time limit", "SIGTERM")
-_WARNING, _TIME_LIMIT = 2, 3
+CAUSES: Final = ("", "SIGUSR1", "SIGUSR2", "the time limit", "SIGTERM")
+"""Why a run ends early, by the value that ranks exchange; the highest of all ranks counts."""
+WARNING, TIME_LIMIT = 2, 3
+"""Values up to WARNING are warnings that leave time: SIGUSR1 and SIGUSR2."""
 _HANDLED: Final = {signal.SIGUSR1: 1, signal.SIGUSR2: 2, signal.SIGTERM: 4}
 _MIN_MARGIN_SECONDS, _MAX_MARGIN_SECONDS = 5.0, 30.0  # processes need seconds to exit on a busy machine
 _MARGIN: Final = 0.05  # fraction of the time that was left at the start
@@ -53,8 +54,8 @@ class SignalRecorder:
         self._process = os.getpid()
         for number in _HANDLED:
             before = signal.getsignal(number)
-            if before is ignore_signal:
-                before = signal.SIG_DFL  # left by an earlier run of this process that ended early
+            if before is ignore_signal or isinstance(getattr(before, "__self__", None), SignalRecorder):
+                before = signal.SIG_DFL  # left by an earlier run of this process that ended early or failed
             if before in (signal.SIG_DFL, signal.SIG_IGN):
                 self._before[number] = before
                 signal.signal(number, self._record)
@@ -109,8 +110,8 @@ class TimeLimit:
 class Preemption(StepCallback):
     """A step callback that ends the run early once any rank has received a signal or the time limit is near."""
 
-    def __init__(self, context: RunContext, deadline: float | None) -> None:
-        self._context = context
+    def __init__(self, context: RunContext, deadline: float | None, last_step: int | None = None) -> None:
+        self._context, self._last_step = context, last_step
         self._limit = None if deadline is None else TimeLimit(deadline)
         self._agreed = self._handled = 0
         self.signals = SignalRecorder()
@@ -118,30 +119,32 @@ class Preemption(StepCallback):
     def sync_value(self) -> float:
         """What this rank has received, by its number."""
         if self._limit is not None and self._limit.check(self._total_save_seconds()):
-            return float(max(_TIME_LIMIT, self.signals.received))
+            return float(max(TIME_LIMIT, self.signals.received))
         return float(self.signals.received)
 
     def wants_sync(self) -> bool:
         """Whether this rank has received something that the others do not know of."""
         near = self._limit is not None and self._limit.is_near(self._total_save_seconds())
-        return self.signals.received > self._agreed or (near and self._agreed < _TIME_LIMIT)
+        return self.signals.received > self._agreed or (near and self._agreed < TIME_LIMIT)
 
     def on_sync(self, values: Sequence[float]) -> None:
         """Agree on the highest value; the next step boundary acts on it, on all ranks."""
         self._agreed = max(self._agreed, *(int(value) for value in values))
 
     def on_step_end(self, steps: int) -> None:
-        """Save and end the run, if that was agreed."""
+        """Save and end the run, if that was agreed; end it after the last step of `samestep parity`."""
+        if self._last_step is not None and steps >= self._last_step:
+            raise StoppedEarly(0, "finished", f"ended at step {steps}")
         if self._agreed <= self._handled:
             return
-        self._handled, cause = self._agreed, _CAUSES[self._agreed]
+        self._handled, cause = self._agreed, CAUSES[self._agreed]
         callbacks = self._context.callbacks
         saved = [name for callback in callbacks if (name := callback.save_before_exit()) is not None]
         if saved:
             self._context.print(f"{cause}: saved {', '.join(saved)}; the run ends here, start it again to resume")
             raise StoppedEarly(PREEMPTED, "preempted", f"saved step {steps}")
         no_checkpoint = "this run has no checkpoint to save (run.checkpoint makes one)"
-        if self._agreed > _WARNING:
+        if self._agreed > WARNING:
             self._context.print(f"{cause}: {no_checkpoint}; it ends at step {steps} and its training is lost")
             raise StoppedEarly(STOPPED, "stopped", f"ended at step {steps} with nothing saved")
         self._context.print(f"{cause}: {no_checkpoint}, so it continues")

@@ -15,6 +15,7 @@ from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
+from samestep.environment.world import comparison_folder
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
@@ -118,17 +119,20 @@ class Run(Collectives):
         channels_last: bool = False,
         example: object = None,
         optimizer: str = "AdamW",
+        batch_dim: int | None = None,
     ) -> nn.Module:
         """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
         On a single rank it returns the model itself. `strategy` is "ddp", "fsdp", "zero2" (FSDP that keeps the full
         weights from the forward to the backward pass) or "hybrid" (shard inside a node, replicate between nodes); None
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
-        for the `optimizer` of that name.
+        for the `optimizer` of that name. `batch_dim=1` says that the tensors of the model have the batch in dimension 1
+        and the time in dimension 0, so that dropout is keyed by sample; samestep knows it of recurrent layers and
+        attention layers with `batch_first=False`.
         """
         memory = cpu_offload, blocks, activation_checkpointing
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
-        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
+        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer, batch_dim)
 
     @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(
@@ -141,10 +145,15 @@ class Run(Collectives):
         num_workers: int | None = None,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
         epoch_settings: EpochSettings | None = None,
         name: str | None = None,
     ) -> Shard:
-        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once."""
+        """This rank's part of a map-style dataset; over all ranks every sample counts exactly once.
+
+        With `passes=2` you can loop over the micro-batches of a step twice, for example once per optimizer of a GAN:
+        samestep keeps them in memory until the step ends.
+        """
         return Shard(
             self._lifecycle.loop,
             dataset,
@@ -154,6 +163,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
             epoch_settings=epoch_settings,
             name=name,
         )
@@ -168,6 +178,7 @@ class Run(Collectives):
         num_workers: int = 0,
         drop_last: bool = False,
         micro_batch: int | None = None,
+        passes: int = 1,
     ) -> Stream:
         """This rank's part of an iterable dataset; no record is lost or read twice.
 
@@ -183,6 +194,7 @@ class Run(Collectives):
             num_workers=num_workers,
             drop_last=drop_last,
             micro_batch=micro_batch,
+            passes=passes,
         )
 
     def checkpoint(
@@ -195,6 +207,8 @@ class Run(Collectives):
         logged before its save.
         """
         context, path = self._lifecycle.context, self.once(resolve_folder, folder)
+        if (comparison := comparison_folder()) is not None:
+            path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
         return restore(context, path, keep, keep_best, parts)
 
@@ -238,12 +252,14 @@ class Run(Collectives):
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
         """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
 
+        samestep logs the mean of the ranks' values, each with the same weight. A rank that does not log a name does not
+        count. For exact means over the samples of a step use `step.log`, for other values `run.mean`. Every rank must
+        log a DTensor, such as the gradient norm of an FSDP model: it is put together at once, which is a collective.
         The record has the current step and epoch. `step` is a step number of your own instead; `step=epoch.number` is
         the same as no `step`.
         """
         context, row = self._lifecycle.context, self._lifecycle.loop.log_row(step)
-        for name, value in values.items():
-            context.metrics.pending.add(row, name, value)
+        context.metrics.log(row, values)
         if now:
             context.flush_metrics("run.log(now=True)")
 

@@ -23,10 +23,18 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
+from samestep.training.training_data import (
+    Epoch,
+    TrainingData,
+    choose_micro_batch,
+    choose_num_workers,
+    evaluation_epoch,
+    open_ledger,
+)
 
 EpochSettings = Callable[[int], object]
 
@@ -48,10 +56,11 @@ class Shard(TrainingData):
         num_workers: int | None,
         drop_last: bool,
         micro_batch: int | None,
+        passes: int,
         epoch_settings: EpochSettings | None,
         name: str | None,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, passes)
         context = self._context
         self._dataset, self._collate_fn, self._epoch_settings = dataset, collate_fn, epoch_settings
         n, seed, global_batch = check_dataset(dataset), context.config.seed, context.config.global_batch
@@ -101,9 +110,12 @@ class Shard(TrainingData):
             start, stop = partition.positions(index)
             count = partition.shape(index)[0]
             number = epoch * partition.steps + index
-            position = StepPosition(number, index, epoch, stop - start, count, self._name)
+            first_row = partition.slice(index)[0] - start
+            position = StepPosition(number, index, epoch, stop - start, count, first_row, self._name)
             advance = partial(self._advance, epoch, index)
-            yield from self._loop.run(Step(self._context, position, islice(micro_batches, count), advance))
+            yield from self._loop.run(
+                Step(self._context, position, islice(micro_batches, count), advance, self._passes)
+            )
         self._begin_epoch(epoch + 1)
 
     def steps_left(self) -> int:
@@ -122,8 +134,9 @@ class Shard(TrainingData):
         for k, data in enumerate(self._loader("evaluation").read(requests, self._probe(), self._compare)):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
-            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples):
-                yield data
+            keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
+            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples, keys):
+                yield from self._evaluate_batch(data, k, keys)
             if self._ledger:
                 self._ledger.record_evaluation(number, k, rows.start, rows.real)
         if self._ledger:

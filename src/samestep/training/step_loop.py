@@ -64,8 +64,9 @@ class StepLoop:
             yield step
         finally:
             progress.in_step = False
+            step.record_loss(None)
             pending.end_step()
-            self.context.padding.set_step_rows([], in_batch=False)
+            self.context.padding.set_step_rows([], in_batch=False, micro_batches=0)
         step.close()
         self._end(step)
 
@@ -114,12 +115,13 @@ class StepLoop:
             context.acceleration.prepare_optimizer(optimizer)
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
-        """Called after any optimizer has stepped: log its learning rates."""
+        """Called after any optimizer has stepped: log its learning rates and its loss."""
         if self.current is None or not self.context.progress.in_step:
             return
         which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
         rates = {(self.current.log_row, name): rate for name, rate in _learning_rates(which, optimizer)}
         self.context.metrics.add_rank0_values(rates)
+        self.current.record_loss(which)
 
     def _warn_if_epoch(self, number: int) -> None:
         """Warn once if a step number that is behind the current step is rather that of an epoch, from 0 or from 1."""

@@ -12,13 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from samestep.data.content_probe import check_same_options, check_same_records, check_same_workers
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
-from samestep.data.partition import MicroBatchRows, Partition
+from samestep.data.partition import MicroBatchRows, Partition, split_evenly
+from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
+from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
-from samestep.training.step import MicroBatch, Step, StepPosition
+from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
+from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
@@ -39,8 +41,9 @@ class Stream(TrainingData):
         num_workers: int,
         drop_last: bool,
         micro_batch: int | None,
+        passes: int,
     ) -> None:
-        super().__init__(loop)
+        super().__init__(loop, passes)
         self._dataset = dataset
         check_data(dataset, "run.stream")
         check_stream(dataset)
@@ -77,11 +80,12 @@ class Stream(TrainingData):
         if self._ledger:
             self._ledger.begin(epoch, self._step)
         parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
-        for part, count, largest in self._with_counts(parts):
+        for part, count, largest, first_row in self._with_counts(parts):
             rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
-            position = StepPosition(self._number, self._step, epoch, count, len(rows))
+            position = StepPosition(self._number, self._step, epoch, count, len(rows), first_row)
             advance = partial(self._advance, position, part)
-            yield from self._loop.run(Step(self._context, position, self._micro_batches(part, rows, epoch), advance))
+            micro_batches = self._micro_batches(part, rows, epoch)
+            yield from self._loop.run(Step(self._context, position, micro_batches, advance, self._passes))
         if not self._step:
             raise DataError(self._empty_message())
         self._begin_epoch(epoch + 1)
@@ -98,8 +102,11 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                samples = part.samples[start : start + rows]
-                yield self._make_batch(samples, 0, part.positions[start])
+                samples, positions = part.samples[start : start + rows], part.positions[start : start + rows]
+                epoch = evaluation_epoch(self._context.progress.epoch)
+                keys = partial(self._keys, epoch, np.asarray(positions))
+                with evaluation_batch(None, keys):
+                    yield from self._evaluate_batch(self._make_batch(samples, 0, positions[0]), start, keys)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -168,23 +175,23 @@ class Stream(TrainingData):
                 check_same_workers(self._dataset, probes, part.probes)
             yield part
 
-    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int]]:
-        """Each part with the samples of the step over all ranks and the largest number of any rank.
+    def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int, int]]:
+        """Each part with the samples of the step over all ranks, the largest number of any rank, and lower ranks' sum.
 
         For a stream in shards the ranks exchange their counts.
         """
-        size = self._context.world.size
+        rank, size = self._context.world.rank, self._context.world.size
         if not is_sharded(self._dataset):
             for part in parts:
                 assert part.count is not None
-                yield part, part.count, -(-part.count // size)
+                yield part, part.count, -(-part.count // size), split_evenly(part.count, size, rank)[0]
             return
         while True:
             part = next(parts, _NO_SAMPLES)
             counts = self._context.comm.exchange_objects("a step of run.stream", len(part.samples))
             if not sum(counts):
                 return
-            yield part, sum(counts), max(counts)
+            yield part, sum(counts), max(counts), sum(counts[:rank])
 
     def _micro_batches(self, part: StreamStep, all_rows: list[MicroBatchRows], epoch: int) -> Iterator[MicroBatch]:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""

@@ -1,0 +1,134 @@
+"""`samestep parity`: run a script on several numbers of ranks and compare what it logs."""
+
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+
+from samestep.cli.main import accept_underscores
+from samestep.environment.world import COMPARISON, LAST_STEP, read_environ
+from samestep.errors import LaunchError
+from samestep.launch.job import check_target
+from samestep.loggers.jsonl import read_metrics
+
+Record = Mapping[str, float]
+_echo = partial(click.echo, err=True)
+_AXES = ("step", "epoch", "time")
+_MEASURED = ("train/samples_per_s", "train/memory_bytes")  # they differ between two runs on the same number of ranks
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One logged value in two runs; `relative` to the largest value of the metric, infinite if one run lacks it."""
+
+    relative: float
+    metric: str
+    step: int
+    values: tuple[float, float]
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "token_normalize_func": accept_underscores})
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
+@click.option("--ranks", default="1,2", show_default=True, metavar="N,N,...", help="Numbers of ranks to compare.")
+@click.option("--precision", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), default="fp64", show_default=True,
+              help="Replaces the precision of the script.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
+              help="Optimizer steps to compare.")  # fmt: skip
+@click.option("--tolerance", type=float, default=1e-9, show_default=True, metavar="X",
+              help="Largest relative difference that counts as the same.")  # fmt: skip
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def command(script: tuple[str, ...], module: bool, ranks: str, precision: str, steps: int, tolerance: float) -> int:
+    """Run SCRIPT on several numbers of ranks, in float64, and compare the metrics that it logs.
+
+    In float64 rounding is a billion times smaller than in fp32, so a difference that remains is not rounding. Logs and
+    checkpoints go to a temporary folder: the script starts from the beginning, and its own folders are not touched.
+    The exit status is 0 if all values are the same within the tolerance, and 1 if not.
+    """
+    counts = _read_counts(ranks)
+    check_target(script[0], module)
+    target = [*(["-m"] if module else []), *script]
+    with tempfile.TemporaryDirectory(prefix="samestep-parity-") as folder:
+        runs = [_run(count, Path(folder) / f"{count}-ranks", precision, steps, target) for count in counts]
+    click.echo(f"{'ranks':>5}  {'steps':>5}  largest difference from {counts[0]} rank(s)")
+    click.echo(f"{counts[0]:5}  {len(runs[0]):5}")
+    differences = [compare(runs[0], records) for records in runs[1:]]
+    for count, records, found in zip(counts[1:], runs[1:], differences, strict=True):
+        difference = max(found, key=lambda each: each.relative)
+        click.echo(
+            f"{count:5}  {len(records):5}  {difference.relative:.1e} ({difference.metric}, step {difference.step})"
+        )
+    for count, found in zip(counts[1:], differences, strict=True):
+        first = next((difference for difference in found if difference.relative > tolerance), None)
+        if first is not None:
+            click.echo(
+                f"different from step {first.step} on: {first.metric} is {first.values[0]!r} on {counts[0]} rank(s) "
+                f"and {first.values[1]!r} on {count}; docs/parity.md lists what can depend on the number of ranks"
+            )
+            return 1
+    click.echo(f"the same: every logged value agrees within {tolerance:g} in {precision}")
+    return 0
+
+
+def compare(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+    """The differences between all values of two runs, in the order of their steps."""
+    steps = [[record["step"] for record in records] for records in (one, other)]
+    if steps[0] != steps[1]:
+        raise LaunchError(
+            f"the runs logged different steps, {len(one)} and {len(other)} records: the script must take the same "
+            "steps on any number of ranks, for example not stop after a time"
+        )
+    names = [name for name in dict.fromkeys(name for record in one for name in record) if _is_compared(name)]
+    if not names:
+        raise LaunchError("the script logged no metric: it must train with step.mean, or call run.log")
+    largest = {name: max(abs(record.get(name, 0.0)) for record in one) or 1.0 for name in names}
+    return [
+        Difference(
+            _distance(a[name], b.get(name, math.nan)) / largest[name],
+            name,
+            int(a["step"]),
+            (a[name], b.get(name, math.nan)),
+        )
+        for a, b in zip(one, other, strict=True)
+        for name in names
+        if name in a
+    ]
+
+
+def _distance(one: float, other: float) -> float:
+    """The distance of two numbers; 0 for two that are not finite in the same way."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    distance = abs(one - other)
+    return math.inf if math.isnan(distance) else distance
+
+
+def _is_compared(name: str) -> bool:
+    return name not in (*_AXES, *_MEASURED)
+
+
+def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[str]) -> list[dict[str, float]]:
+    """Run the script on `count` ranks; returns what it logged."""
+    _echo(f"samestep: {' '.join(target)} on {count} rank(s) in {precision}, {steps} steps")
+    launch = ["-m", "samestep", "run", "--nproc-per-node", str(count), "--precision", precision]
+    environment = {**read_environ(), COMPARISON: str(folder), LAST_STEP: str(steps)}
+    ended = subprocess.run(
+        [sys.executable, *launch, "--folder", str(folder), *target], env=environment, stdout=sys.stderr, check=False
+    )
+    if ended.returncode:
+        raise LaunchError(f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above")
+    return read_metrics(folder / "metrics.jsonl", by_step=True)
+
+
+def _read_counts(ranks: str) -> list[int]:
+    """The numbers of ranks, at least two different ones."""
+    parts = [part.strip() for part in ranks.split(",")]
+    counts = [int(part) for part in parts if part.isdecimal()]
+    if len(counts) != len(parts) or len(set(counts)) < 2 or min(counts) < 1:
+        raise LaunchError(f"--ranks={ranks} must be at least two different numbers, for example --ranks 1,2,3")
+    return counts

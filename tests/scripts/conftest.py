@@ -1,0 +1,8 @@
+"""Scripts write their folders beside the test's other files, not into the repository."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
