@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.data.sample_rng import uniform
+from samestep.data.sample_rng import prepare_for_graphs, uniform
 from samestep.parallel.keyed_dropout import dropout
 
 Warn = Callable[[str, str], None]
@@ -106,12 +106,13 @@ class KeyedDraws(TorchFunctionMode):
         """Where the keys of the current micro-batch are; the first is the device of the run."""
         return list(self._keys)
 
-    def begin(self, keys: Tensor, step_key: int, fused_seed: int) -> None:
+    def begin(self, keys: Tensor, step_key: int, fused_seed: int, first_number: int = 0) -> None:
         """Start a micro-batch: `keys` of its rows, the key of its step, and a seed that belongs to it alone."""
         self._keys, self._step_keys = {keys.device: keys}, {}
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
-        self._count, self._numbers, self.draws, self._tiled = 0, {}, 0, set()
+        self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
         torch.default_generator.manual_seed(step_key)
+        prepare_for_graphs(keys.device)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -21,6 +21,7 @@ from samestep.parallel.keyed_draws import KeyedDraws
 Kind = Literal["training", "evaluation"]
 
 _STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is for; sample_rng.py has the others
+_DRAWS_PER_PASS: Final = 1 << 20
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
 _CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
 _CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare
@@ -68,19 +69,22 @@ class ModelRandomness:
         attention = sum("attention" in type(module).__name__.lower() for module in modules)
         self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE / max(attention, 1)
 
-    def micro_batch(self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor]) -> Self:
-        """A context for a micro-batch: the `number`-th of this rank in its step, with the keys of its rows."""
+    def micro_batch(self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0) -> Self:
+        """A context for a micro-batch: the `number`-th of this rank in its step, with the keys of its rows.
+
+        A step that reads its micro-batches several times draws other numbers in each pass.
+        """
         self._kind = kind
         self._seen[kind] += 1
         self._watching = self._seen[kind] <= _WATCHED
         self._active = self._watching or self._draws[kind]
         self._before = None
         if self._active:
-            self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation") % (1 << 63)
+            self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
             self._before = _GeneratorStates(self._device, python=self._python_is_seeded)
             fused_seed = key64(_FUSED_SEED, self._step_key, self._rank, number) % (1 << 63)
             self._before.seed_cuda(fused_seed)
-            self._mode.begin(keys(), self._step_key, fused_seed)
+            self._mode.begin(keys(), self._step_key, fused_seed, passes_done * _DRAWS_PER_PASS)
             if self._python_is_seeded:
                 random.seed(self._step_key)
                 np.random.seed(self._step_key % (1 << 32))

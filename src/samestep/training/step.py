@@ -114,7 +114,7 @@ class Step:
                 self._start_micro_batch(last=index == len(self) - 1)
                 keys = partial(getattr, micro_batch, "keys")
                 set_micro_batch(keys, partial(_sample_ids, micro_batch, self.position))
-                with self._context.randomness.micro_batch("training", self.number, index, keys):
+                with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
                     yield micro_batch.data
             for model in self._context.models:
                 model.check_accumulated(self, self.number)
