@@ -13,6 +13,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Pyright and node come from wheels; without this pyright would check the network for a newer version.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
+# Tests start hundreds of processes: they reuse compiled modules, also where the environment turns that off.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test slurm nodes data fast check format docs pictures tree constraints clean
 

@@ -1,6 +1,7 @@
 """Fixtures for all tests: warm ranks, and checks for what a test leaves behind."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("samestep")
 
 warm.replace_environment(warm.without_launcher_variables(os.environ))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests, do not import what has no others: Lightning alone takes seconds, in every worker."""
+    if config.option.markexpr != "not slow":
+        return None
+    if collection_path.is_dir():
+        modules = list(collection_path.glob("test_*.py"))
+        return (bool(modules) and all(map(has_slow_tests_only, modules))) or None
+    return has_slow_tests_only(collection_path) or None
+
+
+def has_slow_tests_only(path: Path) -> bool:
+    """Whether the tests of a module are slow by `pytestmark`."""
+    return path.name.startswith("test_") and bool(
+        re.search(r"^pytestmark = \[?pytest\.mark\.slow", path.read_text(), re.M)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,9 @@ MAX_RANKS = 4
 STACK_SIGNAL = signal.SIGRTMIN  # SIGUSR1 and SIGUSR2 ask a run to save and stop
 START_SECONDS = 120.0  # an import of torch on a busy machine
 # One process imports these, and every rank is forked from it: a start takes 0.3 CPU seconds instead of 4. None of them
-# starts a thread, except OpenBLAS, which survives a fork. The second line is what DDP and FSDP import when first used.
+# starts a thread, except OpenBLAS, which survives a fork. The last line is what DDP and FSDP import when first used.
 PRELOADED = ["torch", "torch.distributed", "samestep.training.run", "samestep.loggers.tensorboard", "tensorboard"]
+PRELOADED += ["transformers.modeling_outputs"]
 PRELOADED += ["torch._dynamo", "torch._inductor.config", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 # After a rank has failed, the others get this long to fail by themselves. Then the failed process is killed, as a
 # launcher would do, and the others get this long again to notice.

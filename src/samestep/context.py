@@ -23,12 +23,11 @@ from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
 from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.batchnorm import min_rows
+from samestep.parallel.model_randomness import ModelRandomness
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")
-_STEP_STRIDE = 0xD1B54A32D192ED03  # odd and different from _RANK_STRIDE, so that (step, rank) pairs get different seeds
-_RANK_STRIDE = 0x9E3779B97F4A7C15  # odd, from the golden ratio: neighboring ranks get distant seeds
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,8 @@ class RunContext:
         self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
+        self.randomness = ModelRandomness(self.config.seed, self.world.rank, self.device, self.warn_once)
+        """Keys what models draw by sample."""
         self._printed: set[str] = set()
         self._warnings = WarnOnce()
 
@@ -151,10 +152,6 @@ class RunContext:
         """Average and write what was logged, now; a collective."""
         self.metrics.flush(operation)
 
-    def reseed(self, step: int) -> None:
-        """Seed this rank's generators from (seed, step, rank), for a restore on another world size."""
-        seed_per_rank((self.config.seed + step * _STEP_STRIDE) % (1 << 63), self.world.rank)
-
     def log_count(self, name: str) -> int:
         """How often a metric was logged, as rank 0 knows it."""
         return self.loggers.counts[name] if self.loggers is not None else 0
@@ -167,6 +164,6 @@ def seed_all_ranks(seed: int) -> None:
     torch.manual_seed(seed)  # every CUDA device as well
 
 
-def seed_per_rank(seed: int, rank: int) -> None:
-    """Seed the global generators differently on each rank, so that noise such as dropout differs between ranks."""
-    seed_all_ranks((seed + (rank + 1) * _RANK_STRIDE) % (1 << 63))
+def next_seed(seed: int) -> int:
+    """Another seed, so that what is drawn after a model was built does not repeat its initial weights."""
+    return (seed + 0x9E3779B97F4A7C15) % (1 << 63)

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -167,3 +169,23 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
     """Call operators without CPU autocast, inside of this context manager."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # pyright: ignore[reportPrivateUsage]
     return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+@cache
+def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not ask for overrides, so that a mode sees the calls inside it.
+
+    Every function of torch that can be overridden starts with the question whether a mode is active. If the mode calls
+    the function again, the answer is yes again.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(names, _no_override)}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no_override(*_: object) -> bool:
+    return False

@@ -18,7 +18,7 @@ from tests.architecture.measure import Module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-MAX_MODULES, MAX_LINES = 150, 30_000  # raise MAX_LINES only for a new feature, never for a repair
+MAX_MODULES, MAX_LINES = 160, 30_000  # raise MAX_LINES only for a new feature, never for a repair
 MAX_FILE_LINES, MIN_FILE_LINES = 600, 50
 MAX_CLASS_LINES = 300
 MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10
@@ -26,7 +26,9 @@ ENVIRONMENT_PACKAGE = "samestep.environment"
 MEANINGLESS_NAMES = {"util", "utils", "utility", "utilities", "helper", "helpers", "common", "misc"}
 
 # Modules below MIN_FILE_LINES: path -> why it is a module anyway.
-SHORT_MODULES: dict[str, str] = {}
+SHORT_MODULES: dict[str, str] = {
+    "src/samestep/parallel/dropout_kernel.py": "Triton compiles its source, which is not type-checked like the rest",
+}
 # Protocols with fewer than two implementations in src: name -> who implements it.
 OPEN_PROTOCOLS: dict[str, str] = {}
 

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests import warm
+
+warm.PRELOADED.append("lightning.pytorch")  # 3 CPU seconds for each rank otherwise
+
 # Warnings of Lightning about itself and this machine; none of samestep.
 LIGHTNING_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",

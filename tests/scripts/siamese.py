@@ -73,4 +73,4 @@ with Run(global_batch=64, seed=1, folder=args.out) as run:
             accuracy = run.mean((eval_model(left, right) > 0) == (same > 0.5) for left, right, same in test)
         run.log({"test/accuracy": accuracy}, step=epoch.number)
 
-    run.once(torch.save, net.state_dict(), args.out / "weights.pt")
+    run.once(torch.save, net.state_dict(), run.folder / "weights.pt")

@@ -80,4 +80,4 @@ with Run(global_batch=32, seed=0, folder=args.out) as run:
             optimizer.step()
             optimizer.zero_grad()
 
-    run.once(torch.save, net.state_dict(), args.out / "weights.pt")
+    run.once(torch.save, net.state_dict(), run.folder / "weights.pt")

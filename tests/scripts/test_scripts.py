@@ -24,11 +24,23 @@ TIMEOUT = 100.0  # seconds; the first script of a process imports transformers
 
 # Test -> script and options. Global batches are not multiples of 3, and the last step of an epoch is smaller.
 CASES = {
+    "vae": ("vae",),
+    "ddpm": ("ddpm",),
+    "gan": ("gan",),
+    "mnist_cnn": ("mnist_cnn",),
+    "language_model": ("language_model", "--attention", "eager"),
+    "language_model_sdpa": ("language_model", "--attention", "sdpa"),
+    "bert": ("bert",),
+    "vgg": ("vgg",),
+    "lstm": ("lstm",),
     "siamese": ("siamese",),
+    "iterable_lm": ("iterable_lm",),
+    "stochastic_depth": ("stochastic_depth",),
 }
 # These need all rows of a rank in one micro-batch: BatchNorm, comparisons between samples, manual optimization.
 WHOLE_STEPS = {
     "simclr": ("simclr",),
+    "vgg_batch_norm": ("vgg", "--batch-norm"),
 }
 
 
@@ -95,8 +107,16 @@ def test_a_script_with_one_micro_batch_per_step_has_the_same_result_on_any_numbe
 
 
 def test_augmentation_does_not_depend_on_data_workers(ranks):
-    one = train(ranks, 1, CASES["siamese"])
-    assert_same(train(ranks, 2, CASES["siamese"], "--num-workers", "2"), one)
+    one = train(ranks, 1, CASES["vgg"])
+    assert_same(train(ranks, 2, CASES["vgg"], "--num-workers", "2"), one)
+
+
+def test_a_script_that_continues_on_other_ranks_has_the_result_of_one_that_was_not_interrupted(ranks):
+    one = train(ranks, 1, CASES["bert"])
+    folder = str(Path.cwd() / "continued")
+    for epochs, size in ((1, 2), (2, 3)):
+        ranks(size, run_script, "bert", "--epochs", str(epochs), "--out", folder, timeout=TIMEOUT)
+    assert_same(results(Path(folder)), one)
 
 
 def test_a_script_has_the_same_result_when_samestep_run_starts_it(ranks, tmp_path):

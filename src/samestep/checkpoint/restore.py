@@ -124,11 +124,8 @@ def _load_on_this_rank(context: RunContext, parts: Parts, path: Path, manifest: 
     load()
     last = manifest.history[-1]
     context.progress.steps, context.progress.samples = last.last_step, manifest.samples
-    rng = rng_tensor_name(context.world.rank)
-    if last.world_size == context.world.size and rng in index:
-        set_rng_state(read_full_tensor(path, index[rng]), context.device)
-    else:  # on another world size every rank gets a new seed, so that no numbers are drawn twice
-        context.reseed(manifest.step)
+    own = context.world.rank if last.world_size == context.world.size else 0  # usually the same state on all ranks
+    set_rng_state(read_full_tensor(path, index[rng_tensor_name(own)]), context.device)
     if context.world.is_main and (unused := [name for name in manifest.parts if name not in parts.kinds]):
         warn(f"{path} also has {', '.join(unused)}, which run.checkpoint did not receive: not restored")
 

@@ -6,7 +6,7 @@ tensors with `uniform` and `normal`. Modules of a model find these keys with `mi
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, key64, keyed_word
 from samestep.errors import DataError
 
 # The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py), 7 to 9 to
-# the global generators (global_rng.py).
-_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM = 3, 4, 5, 6
+# the global generators (global_rng.py), 11 and 12 to the draws of models (parallel/model_randomness.py).
+_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 10
 
 _LOW_24: Final = (1 << 24) - 1
 _LOW_32: Final = (1 << 32) - 1
 _LOW_40: Final = (1 << 40) - 1
+_UNIFORM_BITS: Final = {torch.bfloat16: 8, torch.float16: 11}
 
 
 class _Setting(Enum):
@@ -39,6 +40,10 @@ class _Setting(Enum):
 NO_SETTING: Final = _Setting.NONE
 
 
+class SampleGenerator(torch.Generator):
+    """A generator that belongs to one sample."""
+
+
 def sample_rng() -> torch.Generator:
     """Return the torch generator of the sample being read; repeated calls for one sample return the same generator.
 
@@ -47,7 +52,8 @@ def sample_rng() -> torch.Generator:
     """
     context, index = _current_sample("sample_rng()")
     if context.torch_rng is None:
-        context.torch_rng = torch.Generator().manual_seed(generator_seed(context.seed, context.epoch, index))
+        context.torch_rng = SampleGenerator()
+        context.torch_rng.manual_seed(generator_seed(context.seed, context.epoch, index))
     return context.torch_rng
 
 
@@ -168,44 +174,90 @@ def low_word(key: int, index: int) -> int:
     return (low ^ (low >> 16)) ^ (key >> 32)
 
 
-def uniform(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
-    """Return float32 numbers in [0, 1) for each key, of shape (rows, *shape), in steps of 2**-24.
+def uniform(keys: Tensor, shape: Sequence[int], salt: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers in [0, 1) for each key, of shape (rows, *shape), in steps of 2**-24 (2**-8 in bfloat16).
 
-    Use a different `salt` for each purpose: two calls with the same salt return the same numbers. The first elements of
-    a longer shape are those of a shorter one.
+    Use a different `salt` for each purpose: two calls with the same salt return the same numbers. An element depends on
+    its own index alone: the first elements of a larger shape are those of a smaller one, in every dimension.
 
     >>> keys = torch.tensor([7, 8, 9])
     >>> bool((uniform(keys, (5,), salt=1)[1:2] == uniform(keys[1:2], (5,), salt=1)).all())
     True
     """
-    words = _random_words(keys, math.prod(shape), salt)
-    return ((words >> 40) & _LOW_24).to(torch.float32).mul_(2.0**-24).view(len(keys), *shape)
+    words = _random_words(keys, shape, salt)
+    bits = _UNIFORM_BITS.get(dtype, 24)  # more than the dtype holds would round up to 1
+    numbers = (words >> (64 - bits)) & ((1 << bits) - 1)
+    return numbers.to(torch.float32).mul_(2.0**-bits).to(dtype).view(len(keys), *shape)
 
 
-def normal(keys: Tensor, shape: tuple[int, ...], salt: int) -> Tensor:
-    """Return standard normal float32 numbers for each key, of shape (rows, *shape), with absolute values below 7.45.
+def normal(keys: Tensor, shape: Sequence[int], salt: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return standard normal numbers for each key, of shape (rows, *shape), with absolute values below 7.45.
 
     They are keyed like those of `uniform` and use the same bits, so do not use one salt for both functions.
     """
-    count = math.prod(shape)
-    words = _random_words(keys, (count + 1) // 2, salt)
+    words = _random_words(keys, shape, salt, per_word=2)
     # Box-Muller: a word makes two numbers. Its upper 40 bits give a radius with a long tail, its lower 24 an angle.
     radius = (((words >> 24) & _LOW_40) + 1).to(torch.float32).mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     angle = (words & _LOW_24).to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
-    pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
-    return pairs.flatten(start_dim=1)[:, :count].reshape(len(keys), *shape)
+    pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(start_dim=-2)
+    return pairs[..., : shape[-1] if shape else 1].reshape(len(keys), *shape).to(dtype)
 
 
-def _random_words(keys: Tensor, count: int, salt: int) -> Tensor:
-    """Return 64-bit words of shape (rows, count): one SplitMix64 stream per row, started from its key and the salt."""
+def keep_mask(keys: Tensor, shape: Sequence[int], salt: int, p: float) -> Tensor:
+    """Return which elements dropout with probability `p` keeps, as booleans of shape (rows, *shape).
+
+    A word decides about four neighbors, so `p` is rounded to a multiple of 2**-16.
+    """
+    words = _random_words(keys, shape, salt, per_word=4)
+    quarters = words.view(torch.int16)  # the order of the bytes is that of x86 and CUDA: the lowest quarter first
+    return (quarters >= keep_threshold(p))[..., : shape[-1] if shape else 1].reshape(len(keys), *shape)
+
+
+def keep_threshold(p: float) -> int:
+    """Return the smallest signed 16-bit number that means "keep" if dropout drops with probability `p`."""
+    return round(p * (1 << 16)) - (1 << 15)
+
+
+def row_starts(keys: Tensor, salt: int) -> Tensor:
+    """Return the start of each row's SplitMix64 stream for this salt."""
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise DataError(
             f"keys are {keys.dtype} of shape {tuple(keys.shape)} and must be torch.int64 of shape (rows,): "
             "take them from micro_batch_keys() or sample_key_tensor(...)"
         )
-    starts = _mix64_(keys + _signed(key64(_ELEMENT, salt)))
-    counters = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device).mul_(_signed(GOLDEN))
-    return _mix64_(starts[:, None] + counters)
+    return _mix64_(keys + salt_word(salt))
+
+
+def salt_word(salt: int) -> int:
+    """Return what a salt adds to a key, as a signed 64-bit number."""
+    return _signed(key64(_ELEMENT, salt))
+
+
+def _random_words(keys: Tensor, shape: Sequence[int], salt: int, per_word: int = 1) -> Tensor:
+    """Return 64-bit words of shape (rows, *shape), where one word serves `per_word` neighbors of the last dimension.
+
+    The counter of a word is the sum of its indices times one large odd stride per dimension. It does not depend on the
+    sizes, so that a sample which is padded to another length keeps its numbers.
+    """
+    starts = row_starts(keys, salt)
+    sizes = (*shape[:-1], -(-shape[-1] // per_word)) if shape else (1,)
+    counters = _counters(sizes, keys.device)
+    return _mix64_(starts.view(-1, *[1] * len(sizes)) + counters)
+
+
+def _counters(sizes: Sequence[int], device: torch.device) -> Tensor:
+    counters = torch.full((), _signed(GOLDEN), dtype=torch.int64, device=device)
+    for size, stride in zip(sizes, dimension_strides(len(sizes)), strict=True):
+        counters = counters.unsqueeze(-1) + torch.arange(size, dtype=torch.int64, device=device) * stride
+    return counters
+
+
+def dimension_strides(dimensions: int) -> list[int]:
+    """Return how much the counter of a word grows along each dimension, as signed 64-bit numbers."""
+    strides = [GOLDEN]
+    for number in range(1, dimensions):
+        strides.append(key64(_DIMENSION, number) | 1)
+    return [_signed(stride) for stride in reversed(strides)]
 
 
 def _mix64_(words: Tensor) -> Tensor:
@@ -273,11 +325,11 @@ def set_micro_batch(
 
 
 @contextmanager
-def evaluation_batch(samples: SampleIds) -> Generator[None]:
-    """Set the samples of an evaluation batch while the block runs; their keys are not set."""
-    before = _MICRO_BATCH.samples
-    _MICRO_BATCH.samples = lambda: samples
+def evaluation_batch(samples: SampleIds | None, keys: Callable[[], Tensor]) -> Generator[None]:
+    """Set the samples of an evaluation batch and their keys while the block runs."""
+    before = _MICRO_BATCH.keys, _MICRO_BATCH.samples
+    set_micro_batch(keys, None if samples is None else lambda: samples)
     try:
         yield
     finally:
-        _MICRO_BATCH.samples = before
+        set_micro_batch(*before)

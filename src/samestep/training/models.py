@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from samestep.context import RunContext, seed_per_rank
+from samestep.context import RunContext, next_seed, seed_all_ranks
 from samestep.data.loader import list_tensors, move_to_device
 from samestep.errors import DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
@@ -18,7 +18,13 @@ from samestep.training.mistakes import check_not_wrapped
 
 
 def wrap_model(
-    context: RunContext, plans: list[RunPlan], model: nn.Module, options: WrapOptions, example: object, optimizer: str
+    context: RunContext,
+    plans: list[RunPlan],
+    model: nn.Module,
+    options: WrapOptions,
+    example: object,
+    optimizer: str,
+    batch_dim: int | None = None,
 ) -> nn.Module:
     """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
@@ -46,7 +52,8 @@ def wrap_model(
         options = made.apply(options, model)
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print)
     context.models.append(wrapped)
-    seed_per_rank(context.config.seed, context.world.rank)
+    context.randomness.add_model(wrapped.inner, batch_dim)
+    seed_all_ranks(next_seed(context.config.seed))
     return wrapped.model
 
 

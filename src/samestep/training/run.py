@@ -119,17 +119,20 @@ class Run(Collectives):
         channels_last: bool = False,
         example: object = None,
         optimizer: str = "AdamW",
+        batch_dim: int | None = None,
     ) -> nn.Module:
         """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
         On a single rank it returns the model itself. `strategy` is "ddp", "fsdp", "zero2" (FSDP that keeps the full
         weights from the forward to the backward pass) or "hybrid" (shard inside a node, replicate between nodes); None
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
-        for the `optimizer` of that name.
+        for the `optimizer` of that name. `batch_dim=1` says that the tensors of the model have the batch in dimension 1
+        and the time in dimension 0, so that dropout is keyed by sample; samestep knows it of recurrent layers and
+        attention layers with `batch_first=False`.
         """
         memory = cpu_offload, blocks, activation_checkpointing
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
-        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer)
+        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer, batch_dim)
 
     @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(

@@ -26,7 +26,14 @@ from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, choose_num_workers, open_ledger
+from samestep.training.training_data import (
+    Epoch,
+    TrainingData,
+    choose_micro_batch,
+    choose_num_workers,
+    evaluation_epoch,
+    open_ledger,
+)
 
 EpochSettings = Callable[[int], object]
 
@@ -123,8 +130,9 @@ class Shard(TrainingData):
         for k, data in enumerate(self._loader("evaluation").read(requests)):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
-            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples):
-                yield data
+            keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
+            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples, keys):
+                yield from self._evaluate_batch(data, k, keys)
             if self._ledger:
                 self._ledger.record_evaluation(number, k, rows.start, rows.real)
         if self._ledger:

@@ -112,8 +112,10 @@ class Step:
             for index, micro_batch in enumerate(self._kept if self._passes_done else self._micro_batches):
                 self._current, self._draws, self.last_indices = micro_batch, draws, micro_batch.indices
                 self._start_micro_batch(last=index == len(self) - 1)
-                set_micro_batch(partial(getattr, micro_batch, "keys"), partial(_sample_ids, micro_batch, self.position))
-                yield micro_batch.data
+                keys = partial(getattr, micro_batch, "keys")
+                set_micro_batch(keys, partial(_sample_ids, micro_batch, self.position))
+                with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
+                    yield micro_batch.data
             for model in self._context.models:
                 model.check_accumulated(self, self.number)
             self._loss.finish()
@@ -210,7 +212,9 @@ class Step:
 
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
-        return torch.Generator().manual_seed(self._micro_batch().next_seed(row, self._draws))
+        generator = sample_rng.SampleGenerator()
+        generator.manual_seed(self._micro_batch().next_seed(row, self._draws))
+        return generator
 
     def _start(self) -> int:
         """Start a pass; returns how many random draws the samples had in earlier passes.

@@ -11,13 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
+from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
 from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, open_ledger
+from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
@@ -94,8 +95,11 @@ class Stream(TrainingData):
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
-                samples = part.samples[start : start + rows]
-                yield self._make_batch(samples, 0, part.positions[start])
+                samples, positions = part.samples[start : start + rows], part.positions[start : start + rows]
+                epoch = evaluation_epoch(self._context.progress.epoch)
+                keys = partial(self._keys, epoch, np.asarray(positions))
+                with evaluation_batch(None, keys):
+                    yield from self._evaluate_batch(self._make_batch(samples, 0, positions[0]), start, keys)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""

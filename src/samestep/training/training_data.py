@@ -11,7 +11,7 @@ import torch
 from samestep.context import RunContext
 from samestep.data import loader
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
-from samestep.data.sample_rng import sample_keys
+from samestep.data.sample_rng import micro_batch_keys, normal, sample_keys, uniform
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
 from samestep.errors import DataError
@@ -60,7 +60,8 @@ class TrainingData(ABC):
                 "step, 1 or more"
             )
         self._loop, self._context, self._passes = loop, loop.context, passes
-        self._epoch = self._step = 0
+        self._epoch = self._step = self._draws = 0
+        self._evaluating = False
         self._epochs_of_process = 0  # completed epochs since this process built or restored it
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,9 +102,44 @@ class TrainingData(ABC):
         # before the first step of an epoch an evaluation belongs to the previous one
         self._context.progress.epoch = epoch if step else max(0, epoch - 1)
 
+    def random(self, *shape: int) -> torch.Tensor:
+        """Uniform numbers in [0, 1) of shape (rows, *shape) for the batch of an evaluation; new at every call.
+
+        They are the counterpart of `step.random`, keyed by (seed, epoch, sample): the same on any number of ranks.
+        """
+        return uniform(*self._next_draw("random", shape))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
+        return normal(*self._next_draw("normal", shape))
+
+    def _next_draw(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], int]:
+        keys = micro_batch_keys()
+        if not self._evaluating or keys is None:
+            raise DataError(
+                f"{name}() was called outside of `for batch in shard`: use it there, in an evaluation; in training use "
+                f"step.{name}()"
+            )
+        self._draws += 1
+        return keys, shape, self._draws
+
+    def _evaluate_batch(self, data: object, number: int, keys: Callable[[], torch.Tensor]) -> Iterator[object]:
+        """Yield a batch of an evaluation, with what is drawn in the loop body keyed by sample."""
+        self._draws, self._evaluating = 0, True
+        try:
+            with self._context.randomness.micro_batch("evaluation", self._context.progress.epoch, number, keys):
+                yield data
+        finally:
+            self._evaluating = False
+
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
         keys = sample_keys(self._context.config.seed, epoch, indices).view(np.int64)
         return torch.from_numpy(keys).to(self._context.device)
+
+
+def evaluation_epoch(epoch: int) -> int:
+    """The epoch by which the noise of an evaluation is keyed: not that of training, which has seen the same samples."""
+    return -1 - epoch
 
 
 def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | None:

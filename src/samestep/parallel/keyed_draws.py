@@ -1,0 +1,238 @@
+"""Random numbers that a model draws, keyed by sample: the same on any number of ranks and any micro-batch size.
+
+While a micro-batch is computed, `KeyedDraws` sees every call of a torch function. A draw with one slice per row of the
+micro-batch, such as dropout of activations, is replaced by numbers from the keys of the rows (data/sample_rng.py) and
+the number of the draw. Any other draw gets its numbers from the key of the step, so that all ranks draw the same.
+
+The number of a draw is found by the state of torch's CPU generator, which each draw advances. Activation checkpointing
+restores this state before it computes a layer again, so the layer draws the same numbers again.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.data.sample_rng import uniform
+from samestep.parallel.keyed_dropout import dropout
+
+Warn = Callable[[str, str], None]
+Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row, number of the draw
+Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # the mode, the function and its arguments
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of the micro-batch are in a tensor: in dimension `dim`, with `parts` entries for each row.
+
+    The entries of a row are neighbors, as in (rows * tokens, features), or `tiled` like torch.cat([first, second]).
+    """
+
+    dim: int = 0
+    parts: int = 1
+    tiled: bool = False
+
+    def by_row(self, tensor: Tensor, rows: int) -> Tensor:
+        """`tensor` as (rows, *row_sizes)."""
+        if self.tiled:
+            return tensor.reshape(self.parts, rows, *tensor.shape[1:]).transpose(0, 1)
+        if self.dim:
+            return tensor.transpose(0, 1)
+        return tensor if self.parts == 1 else tensor.reshape(rows, self.parts, *tensor.shape[1:])
+
+    def back(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """The reverse of `by_row`, for a tensor of the original `shape`."""
+        if self.dim or self.tiled:
+            tensor = tensor.transpose(0, 1)
+        return tensor.reshape(shape) if self.parts > 1 else tensor
+
+    def row_sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one row."""
+        if self.dim:
+            return (shape[0], *shape[2:])
+        return tuple(shape[1:]) if self.parts == 1 else (self.parts, *shape[1:])
+
+
+def find_layout(shape: Sequence[int], rows: int, batch_dim: int | None, activation: bool) -> Layout | None:
+    """Where the rows of the micro-batch are in a draw of this shape; None if it does not belong to them.
+
+    `batch_dim` is what the model declares or its layers show. `activation` says that the shape is that of a computed
+    tensor, which may have the rows flattened together with the next dimension, as (rows * tokens, features).
+    """
+    dims = len(shape)
+    second = dims > 1 and shape[1] == rows
+    if second and dims > 2 and batch_dim == 1:
+        return Layout(dim=1)
+    if dims and shape[0] == rows:
+        scalar = rows == 1 and dims == 1 and not activation  # torch.rand(1) is one number for all rows
+        return None if scalar else Layout()
+    if second and (dims > 2 or batch_dim == 1):
+        return Layout(dim=1)
+    if activation and dims and shape[0] and shape[0] % rows == 0:
+        return Layout(parts=shape[0] // rows)
+    return None
+
+
+class KeyedDraws(TorchFunctionMode):
+    """Replaces the random numbers that torch functions draw, while it is entered; draw_rules.py has the functions."""
+
+    def __init__(self, rules: Mapping[Any, Rule], warn: Warn) -> None:
+        super().__init__()
+        self._rules = rules
+        self.batch_dim: int | None = None
+        self.attention_limit = math.inf  # bytes that the attention weights of one layer may take
+        self.draws = 0  # of this micro-batch, also those of compiled graphs
+        self._warn = warn
+        self._keys: dict[torch.device, Tensor] = {}
+        self._step_keys: dict[torch.device, Tensor] = {}
+        self._rows = self._step_key = self._fused_seed = 0
+        self._count = 0
+        self._numbers: dict[int, int] = {}
+        self._tiled: set[int] = set()
+        self._shared_lines: dict[tuple[object, int], int] = {}  # size of the first dimension by line of code
+
+    @property
+    def distinct_draws(self) -> int:
+        """How many draws this micro-batch has made, each counted once however often it was computed."""
+        return len(self._numbers)
+
+    @property
+    def key_devices(self) -> Sequence[torch.device]:
+        """Where the keys of the current micro-batch are; the first is the device of the run."""
+        return list(self._keys)
+
+    def begin(self, keys: Tensor, step_key: int, fused_seed: int, first_number: int = 0) -> None:
+        """Start a micro-batch: `keys` of its rows, the key of its step, and a seed that belongs to it alone."""
+        self._keys, self._step_keys = {keys.device: keys}, {}
+        self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
+        self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
+        torch.default_generator.manual_seed(step_key)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = self._rules.get(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(self, func, args, kwargs or {})
+
+    # Draws
+
+    def number(self) -> int:
+        """The number of the draw that starts now; a layer that is computed again gets its numbers again."""
+        self.draws += 1
+        if torch.compiler.is_compiling():  # a graph keeps its numbers
+            self._count += 1
+            return self._count
+        marker = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        known = self._numbers.get(marker)
+        if known is None:
+            self._count += 1
+            known = self._numbers[marker] = self._count
+        return known
+
+    def keys(self, device: torch.device) -> Tensor:
+        """The keys of the rows, on `device`."""
+        if device not in self._keys:
+            self._keys[device] = next(iter(self._keys.values())).to(device)
+        return self._keys[device]
+
+    def layout(self, shape: Sequence[int], like: Tensor | None) -> Layout | None:
+        """Where the rows are in a draw of this shape; None for a draw that all ranks share."""
+        if isinstance(like, nn.Parameter):
+            return None
+        layout = find_layout(shape, self._rows, self.batch_dim, activation=like is not None)
+        if shape and shape[0] in self._tiled and (layout is None or layout.parts > 1):
+            return Layout(parts=shape[0] // self._rows, tiled=True)
+        if like is None and shape and not torch.compiler.is_compiling():
+            return self._settle(shape[0], layout)
+        return layout
+
+    def note_tiled(self, result: Tensor) -> None:
+        """Remember that tensors of this size are the rows several times over, one copy after the other."""
+        if result.dim() and result.shape[0] > self._rows and result.shape[0] % self._rows == 0:
+            self._tiled.add(result.shape[0])
+
+    def _settle(self, size: int, layout: Layout | None) -> Layout | None:
+        """Use what is known of a line of code that has no tensor to go by: torch.rand(3) is not one number per row.
+
+        A line whose size once differed from the number of rows draws for all rows, also if the two agree later.
+        """
+        line = _calling_line()
+        if layout is None:
+            known = self._shared_lines.setdefault(line, size)
+            if known != size:
+                self.warn(
+                    f"size {line}",
+                    f"a draw with {size} entries in its first dimension is not one per row of this micro-batch of "
+                    f"{self._rows}, and had {known} entries before: if the size follows the micro-batch, the numbers "
+                    "depend on the number of ranks; draw with the rows in the first dimension",
+                )
+            return None
+        return None if self._shared_lines.get(line) == size else layout
+
+    def fill(self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+        """What `draw` gives for this shape: for each row of the micro-batch from its key, otherwise from the step's."""
+        layout, number = self.layout(shape, like), self.number()
+        if layout is None:
+            return draw(self._shared_key(device), shape, number)[0]
+        return layout.back(draw(self.keys(device), layout.row_sizes(shape), number), shape)
+
+    def drop(self, tensor: Tensor, p: float) -> Tensor:
+        """Dropout of `tensor`, keyed."""
+        layout, number = self.layout(tensor.shape, tensor), self.number()
+        if layout is None:
+            return dropout(tensor.unsqueeze(0), self._shared_key(tensor.device), number, p)[0]
+        if layout == Layout():
+            return dropout(tensor, self.keys(tensor.device), number, p)
+        return layout.back(
+            dropout(layout.by_row(tensor, self._rows), self.keys(tensor.device), number, p), tensor.shape
+        )
+
+    def by_generators(
+        self, draw: Callable[[Tensor | None, Sequence[int], torch.Generator], Tensor], shape: Sequence[int],
+        device: torch.device, like: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A draw without a formula of its own: torch's function for each row, with a generator seeded by its key."""
+        layout, number = self.layout(shape, like), self.number()
+        keys = self.keys(device) if layout is not None else self._shared_key(device)
+        seeds = uniform(keys, (2,), number, torch.float32).double().mul_(1 << 24).long().tolist()
+        generators = [torch.Generator(device).manual_seed(high << 24 | low) for high, low in seeds]
+        if layout is None:
+            return draw(like, shape, generators[0])
+        sizes = layout.row_sizes(shape)
+        rows = [None] * self._rows if like is None else layout.by_row(like, self._rows)
+        drawn = [draw(row, sizes, generator) for row, generator in zip(rows, generators, strict=True)]
+        return layout.back(torch.stack(drawn), shape) if drawn[0].shape == sizes else torch.stack(drawn)
+
+    def fused(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Any:
+        """A kernel that draws by itself: seeded, but by the micro-batch of this rank and not by its samples."""
+        seed = (self._fused_seed + self.number() * 0x9E3779B97F4A7C15) % (1 << 63)
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed(seed)
+            return func(*args, **kwargs)
+
+    def warn(self, topic: str, text: str) -> None:
+        """Warn once per topic, with the place in the user's code."""
+        self._warn(topic, text)
+
+    def _shared_key(self, device: torch.device) -> Tensor:
+        if device not in self._step_keys:
+            self._step_keys[device] = torch.tensor([self._step_key], device=device)
+        return self._step_keys[device]
+
+
+def _calling_line() -> tuple[object, int]:
+    """The line that called a torch function, as (code, line number)."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno

@@ -1,0 +1,283 @@
+"""Decides when draws are keyed: always in models that draw, never in those that do not, and warns of unseen draws."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.data.permutation import key64
+from samestep.parallel.draw_rules import DRAW_RULES
+from samestep.parallel.keyed_draws import KeyedDraws
+
+Kind = Literal["training", "evaluation"]
+
+_STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is for; sample_rng.py has the others
+_DRAWS_PER_PASS: Final = 1 << 20
+_WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
+_CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
+_CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare
+_FREE_MEMORY_SHARE: Final = 0.5  # of the free memory, for the attention weights of all layers
+_DROPS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RECURRENT_OR_ATTENTION: Final = (
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+_OWN_FOLDERS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+class ModelRandomness:
+    """Keys the draws of the models of a run while a micro-batch is computed.
+
+    `with randomness.micro_batch(...)` surrounds the user's loop body. The first micro-batches are watched. If nothing
+    is drawn in them, later ones cost nothing but a look at the generators now and then.
+    """
+
+    def __init__(self, seed: int, rank: int, device: torch.device, warn: Callable[[str], None]) -> None:
+        self._seed, self._rank, self._device, self._warn = seed, rank, device, warn
+        self._models: list[nn.Module] = []
+        self._mode = KeyedDraws(DRAW_RULES, self._warn_once)
+        self._warned: set[str] = set()
+        self._seen: Counter[str] = Counter()  # micro-batches of each kind
+        self._draws: dict[str, bool] = {"training": False, "evaluation": False}
+        self._python_draws = False
+        self._kind: Kind = "training"
+        self._active = self._watching = False
+        self._before: _GeneratorStates | None = None
+        self._step_key = 0
+        self._probe: _DrawProbe | None = None
+
+    def add_model(self, model: nn.Module, batch_dim: int | None) -> None:
+        """Register a model: a model with dropout layers draws, and some layers have the batch in dimension 1."""
+        self._models.append(model)
+        modules = list(model.modules())
+        if any(isinstance(module, _DROPS) and module.p > 0 for module in modules):
+            self._draws["training"] = True
+        time_first = any(isinstance(m, _RECURRENT_OR_ATTENTION) and not _is_batch_first(m) for m in modules)
+        if batch_dim is not None or time_first:
+            self._mode.batch_dim = 1 if batch_dim is None else batch_dim
+        attention = sum("attention" in type(module).__name__.lower() for module in modules)
+        self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE / max(attention, 1)
+
+    def micro_batch(self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0) -> Self:
+        """A context for a micro-batch: the `number`-th of this rank in its step, with the keys of its rows.
+
+        A step that reads its micro-batches several times draws other numbers in each pass.
+        """
+        self._kind = kind
+        self._seen[kind] += 1
+        self._watching = self._seen[kind] <= _WATCHED
+        self._active = self._watching or self._draws[kind]
+        self._before = None
+        if self._active:
+            self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
+            self._before = _GeneratorStates(self._device, python=self._python_is_seeded)
+            fused_seed = key64(_FUSED_SEED, self._step_key, self._rank, number) % (1 << 63)
+            self._before.seed_cuda(fused_seed)
+            self._mode.begin(keys(), self._step_key, fused_seed, passes_done * _DRAWS_PER_PASS)
+            if self._python_is_seeded:
+                random.seed(self._step_key)
+                np.random.seed(self._step_key % (1 << 32))
+        elif self._seen[kind] % _CHECK_EVERY == 0:
+            self._before = _GeneratorStates(self._device, python=self._seen[kind] % _CHECK_PYTHON_EVERY == 0)
+        return self
+
+    def __enter__(self) -> None:
+        if self._active:
+            if self._probe is not None:
+                self._probe.start(self._models, self._mode)
+            self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._active:
+            self._mode.__exit__(*error)
+        if self._before is not None and error[0] is None:
+            if self._active:
+                self._end_active(self._before)
+            elif self._before.moved():
+                self._start_late()
+        if self._probe is not None:
+            self._probe.stop()
+
+    @property
+    def _python_is_seeded(self) -> bool:
+        return self._watching or self._python_draws
+
+    def _end_active(self, before: "_GeneratorStates") -> None:
+        """Learn whether the micro-batch has drawn; if not, leave no trace in the generators."""
+        if self._mode.draws:
+            self._draws[self._kind] = True
+        if self._python_is_seeded and before.python_moved_from_seed(self._step_key):
+            self._python_draws = True
+        check = self._watching or self._probe is not None or self._seen[self._kind] % _CHECK_EVERY == 0
+        if check and before.torch_moved_unseen(self._step_key, self._mode.distinct_draws):
+            self._report_unseen()
+        before.restore_cuda()
+        if not self._mode.draws:
+            before.restore(python=not self._python_draws)
+
+    def _start_late(self) -> None:
+        """A model that drew nothing at first draws now."""
+        self._draws[self._kind] = self._python_draws = True
+        self._warn_once(
+            "late",
+            f"the model has started to draw random numbers in {self._kind}, which it did not in the first "
+            f"{_WATCHED} micro-batches: in the last {_CHECK_EVERY} micro-batches they depended on the number of ranks, "
+            "from now on they are keyed by sample",
+        )
+
+    def _report_unseen(self) -> None:
+        """Name the module that draws in a way that cannot be keyed: at once if it is known, else after a probe."""
+        if self._probe is None:
+            self._draws[self._kind], self._probe = True, _DrawProbe()
+        elif "unseen" not in self._warned:
+            where = self._probe.found or "outside of the modules of the wrapped models"
+            self._warned.add("unseen")
+            self._warn(
+                f"random numbers are drawn {where} in a way that samestep cannot key by sample (a custom kernel, or "
+                "code that reads torch's generator itself): they depend on the number of ranks and on micro_batch; "
+                "use torch.rand, torch.randn, torch.bernoulli or F.dropout there, or step.random and step.normal"
+            )
+
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self._warn(f"{text}{_place(self._models)}")
+
+
+class _GeneratorStates:
+    """The states of torch's generators, and of Python's and numpy's if wanted."""
+
+    def __init__(self, device: torch.device, python: bool) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
+        self._cuda_seed, self._offset = (
+            (0, 0) if self._cuda is None else (self._cuda.initial_seed(), self._cuda.get_offset())
+        )
+        self._cuda_start = self._offset
+        self._python = (random.getstate(), np.random.get_state(legacy=False)) if python else None
+
+    def seed_cuda(self, seed: int) -> None:
+        """Seed the CUDA generator for kernels that cannot be keyed: they should not draw the same on every rank."""
+        if self._cuda is not None:
+            self._cuda.manual_seed(seed)
+            self._cuda_start = 0
+
+    def moved(self) -> bool:
+        """Whether a generator has been used since."""
+        if not torch.equal(self._cpu, torch.default_generator.get_state()) or self._cuda_moved():
+            return True
+        return self._python is not None and (
+            random.getstate() != self._python[0] or not _same_numpy(np.random.get_state(legacy=False), self._python[1])
+        )
+
+    def torch_moved_unseen(self, seed: int, draws: int) -> bool:
+        """Whether torch's generators have moved by more than one number for each keyed draw since they were seeded."""
+        expected = torch.Generator().manual_seed(seed)
+        for _ in range(draws):
+            torch.randint(1 << 62, (), generator=expected)
+        return self._cuda_moved() or not torch.equal(expected.get_state(), torch.default_generator.get_state())
+
+    def python_moved_from_seed(self, seed: int) -> bool:
+        """Whether Python's or numpy's generator was used after it was seeded."""
+        numpy_state = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
+        return random.getstate() != random.Random(seed).getstate() or not _same_numpy(
+            np.random.get_state(legacy=False), numpy_state
+        )
+
+    def restore_cuda(self) -> None:
+        """Set the CUDA generator back."""
+        if self._cuda is not None:
+            self._cuda.manual_seed(self._cuda_seed)
+            self._cuda.set_offset(self._offset)
+
+    def restore(self, python: bool) -> None:
+        """Set the CPU generators back."""
+        torch.default_generator.set_state(self._cpu)
+        if self._python is not None and python:
+            random.setstate(self._python[0])
+            np.random.set_state(self._python[1])
+
+    def _cuda_moved(self) -> bool:
+        return self._cuda is not None and self._cuda.get_offset() != self._cuda_start
+
+
+class _DrawProbe:
+    """Finds the module in which torch's generator moves without a keyed draw, in one micro-batch."""
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, models: Sequence[nn.Module], mode: KeyedDraws) -> None:
+        """Watch every module of the models."""
+        for model in models if self.found is None else ():
+            for name, module in model.named_modules():
+                entered: list[Any] = []
+
+                def before(*_: object, entered: list[Any] = entered) -> None:
+                    entered.append((_GeneratorStates(next(iter(mode.key_devices)), python=False), mode.distinct_draws))
+
+                def after(
+                    *_: object, entered: list[Any] = entered, name: str = name, module: nn.Module = module
+                ) -> None:
+                    states, draws = entered.pop()
+                    if self.found is None and draws == mode.distinct_draws and states.moved():
+                        self.found = f"in {name or 'the model'} ({type(module).__name__})"
+
+                self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _same_numpy(first: Any, second: Any) -> bool:
+    return first["state"]["pos"] == second["state"]["pos"] and bool(
+        (first["state"]["key"] == second["state"]["key"]).all()
+    )
+
+
+def _is_batch_first(module: nn.Module) -> bool:
+    layer: Any = module if hasattr(module, "batch_first") else getattr(module, "self_attn", None)
+    return bool(getattr(layer, "batch_first", True))
+
+
+def _free_memory(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float(psutil.virtual_memory().available)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def _place(models: Sequence[nn.Module]) -> str:
+    """Where the user's code is: " (at model.py:12, in module 'encoder.drop')"."""
+    frames = list(_frames())
+    line = next((f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames if _is_users(frame)), None)
+    names = {module: name for model in models for name, module in model.named_modules()}
+    owners = (frame.f_locals.get("self") for frame in frames)
+    name = next((names[owner] for owner in owners if isinstance(owner, nn.Module) and names.get(owner)), None)
+    parts = ([f"at {line}"] if line else []) + ([f"in module {name!r}"] if name else [])
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((*_OWN_FOLDERS, "<"))

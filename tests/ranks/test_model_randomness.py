@@ -1,0 +1,135 @@
+"""What a model draws: the same on any number of ranks and any micro-batch size, and a warning for what cannot be."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from samestep import Run
+
+FEATURES, TIME = 6, 5
+
+
+class Noise(nn.Module):
+    """Every ordinary way to draw in a forward pass."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
+        self.drop, self.alpha, self.channels = nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.Dropout1d(0.3)
+        self.checkpointed = checkpointed
+
+    def hidden(self, x):
+        return self.drop(functional.gelu(self.first(x)))
+
+    def forward(self, x):
+        x = checkpoint(self.hidden, x, use_reentrant=False) if self.checkpointed else self.hidden(x)
+        x = functional.dropout(x, 0.1, self.training) + 0.1 * torch.randn_like(x) * torch.rand(3)[0]
+        x = x * torch.empty([x.shape[0], 1]).bernoulli_(0.9) + 0.1 * torch.normal(torch.zeros_like(x), 0.5)
+        x = self.alpha(x) + functional.gumbel_softmax(x, tau=2.0) + 0.1 * torch.randint(0, 3, (len(x), 1))
+        x = self.channels(x.unsqueeze(-1)).squeeze(-1) + 0.01 * torch.poisson(x.detach().abs())
+        x = torch.cat([x, x + 0.1 * torch.rand(x.size(0), 8)])
+        x = functional.dropout(x, 0.2, self.training)
+        if random.random() < 0.5 or np.random.rand() < 0.2:
+            x = x * 1.5
+        return self.last(x.reshape(2, -1, 8).mean(0)).sum(-1)
+
+
+class Recurrent(nn.Module):
+    """Layers with the batch in dimension 1; on two ranks a rank has as many rows as there are time steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(FEATURES, 8, 2, dropout=0.4), nn.GRU(8, 8, 2, dropout=0.3, bidirectional=True)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x, _ = self.lstm(x.unsqueeze(0).repeat(TIME, 1, 1))
+        x, _ = self.gru(self.drop(x))
+        return self.last(self.drop(x)[-1]).sum(-1)
+
+
+class Attention(nn.Module):
+    """Attention dropout in torch's layers, with and without the attention weights, and in a fused function."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        x = self.layer(self.embed(x).unsqueeze(1).repeat(1, 4, 1))
+        x = x + self.attention(x, x, x, need_weights=True)[0]
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        x = x + functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3, is_causal=True).mean(
+            1
+        ).repeat(1, 1, 2)
+        return self.last(x[:, 0]).sum(-1)
+
+
+MODELS = {"noise": Noise, "checkpointed": lambda: Noise(True), "recurrent": Recurrent, "attention": Attention}
+
+
+def data():
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.randn(29, FEATURES, generator=rng, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1))
+
+
+def train(name, strategy=None, micro_batch=None, steps=None):
+    """Train on this rank: weights, and the loss of an evaluation that draws noise."""
+    with Run(global_batch=10, seed=3, folder=Path(f"{name}-{strategy}-{micro_batch}")) as run:
+        net = MODELS[name]().double()
+        model = run.wrap(net, strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        shard = run.shard(data(), shuffle=True, micro_batch=micro_batch)
+        for epoch in shard.epochs(2):
+            for step in epoch:
+                for x, y in step:
+                    step.mean((model(x + 0.1 * torch.randn(x.shape[0], FEATURES)) - y) ** 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        test = run.shard(data(), micro_batch=micro_batch)
+        with run.evaluate(model) as net:
+            noisy = run.mean((net(torch.randn_like(x) + test.normal(FEATURES)) - y).abs() for x, y in test)
+        state = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+        state = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+    return {**state, "evaluation": torch.tensor(noisy, dtype=torch.float64)}
+
+
+@pytest.fixture(scope="module")
+def expected(ranks):
+    """The result of one rank, by model."""
+    return cache(lambda name: ranks(1, train, name)[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("size", "strategy", "micro_batch"), [(2, None, None), (3, "fsdp", 2)])
+def test_what_a_model_draws_does_not_depend_on_the_ranks(ranks, expected, name, size, strategy, micro_batch):
+    one = expected(name)
+    for result in ranks(size, train, name, strategy, micro_batch):
+        assert_same(result, one)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_nor_on_the_micro_batch(ranks, expected, micro_batch):
+    assert_same(ranks(1, train, "recurrent", None, micro_batch)[0], expected("recurrent"))
+
+
+def test_activation_checkpointing_draws_the_same_again(expected):
+    assert_same(expected("checkpointed"), expected("noise"))
+
+
+def assert_same(result, one):
+    for name, value in one.items():
+        torch.testing.assert_close(
+            result[name], value, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+        )
