@@ -77,7 +77,7 @@ def class_centers(features: torch.Tensor, labels: torch.Tensor, per_class: int =
 def main(
     out: Annotated[Path | None, typer.Option(help="folder for logs and weights")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 30,
-    global_batch: Annotated[int, typer.Option(min=2, help="samples per step, over all ranks")] = 250,
+    global_batch: Annotated[int, typer.Option(min=1, help="samples per step, over all ranks")] = 250,
     temperature: Annotated[float, typer.Option(min=0.01, help="of the scores in the loss")] = 0.2,
     seed: int = 0,
 ) -> None:
