@@ -171,6 +171,11 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by torch.compile(module) or by module.compile()."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 @cache
 def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a Python function of torch that does not ask for overrides, so that a mode sees the calls inside it.

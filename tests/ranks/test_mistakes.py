@@ -136,6 +136,20 @@ def test_a_model_in_data_parallel_raises():
             run.wrap(nn.Sequential(DataParallel(nn.Linear(1, 1))))
 
 
+def wrap_compiled(how):
+    with Run(global_batch=4) as run:
+        model = nn.Linear(2, 2)
+        if how == "in place":
+            model.compile(backend="eager")
+        run.wrap(model if how == "in place" else torch.compile(model, backend="eager"))
+
+
+@pytest.mark.parametrize("how", ["in place", "by torch.compile"])
+def test_a_compiled_model_raises_with_the_option_that_compiles_it(ranks, how):
+    (error,) = ranks.errors(1, wrap_compiled, how)
+    assert "WrapError: the model is already compiled by torch.compile: pass the module itself, and Run(comp" in error
+
+
 def wrap_wrapped(kind):
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(2, 2))
@@ -253,7 +267,8 @@ def test_another_model_may_train_in_a_loop_for_evaluation(ranks):
         (
             lambda outputs, labels: cross_entropy(outputs, labels),
             "need one loss for each of the 4 rows of this micro-batch, got a scalar: use reduction='none' (and a mask "
-            "for tokens that do not count); the loss that a transformers model computes from labels= is a scalar too, "
+            "for tokens that do not count, or lengths= for packed sequences); the loss that a transformers model "
+            "computes from labels= is a scalar too, "
             "so compute it from its logits: step.mean(cross_entropy(outputs.logits[:, :-1].transpose(1, 2), "
             "labels[:, 1:], reduction='none'), mask=labels[:, 1:] != -100)",
         ),

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
-from samestep.torch_private import ignore_in_ddp, matrix_product_shape, no_buffer_broadcast, set_group_timeout
+from samestep.torch_private import (
+    ignore_in_ddp,
+    is_compiled,
+    matrix_product_shape,
+    no_buffer_broadcast,
+    set_group_timeout,
+)
 from tests.launch.launched import wait_for
 
 
@@ -111,3 +117,13 @@ def test_the_shape_of_a_matrix_product_is_known_from_its_graph():
     batches = torch.bmm(x.expand(2, 4, 3), y.T.expand(2, 3, 5))
     assert matrix_product_shape(batches.grad_fn) is None
     assert matrix_product_shape(torch.bmm(x[None], y.T[None]).grad_fn) == (4, 5)
+
+
+def compiled_modules():
+    plain, in_place = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    return [is_compiled(module) for module in (plain, in_place, torch.compile(plain, backend="eager"))]
+
+
+def test_a_compiled_module_is_recognized(ranks):
+    assert ranks(1, compiled_modules) == [[False, True, True]]

@@ -28,6 +28,7 @@ _SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 10
 _LOW_24: Final = (1 << 24) - 1
 _LOW_32: Final = (1 << 32) - 1
 _LOW_40: Final = (1 << 40) - 1
+_MAX_DIMENSIONS: Final = 8  # of one row, in a compiled graph
 _UNIFORM_BITS: Final = {torch.bfloat16: 8, torch.float16: 11}
 
 
@@ -247,9 +248,21 @@ def _random_words(keys: Tensor, shape: Sequence[int], salt: int, per_word: int =
 
 def _counters(sizes: Sequence[int], device: torch.device) -> Tensor:
     counters = torch.full((), _signed(GOLDEN), dtype=torch.int64, device=device)
-    for size, stride in zip(sizes, dimension_strides(len(sizes)), strict=True):
+    strides: Sequence[int | Tensor] = dimension_strides(len(sizes))
+    if torch.compiler.is_compiling():  # Inductor would compute indices times constants in 32 bits
+        strides = _STRIDES_FOR_GRAPHS[device][-len(sizes) :].unbind()
+    for size, stride in zip(sizes, strides, strict=True):
         counters = counters.unsqueeze(-1) + torch.arange(size, dtype=torch.int64, device=device) * stride
     return counters
+
+
+def prepare_for_graphs(device: torch.device) -> None:
+    """Make the strides of the counters a tensor on `device`, which a compiled graph takes as an input."""
+    if device not in _STRIDES_FOR_GRAPHS:
+        _STRIDES_FOR_GRAPHS[device] = torch.tensor(dimension_strides(_MAX_DIMENSIONS), device=device)
+
+
+_STRIDES_FOR_GRAPHS: Final[dict[torch.device, Tensor]] = {}
 
 
 def dimension_strides(dimensions: int) -> list[int]:

@@ -20,8 +20,8 @@ def load_kernel() -> Any:
 
 
 def _dropout(
-    inputs: Any, outputs: Any, keys: Any, salt: Any, threshold: Any, scale: Any, words: Any, n1: Any, n2: Any,
-    stride0: Any, stride1: Any, BLOCK: "tl.constexpr",  # pyright: ignore
+    inputs: "Any", outputs: "Any", keys: "Any", salt: "Any", threshold: "Any", scale: "Any", words: "Any",
+    n1: "Any", n2: "Any", stride0: "Any", stride1: "Any", BLOCK: "tl.constexpr",  # pyright: ignore
 ) -> None:  # fmt: skip
     """One program computes BLOCK words of one row, by the arithmetic of `sample_rng.keep_mask`."""
     row = tl.program_id(0).to(tl.int64)

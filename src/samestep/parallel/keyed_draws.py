@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.data.sample_rng import uniform
+from samestep.data.sample_rng import prepare_for_graphs, uniform
 from samestep.parallel.keyed_dropout import dropout
 
 Warn = Callable[[str, str], None]
@@ -112,6 +112,7 @@ class KeyedDraws(TorchFunctionMode):
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
         self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
         torch.default_generator.manual_seed(step_key)
+        prepare_for_graphs(keys.device)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

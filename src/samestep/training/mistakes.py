@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from samestep.errors import DataError, WrapError
+from samestep.torch_private import is_compiled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,7 +92,12 @@ def _instead_of_loader(loader: "DataLoader[Any]") -> str:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Raise if a model that `run.wrap` got, or a part of it, is already wrapped in DDP, FSDP or DataParallel."""
+    """Raise if a model that `run.wrap` got is compiled, or is or contains one in DDP, FSDP or DataParallel."""
+    if is_compiled(model):
+        raise WrapError(
+            "the model is already compiled by torch.compile: pass the module itself, and Run(compile=True), which "
+            "compiles it for the strategy and keeps random numbers keyed by sample outside of the compiled code"
+        )
     for name, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
             which = f"submodule {name!r} of the model" if name else "the model"
