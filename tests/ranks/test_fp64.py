@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run, read_metrics
@@ -15,7 +15,7 @@ TOLERANCE = 1e-12
 
 
 class Net(nn.Module):
-    """ReLU, BatchNorm and max-pooling, which amplify rounding; and a tensor that the forward pass creates."""
+    """ReLU, BatchNorm and max-pooling, which amplify rounding; dropout, noise and a tensor made in the forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,8 @@ class Net(nn.Module):
         self.register_buffer("order", torch.arange(72))
 
     def forward(self, x):
-        features = self.body(x).flatten(1)[:, self.order]
+        features = dropout(self.body(x).flatten(1)[:, self.order], 0.1, self.training)
+        features = features + 0.01 * torch.randn_like(features)
         return self.head(features * self.scale + torch.ones(1))
 
 
