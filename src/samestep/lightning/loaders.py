@@ -23,11 +23,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from samestep.data.loader import BatchRequest, Loader, MapDataset
+from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
+from samestep.data.loader import BatchRequest, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import Partition, split_evenly
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, sample_keys
 from samestep.errors import DataError, StateError
+from samestep.lightning.trainer_ranks import gather
 
 EpochSettings = Callable[[int], object]
 _REPLACED = "SameStep makes the order of every epoch itself"
@@ -93,6 +95,33 @@ def _read_sampler(sampler: object, n: int, hook: str) -> tuple[bool, npt.NDArray
     )
 
 
+@dataclass
+class _Comparison:
+    """Compares what the ranks read, before the first batch of a loader."""
+
+    trainer: Trainer
+    spec: LoaderSpec
+    seed: int
+    epoch_settings: EpochSettings | None
+
+    def take(self) -> tuple[ProbeRequest | None, Callable[[list[Probe]], None] | None]:
+        """Return what `Loader.read` needs for the comparison; nothing if it is done or there is one rank."""
+        if self.trainer.world_size == 1 or self._done:
+            return None, None
+        setting = NO_SETTING if self.epoch_settings is None else self.epoch_settings(0)
+        return ProbeRequest(probe_indices(self.spec.n, self.seed), setting), self._compare
+
+    def __post_init__(self) -> None:
+        self._done = False
+
+    def _compare(self, probes: list[Probe]) -> None:
+        spec, self._done = self.spec, True
+        options = {"length": spec.n, "shuffle": spec.shuffle, "weights": hash_values(spec.weights)}
+        by_rank = gather(self.trainer, (options, probes))
+        check_same_options("the DataLoader", [each for each, _ in by_rank])
+        check_same_samples(spec.given.dataset, [each for _, each in by_rank], "SameStep does")
+
+
 @dataclass(frozen=True)
 class BatchInfo:
     """The step and weight of one training batch of this rank."""
@@ -127,6 +156,7 @@ class TrainLoader:
         self.current: BatchInfo | None = None
         self._reader = OrderReader(order, partition.read_range, partition.steps)
         self._loader: Loader | None = spec.open(trainer, order.seed)
+        self._comparison = _Comparison(trainer, spec, order.seed, epoch_settings)
         self.dataset = spec.given.dataset
 
     def __len__(self) -> int:
@@ -144,7 +174,7 @@ class TrainLoader:
         epoch, first = self._trainer.current_epoch, self._progress().ready // self.batches_per_step
         requested: deque[BatchInfo] = deque()
         assert self._loader is not None
-        for data in self._loader.read(self._requests(epoch, first, requested)):
+        for data in self._loader.read(self._requests(epoch, first, requested), *self._comparison.take()):
             self.current = requested.popleft()
             yield data
 
@@ -250,6 +280,7 @@ class EvalLoader:
         largest, batch_size = -(-n // world_size), spec.given.batch_size or 1
         self._batches = min(-(-largest // batch_size), n // world_size)
         self._loader: Loader | None = spec.open(trainer, seed)
+        self._comparison = _Comparison(trainer, spec, seed, epoch_settings)
         self.dataset = spec.given.dataset
 
     def __len__(self) -> int:
@@ -257,7 +288,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[object]:
         assert self._loader is not None
-        yield from self._loader.read(self._requests())
+        yield from self._loader.read(self._requests(), *self._comparison.take())
 
     def close(self) -> None:
         """End the data workers."""
