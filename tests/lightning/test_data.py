@@ -1,11 +1,12 @@
 """A Trainer with SameStep reads the same steps on any number of ranks, and resumes on another number."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.lightning.trained import (
     closing,
@@ -371,3 +372,22 @@ def test_an_augmentation_is_the_same_on_any_ranks_and_workers(ranks):
     (alone,) = ranks(1, fit_flipped, 0)
     two = ranks(2, fit_flipped, 1)
     assert max_difference(alone, two[0]) < 1e-6
+
+
+def fit_data_of_each_rank():
+    closing(_fit_data_of_each_rank)
+
+
+def _fit_data_of_each_rank():
+    from samestep.lightning import SameStep
+
+    inputs = torch.rand(20, 4, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
+    same = SameStep(global_batch=8, seed=0)
+    data = same.dataloaders(train=DataLoader(TensorDataset(inputs, torch.arange(20.0)), batch_size=4, shuffle=True))
+    make_trainer(callbacks=[same]).fit(regression(), datamodule=data)
+
+
+def test_data_that_differs_between_ranks_is_an_error_before_the_first_step(ranks):
+    for error in ranks.errors(2, fit_data_of_each_rank):
+        assert "DataError: TensorDataset differs between ranks: sample 0 is " in error
+        assert "do not select samples by rank, since SameStep does that" in error

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run, read_metrics
@@ -15,7 +15,7 @@ TOLERANCE = 1e-12
 
 
 class Net(nn.Module):
-    """ReLU, BatchNorm and max-pooling, which amplify rounding; and a tensor that the forward pass creates."""
+    """ReLU, BatchNorm and max-pooling, which amplify rounding; dropout, noise and a tensor made in the forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,8 @@ class Net(nn.Module):
         self.register_buffer("order", torch.arange(72))
 
     def forward(self, x):
-        features = self.body(x).flatten(1)[:, self.order]
+        features = dropout(self.body(x).flatten(1)[:, self.order], 0.1, self.training)
+        features = features + 0.01 * torch.randn_like(features)
         return self.head(features * self.scale + torch.ones(1))
 
 
@@ -157,3 +158,19 @@ def test_float32_by_name_in_a_run_of_fp64_gets_a_note(layer, shape):
         "this run computes in float64, and the script makes tensors of another type: remove .float() and "
         "dtype=torch.float32, or use x.to(weight.dtype)"
     ]
+
+
+def call_teacher(placement):
+    torch.save(nn.Linear(4, 3).state_dict(), "teacher.pt")
+    with Run(global_batch=4, precision="fp64") as run:
+        teacher = run.teacher(build_teacher, weights="teacher.pt", placement=placement)
+        return teacher(torch.ones(2, 4)).dtype
+
+
+def build_teacher():
+    return nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize("placement", ["cpu", "offload"])
+def test_a_teacher_computes_in_float64_too(ranks, placement):
+    assert ranks(1, call_teacher, placement) == [torch.float64]

@@ -122,3 +122,23 @@ def test_another_seed_gives_other_masks(ranks, probability, masks):
     (rows,) = ranks(1, dropped, probability, None, 1)
     for key, mask in drop_masks(rows).items():
         assert_independent(mask, masks[key], probability)
+
+
+def dropped_in_two_loops(p):
+    """The values of one step in each of two loops over its micro-batches."""
+    loops = []
+    with Run(global_batch=SAMPLES, seed=0) as run:
+        model = run.wrap(TwoDropouts(p))
+        for epoch in run.shard([torch.ones(WIDTH)] * SAMPLES, passes=2).epochs(1):
+            for step in epoch:
+                for _ in range(2):
+                    for ones in step:
+                        layers = model(ones)
+                        step.mean(sum(layers).mean(1)).backward()
+                        loops.append(layers[0].detach() == 0)
+    return loops
+
+
+def test_a_second_loop_over_a_step_draws_other_masks(ranks, probability):
+    ((first, second),) = ranks(1, dropped_in_two_loops, probability)
+    assert_independent(first.double(), second.double(), probability)

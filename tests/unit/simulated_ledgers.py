@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from samestep.data.audit import ShardReport, audit
+from samestep.data.content_probe import Probe
 from samestep.data.ledger import (
     RECORD,
     RecordKind,
@@ -78,6 +79,7 @@ def open_ledger(
 ) -> ShardLedger:
     ledger = ShardLedger(folder, name, description, rank, world_size, generation)
     ledger.begin(*start)
+    ledger.record_data([Probe(0, 5, checksum=3, sketch=(0.25, -1.5))])
     return ledger
 
 

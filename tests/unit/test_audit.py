@@ -388,10 +388,10 @@ def test_an_incomplete_last_record_is_a_note(tmp_path, incomplete):
 
 def test_a_corrupt_record_is_reported_with_its_number(run):
     with file_of(run, 0).open("r+b") as file:
-        file.seek(3 * RECORD_BYTES + 20)
+        file.seek(10 * RECORD_BYTES + 20)  # the start record, six options and a probe come first
         file.write(b"\xff")
     fault = only_fault(run, "corrupt file")
-    assert fault.text == "rank-00000.bin: 1 corrupt record, first record 3"
+    assert fault.text == "rank-00000.bin: 1 corrupt record, first record 10"
     assert fault.ranks == (0,)
     assert "never counted" in kinds(audit_train(run))
 
@@ -593,3 +593,58 @@ def test_a_billion_samples_are_audited_as_ranges(tmp_path):
     low, high = Partition(n, batch, 17, size).slice(900)
     assert (fault.count, fault.positions[0], fault.ranks) == (high - low, low, (17,))
     assert fault.samples == tuple(SampleOrder(n, 0, shuffle=True).indices(0, low, low + 5).tolist())
+
+
+def change_probe(field, value, generation=1):
+    def change(records):
+        records[field][(records["kind"] == RecordKind.PROBE) & (records["generation"] == generation)] = value
+        return records
+
+    return change
+
+
+def test_a_rank_that_read_other_data_is_a_fault(run):
+    edit(run, 2, change_probe("count", 4))
+    fault = only_fault(run, "different data")
+    assert fault.text == (
+        "sample 5 was not the same for rank 0 of generation 0 and rank 2 of generation 1: they did not read the same "
+        "data"
+    )
+    assert (fault.samples, fault.ranks) == ((5,), (0, 2))
+
+
+def test_rounding_of_floating_point_values_is_not_other_data_but_more_is(run):
+    def sketch(first, second):
+        return int(np.array([first, second], dtype=np.float32).view(np.uint64)[0])
+
+    edit(run, 1, change_probe("first", sketch(0.251, -1.499)))
+    assert audit_train(run).exactly_once
+    edit(run, 1, change_probe("first", sketch(0.251, -1.4)))
+    only_fault(run, "different data")
+
+
+def test_a_start_with_other_options_is_a_fault(run):
+    def change(records):
+        own = (records["kind"] == RecordKind.OPTION) & (records["epoch"] == 5) & (records["generation"] == 1)
+        records["first"][own] += 1
+        return records
+
+    edit(run, 0, change)
+    fault = only_fault(run, "different data")
+    assert fault.text == "sampling_weights is not the same for rank 0 of generation 0 and rank 0 of generation 1"
+
+
+def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_a_note(run):
+    def without_probes(records):
+        return records[(records["kind"] != RecordKind.PROBE) | (records["generation"] == 0)]
+
+    edit(run, 0, without_probes)
+    assert "rank 0 recorded no probes of the data, but other ranks did" in only_fault(run, "corrupt file").text
+    for rank in range(1, 3):
+        edit(run, rank, without_probes)
+    report = audit_train(run)
+    assert report.exactly_once
+    text = (
+        "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same"
+    )
+    assert any(text in note for note in report.notes)

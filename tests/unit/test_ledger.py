@@ -17,6 +17,7 @@ from samestep.data.ledger import (
     ShardDescription,
     ShardLedger,
     next_generation,
+    read_ledger,
     valid_mask,
 )
 from samestep.errors import LedgerError
@@ -168,7 +169,7 @@ def test_the_description_is_written_once_and_must_stay_the_same(tmp_path):
     assert not path.exists()
     open_ledger(tmp_path).close()
     assert json.loads(path.read_text()) == {
-        "version": 1,
+        "version": 2,
         "n": 100,
         "seed": 7,
         "shuffle": True,
@@ -191,7 +192,7 @@ def test_the_description_is_written_once_and_must_stay_the_same(tmp_path):
         ("[]", "does not describe a shard"),
         ('{"n": 3}', "does not describe a shard"),
         ('{"version": 1, "n": 3}', "does not describe a shard"),
-        ('{"version": 2}', "has version 2, and this samestep reads version 1: update samestep"),
+        ('{"version": 3}', "has version 3, and this samestep reads version 2: update samestep"),
     ],
 )
 def test_a_description_that_cannot_be_read_is_an_error(tmp_path, text, message):
@@ -257,3 +258,12 @@ def test_the_record_layout_is_the_same_in_struct_and_in_numpy():
     values = (2, 0, 3, 4, 5, 6, 7, 0.5, 8)
     record = np.frombuffer(ledger_module._STRUCT.pack(*values), dtype=RECORD)[0]
     assert tuple(record) == values
+
+
+def test_a_ledger_of_version_1_is_continued_as_version_2(tmp_path):
+    open_ledger(tmp_path).close()
+    path = tmp_path / "ledger" / "train" / "shard.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    assert read_ledger(path.parent).description.n == 100
+    open_ledger(tmp_path, generation=1).close()
+    assert json.loads(path.read_text())["version"] == 2

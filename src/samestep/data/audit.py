@@ -4,6 +4,9 @@ Over all ranks, the positions of every epoch must be recorded once, with weight 
 generation (start of the run) supersedes what earlier ones recorded at or after its first step, since it continues from
 weights that have not seen those samples. Epochs that some rank has finished must be complete. The last epoch is checked
 up to the step that all ranks have recorded, since a rank may still hold its newest records in memory.
+
+Positions prove nothing if ranks read different data at them: options and probes of the data (content_probe.py) must be
+the same on all ranks and in all generations.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,6 +18,7 @@ import numpy.typing as npt
 
 from samestep.data.ledger import (
     BUFFER_RECORDS,
+    OPTIONS,
     Fault,
     FaultKind,
     Generation,
@@ -24,6 +28,7 @@ from samestep.data.ledger import (
     Records,
     format_ranks,
     read_ledger,
+    read_probe,
 )  # fmt: skip
 from samestep.data.partition import steps_per_epoch
 from samestep.data.permutation import SampleOrder
@@ -123,6 +128,8 @@ class _ShardAudit:
     def report(self) -> ShardReport:
         """Run all checks."""
         self._check_ranks()
+        self._check_options()
+        self._check_probes()
         n, batch = self._description.n, self._description.global_batch
         if self._description.drop_last and n is not None and n % batch:
             self._notes.append(f"drop_last=True leaves {n % batch} of {n} samples out of every epoch")
@@ -146,6 +153,53 @@ class _ShardAudit:
             if silent and ranks.size:
                 text = f"{had}, but {format_ranks(silent)} has no start record"
                 self._faults.append(Fault("wrong rank", text, ranks=silent))
+
+    # Data
+
+    def _check_options(self) -> None:
+        """Find options that are not the same on all ranks and in all starts."""
+        options = self._ledger.options
+        for number, name in enumerate(OPTIONS):
+            own = options[options["epoch"] == number]
+            if len(own) and (own["first"] != own["first"][0]).any():
+                first, other = own[0], own[own["first"] != own["first"][0]][0]
+                text = f"{name} is not the same for {_format_process(first)} and {_format_process(other)}"
+                ranks = tuple(sorted({int(first["rank"]), int(other["rank"])}))
+                self._faults.append(Fault("different data", text, ranks=ranks))
+
+    def _check_probes(self) -> None:
+        """Find samples whose content was not the same on all ranks and in all starts."""
+        probes = self._ledger.probes
+        probes = probes[np.lexsort((probes["rank"], probes["generation"]))]
+        known, reported = dict[tuple[int, int], np.void](), set[tuple[int, int]]()
+        for record in probes:
+            probe = read_probe(record)
+            first = known.setdefault((probe.epoch, probe.index), record)
+            process = int(record["generation"]), int(record["rank"])
+            if process in reported or read_probe(first).equals(probe):
+                continue
+            reported.add(process)  # one sample of each process is enough
+            noun, samples = ("record", ()) if self._description.n is None else ("sample", (probe.index,))
+            text = (
+                f"{noun} {probe.index} was not the same for {_format_process(first)} and {_format_process(record)}: "
+                "they did not read the same data"
+            )
+            ranks = tuple(sorted({int(first["rank"]), process[1]}))
+            self._faults.append(Fault("different data", text, samples=samples, ranks=ranks))
+        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
+        for generation in self._generations:
+            ranks, probed = (
+                set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
+            )
+            if missing := tuple(sorted(ranks - probed)):
+                self._add_missing_probes(generation, missing, bool(probed))
+
+    def _add_missing_probes(self, generation: Generation, missing: tuple[int, ...], others: bool) -> None:
+        text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
+        if others:
+            self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
+        elif generation.world_size > 1:
+            self._notes.append(f"{text}, so it is unknown whether all ranks read the same data")
 
     # Training
 
@@ -345,6 +399,10 @@ def _recorded_until(live: Records, last: Generation) -> list[Position]:
         if rank < last.world_size:
             found[rank] = max(found[rank], position)
     return found
+
+
+def _format_process(record: np.void) -> str:
+    return f"rank {int(record['rank'])} of generation {int(record['generation'])}"
 
 
 def _format(position: Position) -> str:

@@ -4,11 +4,13 @@ A run with `ledger=True` writes `FOLDER/ledger/SHARD/shard.json` and `rank-00000
 `samestep audit` reads them (`read_ledger`) and checks that every sample counted exactly once (audit.py).
 """
 
+import hashlib
 import json
 import os
 import re
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from samestep.data.content_probe import Probe
 from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LedgerError
 from samestep.messages import warn
@@ -49,7 +52,8 @@ _BUFFER_BYTES: Final = BUFFER_RECORDS * RECORD_BYTES
 _FACTORS: Final = np.arange(1, 2 * RECORD_BYTES, 2, dtype=np.uint32) * (np.arange(RECORD_BYTES, dtype=np.uint32) != 1)
 _CHECKSUM_ROWS: Final = 1 << 16  # rows whose checksums are computed together
 _MAX_RANKS: Final = 1 << 16  # ranks and generations have 16 bits
-_VERSION: Final = 1
+_VERSION: Final = 2
+_READABLE_VERSIONS: Final = (1, 2)  # version 1 has no options and no probes
 _RANK_FILE: Final = re.compile(r"rank-(\d{5})\.bin")
 _SHARD_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -67,6 +71,10 @@ class RecordKind(IntEnum):
     """Evaluation number `epoch` of this generation is complete on this rank."""
     END = 5
     """The process ends and has trained up to, not including, (epoch, step); weight 1 on success, 0 on failure."""
+    OPTION = 6
+    """Option number `epoch` (see `OPTIONS`) of this process has the hash `first`."""
+    PROBE = 7
+    """Sample `step` of this epoch, as this process reads it, has the checksum `count` and the sketch `first`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,10 @@ class ShardDescription:
     weighted: bool = False
     """Samples are drawn with sampling weights, which the ledger does not store: the audit then reports positions."""
     drop_last: bool = False
+
+
+OPTIONS: Final = ("n", "seed", "shuffle", "global_batch", "drop_last", "sampling_weights")
+"""The options of a shard that must be the same on all ranks and in all starts, by their number in the records."""
 
 
 class ShardLedger:
@@ -98,9 +110,17 @@ class ShardLedger:
     """
 
     def __init__(
-        self, folder: Path, name: str, description: ShardDescription, rank: int, world_size: int, generation: int
+        self,
+        folder: Path,
+        name: str,
+        description: ShardDescription,
+        rank: int,
+        world_size: int,
+        generation: int,
+        weights_hash: str | None = None,
     ) -> None:
         self.name = name
+        self._options = {**asdict(description), "sampling_weights": weights_hash}
         self.folder, self.generation = folder, generation
         """The folder of the run; the run may change both before the first `begin`."""
         self._description, self._rank, self._world_size = description, rank, world_size
@@ -123,6 +143,15 @@ class ShardLedger:
         self._begun = True
         self._epoch, self._trained_until = epoch, (epoch, step)
         self._append(RecordKind.START, epoch, step, time.time_ns() // 1000, self._world_size, 1.0)
+        self.flush()
+
+    def record_data(self, probes: Iterable[Probe]) -> None:
+        """Record which data this rank reads: the options, and the content of some samples."""
+        for number, name in enumerate(OPTIONS):
+            self._append(RecordKind.OPTION, number, 0, _hash_option(self._options[name]), 0, 1.0)
+        for probe in probes:
+            (sketch,) = struct.unpack("<Q", struct.pack("<2f", *probe.sketch))
+            self._append(RecordKind.PROBE, probe.epoch, probe.index, sketch, probe.checksum, 1.0)
         self.flush()
 
     def record_training(self, epoch: int, step: int, first: int, count: int, weight: float = 1.0) -> None:
@@ -283,7 +312,7 @@ def _last_valid_record(path: Path) -> tuple[int, int]:
 
 def valid_mask(records: Records) -> npt.NDArray[np.bool_]:
     """Return which records are as they were written; all zeros, as a crash may leave them, are not valid."""
-    known = (records["kind"] >= RecordKind.START) & (records["kind"] <= RecordKind.END)
+    known = (records["kind"] >= RecordKind.START) & (records["kind"] <= max(RecordKind))
     return known & (records["checksum"] == checksums(records))
 
 
@@ -303,7 +332,7 @@ def read_description(shard: Path) -> ShardDescription:
     try:
         fields = json.loads(path.read_bytes())
         version = fields.pop("version")
-        if version != _VERSION:
+        if version not in _READABLE_VERSIONS:
             raise LedgerError(
                 f"{path} has version {version}, and this samestep reads version {_VERSION}: update samestep"
             )
@@ -325,8 +354,11 @@ def _write_description(shard: Path, description: ShardDescription) -> None:
             raise LedgerError(
                 f"{path} describes other data: {', '.join(changed)}; use a new folder for the changed run"
             )
-        return
     write_atomically(path, json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
+
+
+def _hash_option(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
 # Reading
@@ -336,7 +368,7 @@ Position = tuple[int, int]
 
 FaultKind = Literal[
     "never counted", "counted more than once", "wrong step", "wrong weight", "wrong rank",
-    "corrupt file", "truncated file",
+    "corrupt file", "truncated file", "different data",
 ]  # fmt: skip
 
 
@@ -383,6 +415,8 @@ class Ledger:
     trained: Records
     evaluated: Records
     evaluation_ends: Records
+    options: Records
+    probes: Records
     faults: tuple[Fault, ...]  # what is corrupt in the files
     notes: tuple[str, ...]
 
@@ -395,7 +429,9 @@ def read_ledger(shard: Path) -> Ledger:
     parts = [_read_file(path, faults, notes) for path in paths]
     records = np.concatenate(parts or [np.empty(0, dtype=RECORD)])
     generations = _read_generations(records, faults)
-    kinds = (RecordKind.TRAINED, RecordKind.EVALUATED, RecordKind.EVALUATION_END)
+    kinds = (
+        RecordKind.TRAINED, RecordKind.EVALUATED, RecordKind.EVALUATION_END, RecordKind.OPTION, RecordKind.PROBE,
+    )  # fmt: skip
     selected = (records[records["kind"] == kind] for kind in kinds)
     return Ledger(shard.name, description, generations, *selected, faults=tuple(faults), notes=tuple(notes))
 
@@ -447,6 +483,12 @@ def _read_generations(records: Records, faults: list[Fault]) -> tuple[Generation
         }
         generations.append(Generation(number, (epoch, step), world_size, started_at, ranks, own_ends))
     return tuple(generations)
+
+
+def read_probe(record: np.void) -> Probe:
+    """Return the probe in a record."""
+    first, second = struct.unpack("<2f", struct.pack("<Q", int(record["first"])))
+    return Probe(int(record["epoch"]), int(record["step"]), int(record["count"]), (first, second))
 
 
 def format_ranks(ranks: tuple[int, ...] | npt.NDArray[np.integer], shown: int = 8) -> str:

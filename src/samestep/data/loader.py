@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from multiprocessing import resource_tracker, util
 from numbers import Integral
 from types import FrameType
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
+from samestep.data.content_probe import Probe, failed_probe, make_probe
 from samestep.data.global_rng import COLLATE, READ_SAMPLE, KeyedCalls, Seed, draws_nothing
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
@@ -58,6 +60,14 @@ class BatchRequest:
     """The epoch's setting. It travels with the indices, so a prefetched batch cannot see that of a later epoch."""
 
 
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Samples to compare with those of other ranks, read before the first batch, in the process that reads batches."""
+
+    indices: list[int]
+    setting: object  # that of epoch 0
+
+
 class Loader:
     """Reads batch requests in order with one set of persistent workers; supports one iteration at a time."""
 
@@ -86,22 +96,36 @@ class Loader:
             worker_init_fn=WorkerSetup() if num_workers else None,
         )
 
-    def read(self, requests: Iterator[BatchRequest]) -> Iterator[object]:
-        """Yield the batches of `requests` on the device; the next one is prefetched while the current one is used."""
-        self._requests.upcoming = requests
+    def read(
+        self,
+        requests: Iterator[BatchRequest],
+        probe: ProbeRequest | None = None,
+        check: Callable[[list[Probe]], None] | None = None,
+    ) -> Iterator[object]:
+        """Yield the batches of `requests` on the device; the next one is prefetched while the current one is used.
+
+        With `probe`, `check` is called first with the probes of its samples.
+        """
+        self._requests.upcoming = requests if probe is None else chain([probe], requests)
         self._iteration += 1
         with defer_signals():
             batches = iter(self._loader)
-        batches = self._check_iteration(batches, self._iteration)
+        batches = self._check_iteration(batches, self._iteration, check if probe else None)
         if self._device.type == "cuda":
             return _prefetch_to_cuda(batches, self._device, self._dtype)
         return (move_to_device(batch, self._device, self._dtype) for batch in batches)
 
-    def _check_iteration(self, batches: Iterator[Any], number: int) -> Iterator[object]:
+    def _check_iteration(
+        self, batches: Iterator[Any], number: int, check: Callable[[list[Probe]], None] | None
+    ) -> Iterator[object]:
         for *warnings, batch in batches:
             if self._warnings is not None:
                 for warning in filter(None, warnings):
                     self._warnings.warn_once(warning)
+            if check is not None:  # the first answer has the probes
+                check(batch)
+                check = None
+                continue
             yield batch
             if self._iteration != number:
                 raise DataError(
@@ -110,13 +134,13 @@ class Loader:
                 )
 
 
-class _RequestSampler(Sampler[BatchRequest]):
+class _RequestSampler(Sampler[BatchRequest | ProbeRequest]):
     """The batch sampler of the DataLoader; `upcoming` is replaced for every iteration."""
 
     def __init__(self) -> None:
-        self.upcoming: Iterator[BatchRequest] = iter(())
+        self.upcoming: Iterator[BatchRequest | ProbeRequest] = iter(())
 
-    def __iter__(self) -> Iterator[BatchRequest]:
+    def __iter__(self) -> Iterator[BatchRequest | ProbeRequest]:
         return self.upcoming
 
 
@@ -129,10 +153,34 @@ class _KeyedDataset:
         self._at_once = _reads_batches(dataset)
         self._warning: str | None = None
 
-    def __getitems__(self, request: BatchRequest) -> "_ReadBatch":
+    def __getitems__(self, request: BatchRequest | ProbeRequest) -> "_ReadBatch":
+        if isinstance(request, ProbeRequest):
+            return self._probe(request)
         indices = request.indices.tolist()
         samples = self._read(request, indices)
         return _ReadBatch(samples, request.epoch, indices[0], self._warning)
+
+    def _probe(self, request: ProbeRequest) -> "_ReadBatch":
+        """Read samples for a comparison, the first one twice: with the same key it must be the same."""
+        *probes, again = (
+            self._probe_sample(index, request.setting) for index in [*request.indices, request.indices[0]]
+        )
+        warning = None
+        if not probes[0].equals(again):
+            warning = (
+                f"sample {probes[0].index} of {type(self._dataset).__name__} differs when it is read again with the "
+                f"same random state ({probes[0].preview}, then {again.preview}), so results depend on the number of "
+                "ranks and workers: draw only from the global generators of torch, random and numpy, or from "
+                "sample_rng(), not from a generator of the dataset"
+            )
+        return _ReadBatch(probes, 0, -1, warning)
+
+    def _probe_sample(self, index: int, setting: object) -> Probe:
+        try:
+            (sample,) = self._read(BatchRequest(0, np.array([index]), setting), [index])
+        except SampleError as error:
+            return failed_probe(0, index, error)
+        return make_probe(0, index, sample)
 
     def _read(self, request: BatchRequest, indices: list[int]) -> list[object]:
         read = partial(self._read_samples, request, indices)
@@ -181,9 +229,9 @@ def _reads_batches(dataset: Any) -> bool:
 class _ReadBatch:
     """The samples of a batch, before they are collated."""
 
-    samples: list[object]
+    samples: Sequence[object]
     epoch: int
-    first: int  # the index of the first sample, which keys the random numbers of collate_fn
+    first: int  # the index of the first sample, which keys the random numbers of collate_fn; -1: these are probes
     warning: str | None
 
 
@@ -229,7 +277,9 @@ class _CollateRead:
     collate: KeyedCollate
 
     def __call__(self, read: _ReadBatch) -> tuple[str | None, str | None, object]:
-        batch = self.collate(read.samples, read.epoch, read.first)
+        if read.first < 0:
+            return read.warning, None, read.samples
+        batch = self.collate(list(read.samples), read.epoch, read.first)
         return read.warning, self.collate.warning, batch
 
 

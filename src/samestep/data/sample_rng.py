@@ -22,7 +22,8 @@ from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, key64, keyed_word
 from samestep.errors import DataError
 
 # The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py), 7 to 9 to
-# the global generators (global_rng.py), 11 and 12 to the draws of models (parallel/model_randomness.py).
+# the global generators (global_rng.py), 11 and 12 to the draws of models (parallel/model_randomness.py),
+# 13 and 14 to comparisons (content_probe.py).
 _SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 10
 
 _LOW_24: Final = (1 << 24) - 1

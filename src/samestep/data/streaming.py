@@ -10,16 +10,16 @@ rank reads only the shards that feed its own part, and global batches are still 
 cost: if shards differ in length, the last steps are smaller, and the ranks must sum up to know the samples of a step.
 Its `count` is None, and a rank may end before others do.
 
-samestep cannot detect a dataset whose order differs between processes (a shuffle seeded by the clock, a split by RANK
-inside the dataset): such a stream loses and repeats samples. Three optional methods of a dataset are used:
-`set_epoch(epoch)` is called before reading; `seek(position)`, or `state_dict()` and `load_state_dict(state)` as in
-torchdata and Hugging Face datasets, let a run resume without reading the stream from its beginning.
+A dataset whose order differs between processes (a shuffle seeded by the clock, a split by RANK inside the dataset)
+would lose and repeat samples, so the first records of all processes are compared. Three optional methods of a dataset
+are used: `set_epoch(epoch)` is called before reading; `seek(position)`, or `state_dict()` and `load_state_dict(state)`
+as in torchdata and Hugging Face datasets, let a run resume without reading the stream from its beginning.
 """
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from typing import Any, Final
@@ -27,6 +27,7 @@ from typing import Any, Final
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from samestep.data.content_probe import FIRST_RECORDS, Probe, make_probe
 from samestep.data.global_rng import OPEN_STREAM, READ_SAMPLE, Seed, keyed_globals
 from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
@@ -77,6 +78,7 @@ class StreamStep:
     state: object  # the `state_dict` of the stream after this step, for `start_state`; None if it has none
     padding_sample: object = None
     """If this rank has no samples: a sample to pad a batch with, or None if the stream has none."""
+    probes: tuple[Probe, ...] = ()  # in the first step of each worker: the first records that it has read
 
 
 _Lane = tuple[PositionRange, PositionRange, Iterator[object]]
@@ -114,6 +116,7 @@ class StreamPartition(IterableDataset[StreamStep]):
     decode: Callable[[object], object] | None = None
     """Called with each record that this rank keeps; `sample_rng()` works in it as in the stream itself."""
     drop_last: bool = False  # leave out a last step with fewer than `global_batch` samples
+    probe: bool = False  # whether to return probes of the first records
 
     def __post_init__(self) -> None:
         check_stream(self.dataset)
@@ -148,13 +151,13 @@ class StreamPartition(IterableDataset[StreamStep]):
         return 0 if seeks and not is_sharded(self.dataset) else self.start_step
 
     def _read_by_position(self, worker: int, workers: int) -> Iterator[StreamStep]:
-        records = self._open_stream()
-        for number in count(self.start_step - self._replayed_steps):
+        records, probes, first = self._open_stream(), list[Probe](), self.start_step - self._replayed_steps
+        for number in count(first):
             own = self._belongs_to(number, worker, workers)
             positions = range(number * self.global_batch, (number + 1) * self.global_batch)
             # A smaller last step moves a rank's part towards the front, never further back.
             keep = split_evenly(self.global_batch, self.world_size, self.rank)[1] if own else 0
-            found, kept = self._take(records, positions, (0, keep))
+            found, kept = self._take(records, positions, (0, keep), probes if self.probe and number == first else None)
             ends = found < self.global_batch
             counts = found > 0 and not (ends and self.drop_last)
             if ends and number + counts < self.start_step:
@@ -165,12 +168,15 @@ class StreamPartition(IterableDataset[StreamStep]):
                 )
             if own and counts:
                 start, stop = split_evenly(found, self.world_size, self.rank)
-                yield self._make_step(number, positions[start:stop], kept[start:stop], found, (kept[0], positions[0]))
+                step = self._make_step(number, positions[start:stop], kept[start:stop], found, (kept[0], positions[0]))
+                yield replace(step, probes=tuple(probes))
+                probes.clear()
             if ends:
                 return
 
     def _read_by_shards(self, dataset: Any, worker: int, workers: int) -> Iterator[StreamStep]:
         lanes = list(_open_lanes(dataset, self.global_batch, self.rank, self.world_size))
+        probes = self._probe_shards(dataset) if self.probe else []
         padding: tuple[object, int] | None = None
         for number in count():
             own = self._belongs_to(number, worker, workers)
@@ -178,9 +184,18 @@ class StreamPartition(IterableDataset[StreamStep]):
             if number == 0:  # a rank that resumes after its own end, or has no records, still needs a padding sample
                 padding = (samples[0], positions[0]) if samples else self._first_record(dataset)
             if own or (not found and number <= self.start_step):
-                yield self._make_step(number, positions, samples, None, padding)
+                step = self._make_step(number, positions, samples, None, padding)
+                yield replace(step, probes=tuple(probes))
+                probes.clear()
             if not found:
                 return
+
+    def _probe_shards(self, dataset: Any) -> list[Probe]:
+        """Return the probes of the first records of the first and the last shard, which every rank reads for that."""
+        probes = list[Probe]()
+        for shard in sorted({0, dataset.num_shards - 1}):
+            self._take(iter(dataset.shard(shard)), range(shard, shard + 1), (0, 0), probes)
+        return probes
 
     def _take_from_lanes(self, lanes: list[_Lane], number: int, keep: bool) -> tuple[int, list[int], list[object]]:
         """Return how many records this rank's lanes have for a step, and the kept ones with their positions."""
@@ -217,8 +232,13 @@ class StreamPartition(IterableDataset[StreamStep]):
     def _belongs_to(self, number: int, worker: int, workers: int) -> bool:
         return number >= self.start_step and (number - self.start_step) % workers == worker
 
-    def _take(self, records: Iterator[object], positions: range, keep: PositionRange) -> tuple[int, list[object]]:
-        """Read these positions; return how many the stream still has, and the records in the range `keep` of them."""
+    def _take(
+        self, records: Iterator[object], positions: range, keep: PositionRange, probes: list[Probe] | None = None
+    ) -> tuple[int, list[object]]:
+        """Read these positions; return how many the stream still has, and the records in the range `keep` of them.
+
+        The probes of the first records are added to `probes`.
+        """
         kept, position = list[object](), positions.start
         try:
             # Every process that reads these positions reads all of them in order: one seed makes all draws the same.
@@ -229,6 +249,8 @@ class StreamPartition(IterableDataset[StreamStep]):
                         record = next(records, _END)
                     if record is _END:
                         return offset, kept
+                    if probes is not None and offset < FIRST_RECORDS:
+                        probes.append(make_probe(self.epoch, position, record))
                     if keep[0] <= offset < keep[1]:
                         kept.append(record)
         except Exception as error:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset
+from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
@@ -63,18 +64,21 @@ class Shard(TrainingData):
         context = self._context
         self._dataset, self._collate_fn, self._epoch_settings = dataset, collate_fn, epoch_settings
         n, seed, global_batch = check_dataset(dataset), context.config.seed, context.config.global_batch
-        self._order = SampleOrder(n, seed, shuffle, _to_numpy(sampling_weights))
+        weights = _to_numpy(sampling_weights)
+        self._order, weights_hash = SampleOrder(n, seed, shuffle, weights), hash_values(weights)
         rows, world = choose_micro_batch(context, micro_batch), context.world
         self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
-        check_lengths(context.comm.exchange_objects("run.shard", n))
+        options = {"shuffle": shuffle, "sampling_weights": weights_hash, "drop_last": drop_last, "micro_batch": rows}
+        by_rank = context.comm.exchange_objects("run.shard", (n, options))
+        check_lengths([length for length, _ in by_rank])
+        check_same_options("run.shard", [options for _, options in by_rank])
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
-        weighted = sampling_weights is not None
-        description = ShardDescription(n, seed, shuffle, global_batch, weighted, drop_last)
+        description = ShardDescription(n, seed, shuffle, global_batch, weights is not None, drop_last)
         self._name = name or f"shard-{loop.shards}"
         loop.shards += 1
-        self._ledger = open_ledger(context, self._name, description)
+        self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
         context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
@@ -127,7 +131,7 @@ class Shard(TrainingData):
         # sample is filled, with one padding row.
         requests = (BatchRequest(0, np.arange(*evaluation.read_range(k)), setting) for k in range(len(evaluation)))
         number = self._ledger.begin_evaluation(self._epoch, self._step) if self._ledger else 0
-        for k, data in enumerate(self._loader("evaluation").read(requests)):
+        for k, data in enumerate(self._loader("evaluation").read(requests, self._probe(), self._compare)):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
             keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
@@ -191,11 +195,20 @@ class Shard(TrainingData):
                     requested.append((rows.real, chosen))
                     yield BatchRequest(epoch, chosen, setting)
 
-        for data in self._loader("training").read(requests()):
+        for data in self._loader("training").read(requests(), self._probe(), self._compare):
             real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)
             yield MicroBatch(data, weights, make_keys, indices.tolist(), real)
+
+    def _probe(self) -> ProbeRequest | None:
+        """The samples to compare with other ranks and earlier starts, unless that is done."""
+        if not self._must_compare:
+            return None
+        return ProbeRequest(probe_indices(self._partition.n, self._order.seed), self._epoch_setting(0))
+
+    def _compare(self, probes: list[Probe]) -> None:
+        check_same_samples(self._dataset, self._gather_probes(probes))
 
     def _row_weights(self, rows: int, real: int) -> torch.Tensor:
         if (rows, real) not in self._weights:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from samestep.data.content_probe import check_same_options, check_same_records, check_same_workers
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
@@ -56,6 +58,9 @@ class Stream(TrainingData):
         self._decode, self._drop_last = decode, drop_last
         self._collate, self._num_workers = KeyedCollate(collate_fn, config.seed, context.world.rank), num_workers
         self._micro_batch = choose_micro_batch(context, micro_batch)
+        shards = int(cast("Any", dataset).num_shards) if is_sharded(dataset) else None
+        options = {"drop_last": drop_last, "micro_batch": self._micro_batch, "num_shards": shards}
+        check_same_options("run.stream", context.comm.exchange_objects("run.stream", options))
         description = ShardDescription(
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
         )
@@ -92,6 +97,8 @@ class Stream(TrainingData):
                 "a sharded model cannot be evaluated on a stream: its ranks need the same number of batches, and the "
                 "length of a stream is unknown; pass a dataset with a length to run.shard"
             )
+        if self._ledger and self._must_compare:
+            self._ledger.begin(self._epoch, self._step)
         for part in self._read(epoch=0, first=0, state=None, drop_last=False):
             rows = self._micro_batch or len(part.samples) or 1
             for start in range(0, len(part.samples), rows):
@@ -144,7 +151,7 @@ class Stream(TrainingData):
         config, world = self._context.config, self._context.world
         partition = StreamPartition(
             self._dataset, world.rank, world.size, config.global_batch, first, state, config.seed, epoch,
-            self._decode, drop_last,
+            self._decode, drop_last, self._must_compare or (self._num_workers > 1 and not self._compared),
         )  # fmt: skip
         loader: DataLoader[StreamStep] = DataLoader(
             _as_dataset(partition),
@@ -155,7 +162,18 @@ class Stream(TrainingData):
             worker_init_fn=WorkerSetup() if self._num_workers else None,
         )
         with defer_signals():
-            return iter(loader)
+            parts = iter(loader)
+        return self._compare(parts) if partition.probe else parts
+
+    def _compare(self, parts: Iterator[StreamStep]) -> Iterator[StreamStep]:
+        """The same parts; before the first one all ranks, and then all workers, compare the records they begin with."""
+        first = next(parts, None)
+        probes = first.probes if first is not None else ()
+        check_same_records(self._dataset, self._gather_probes(probes))
+        for part in chain([] if first is None else [first], parts):
+            if part.probes:
+                check_same_workers(self._dataset, probes, part.probes)
+            yield part
 
     def _with_counts(self, parts: Iterator[StreamStep]) -> Iterator[tuple[StreamStep, int, int, int]]:
         """Each part with the samples of the step over all ranks, the largest number of any rank, and lower ranks' sum.

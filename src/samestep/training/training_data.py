@@ -1,7 +1,7 @@
 """The base of shards and streams: epochs, position, keys of samples, micro-batch size, data workers and the ledger."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from samestep.context import RunContext
 from samestep.data import loader
+from samestep.data.content_probe import Probe
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
 from samestep.data.sample_rng import micro_batch_keys, normal, sample_keys, uniform
 from samestep.environment.hardware import read_hardware
@@ -63,6 +64,8 @@ class TrainingData(ABC):
         self._epoch = self._step = self._draws = 0
         self._evaluating = False
         self._epochs_of_process = 0  # completed epochs since this process built or restored it
+        self._ledger: ShardLedger | None = None
+        self._compared = False  # whether the ranks have compared what they read
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over all samples, in batches of this rank, for evaluation."""
@@ -101,6 +104,18 @@ class TrainingData(ABC):
         self._epoch, self._step, self._epochs_of_process = epoch, step, 0
         # before the first step of an epoch an evaluation belongs to the previous one
         self._context.progress.epoch = epoch if step else max(0, epoch - 1)
+
+    @property
+    def _must_compare(self) -> bool:
+        """Whether the first read must return probes of the data: for the other ranks, or for the ledger."""
+        return not self._compared and not (self._ledger is None and self._context.comm.alone)
+
+    def _gather_probes(self, probes: Sequence[Probe]) -> list[Sequence[Probe]]:
+        """Record what this rank reads, and return what every rank reads; a collective, once per shard or stream."""
+        self._compared = True
+        if self._ledger is not None:
+            self._ledger.record_data(probes)
+        return self._context.comm.exchange_objects("the comparison of the data between ranks", probes)
 
     def random(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1) of shape (rows, *shape) for the batch of an evaluation; new at every call.
@@ -170,7 +185,9 @@ def choose_num_workers(context: RunContext, dataset: object, num_workers: int | 
     return chosen
 
 
-def open_ledger(context: RunContext, name: str, description: ShardDescription) -> ShardLedger | None:
+def open_ledger(
+    context: RunContext, name: str, description: ShardDescription, weights_hash: str | None = None
+) -> ShardLedger | None:
     """A ledger for another shard or stream, if the run keeps ledgers."""
     if not context.config.ledger:
         return None
@@ -178,6 +195,6 @@ def open_ledger(context: RunContext, name: str, description: ShardDescription) -
         raise DataError(f"two shards are named {name!r}, and each needs its own ledger: pass different names")
     generation = context.once(next_generation, context.folder, name)
     world = context.world
-    ledger = ShardLedger(context.folder, name, description, world.rank, world.size, generation)
+    ledger = ShardLedger(context.folder, name, description, world.rank, world.size, generation, weights_hash)
     context.ledgers.append(ledger)
     return ledger
