@@ -92,20 +92,3 @@ def test_an_invalid_number_of_passes_raises(tmp_path):
         for passes in (0, 1.5, "2"):
             with pytest.raises(DataError, match=r"passes=.* is not a number of loops: pass how often you loop over"):
                 run.shard(data(), passes=passes)
-
-
-def test_an_optimizer_step_inside_the_loop_names_the_way_of_a_gan(tmp_path):
-    with Run(global_batch=4, folder=tmp_path) as run:
-        model = run.wrap(network(2, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        message = (
-            r"SGD.step\(\) was called inside the loop over the micro-batches of step 0, before its gradients "
-            r"are complete: call it after the loop; for one loop per optimizer, as in a GAN, pass "
-            r"run.shard\(..., passes=2\)"
-        )
-        for epoch in run.shard(data()[:4], micro_batch=2, num_workers=0).epochs(1):
-            for step in epoch:
-                for x in step:
-                    step.mean(model(x)).backward()
-                    with pytest.raises(StepError, match=message):
-                        optimizer.step()
