@@ -1,6 +1,7 @@
 """The checks for leftovers: each kind is named, and a test that leaves one fails."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,14 @@ def test_a_thread_is_named_and_a_daemon_is_not(leftovers):
         end.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_process_started_by_a_child_is_named_too(leftovers):
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
+        grandchild = int(child.stdout.readline())
+        lines = leftovers()
+        os.kill(grandchild, signal.SIGKILL)
+    assert sorted(int(line.split()[2]) for line in lines) == sorted([child.pid, grandchild])
 
 
 def test_a_child_process_is_named_with_its_command(leftovers):

@@ -94,8 +94,9 @@ def test_a_value_that_is_missing_or_not_finite_in_one_run_differs():
 def test_runs_of_different_lengths_and_runs_without_metrics_raise():
     with pytest.raises(LaunchError, match="the runs logged different steps, 1 and 2 records: the script must take"):
         compare([record(0, loss=1.0)], [record(0, loss=1.0), record(1, loss=1.0)])
-    with pytest.raises(LaunchError, match=r"the script logged no metric: it must train with step\.mean"):
-        compare([record(0)], [record(0)])
+    for empty in ([record(0)], []):
+        with pytest.raises(LaunchError, match=r"the script logged no metric: it must train with step\.mean"):
+            compare(empty, empty)
 
 
 @pytest.mark.parametrize("counts", ["1", "1,1", "two,1", "0,2", ""])

@@ -24,6 +24,7 @@ LIGHTNING_WARNINGS = (
     r"The '.*_dataloader' does not have many workers",
     r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
     r"You defined a `validation_step` but have no `val_dataloader`",
+    r"You have overridden `on_after_batch_transfer` in `LightningModule` but have passed in a `LightningDataModule`",
     r"Using `DistributedSampler` with the dataloaders",
     r"Trying to infer the `batch_size` from an ambiguous collection",
     r"You called `self\.log\(.*\)` in your .* but have no logger configured",

@@ -160,6 +160,7 @@ def optimizer_step_in_the_loop(micro_batch):
 def test_an_optimizer_step_before_the_gradients_are_complete_raises(ranks):
     for text in ranks.errors(2, optimizer_step_in_the_loop, 1):
         assert "StepError: SGD.step() was called inside the loop over the micro-batches of step 0" in text
+        assert "call it after the loop; for one loop per optimizer, as in a GAN, pass run.shard(..., passes=2)" in text
     ranks(2, optimizer_step_in_the_loop, None)  # one micro-batch per step: the gradients are complete
 
 

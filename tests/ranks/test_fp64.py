@@ -158,3 +158,19 @@ def test_float32_by_name_in_a_run_of_fp64_gets_a_note(layer, shape):
         "this run computes in float64, and the script makes tensors of another type: remove .float() and "
         "dtype=torch.float32, or use x.to(weight.dtype)"
     ]
+
+
+def call_teacher(placement):
+    torch.save(nn.Linear(4, 3).state_dict(), "teacher.pt")
+    with Run(global_batch=4, precision="fp64") as run:
+        teacher = run.teacher(build_teacher, weights="teacher.pt", placement=placement)
+        return teacher(torch.ones(2, 4)).dtype
+
+
+def build_teacher():
+    return nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize("placement", ["cpu", "offload"])
+def test_a_teacher_computes_in_float64_too(ranks, placement):
+    assert ranks(1, call_teacher, placement) == [torch.float64]

@@ -62,8 +62,7 @@ def after_backward_with_zeros(model, optimizer, step, batch):
 RESETS = [before_the_loss, before_backward_with_zeros, after_backward, after_backward_with_zeros]
 
 
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("reset", "size"), [*((reset, 1) for reset in RESETS), (RESETS[0], 2), (RESETS[3], 2)])
 def test_a_reset_between_micro_batches_raises_and_names_the_line(ranks, reset, size):
     line = next(n for n in range(1, 4) if "zero_grad" in source_line(reset, n)) + reset.__code__.co_firstlineno
     expected = f"test_zero_grad.py:{line} resets the gradients " + MESSAGE.format(count=4 // size, why="")
@@ -131,16 +130,14 @@ def test_what_loses_no_gradient_does_not_raise(ranks, reset, size):
         torch.testing.assert_close(torch.cat([torch.tensor(p).flatten() for p in weights]), expected)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
-@pytest.mark.parametrize("reset", RESETS[:2])
+@pytest.mark.parametrize(("strategy", "reset"), [("fsdp", RESETS[0]), ("zero2", RESETS[1])])
 def test_fsdp_keeps_the_gradients_of_earlier_micro_batches(ranks, strategy, reset):
     expected = torch.cat([torch.tensor(p).flatten() for p in ranks(1, train, keep, None, None)[0]])
     for weights in ranks(2, train, reset, strategy):
         torch.testing.assert_close(torch.cat([torch.tensor(p).flatten() for p in weights]), expected)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
-@pytest.mark.parametrize("reset", RESETS[2:])
+@pytest.mark.parametrize(("strategy", "reset"), [("fsdp", RESETS[2]), ("zero2", RESETS[3])])
 def test_a_reset_after_the_last_backward_pass_of_fsdp_raises(ranks, strategy, reset):
     for text in ranks.errors(2, train, reset, strategy):
         assert "StepError: the gradients were reset (by zero_grad()?) " + MESSAGE.format(count=2, why="") in text

@@ -47,6 +47,16 @@ def test_progressive_images_learns_digits(ranks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_contrastive_learns_digits_without_labels(ranks, tmp_path):
+    difference, one, two = train_on_one_and_two(ranks, small_run("contrastive"), tmp_path)
+    assert difference < LIMIT
+    assert_same_metrics(one, two)
+    # seeds 0 to 5: 0.832 0.872 0.865 0.832 0.832 0.882; with the pixels as features 0.721
+    assert two["epoch/accuracy"] > 0.78
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_saliency_predicts_the_fixations_of_synthetic_scenes(ranks, tmp_path):
     scenes = tmp_path / "one" / "synthetic"  # the run on one rank writes the scenes, the other one reads them
     difference, one, two = train_on_one_and_two(ranks, small_run("saliency"), tmp_path, data=scenes)

@@ -22,6 +22,7 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # them with several seeds.
 SMALL_RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "digits": ("digits", {"epochs": 3}),
+    "contrastive": ("contrastive", {"epochs": 12}),
     "cfg_diffusion": ("cfg_diffusion", {"epochs": 6, "width": 48, "layers": 2, "samples": 5, "passes": 8}),
     "progressive_images": ("progressive_images", {"epochs": 4, "size": 16, "global_batch": 128}),
     "fashion": ("progressive_images", {"data": FASHION_MNIST, "epochs": 4, "size": 16, "every": 40}),

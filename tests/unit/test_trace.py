@@ -1,5 +1,7 @@
 """Traced profiles: bytes and FLOPs calculated by hand, and compared with real tensors."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -131,6 +133,15 @@ def test_a_model_may_be_converted_and_tied_while_it_is_built():
     assert profile.method == "traced without memory"
 
 
+def words_and_loss():
+    return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+
+@cache
+def profile_of_words(precision, target):
+    return trace_model(words_and_loss, optimizer=sgd, precision=precision, target=target)
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -140,11 +151,8 @@ def test_the_trace_predicts_the_memory_of_real_tensors(precision, checkpointed, 
 
     from samestep.planner.cuda_emulation import emulate_cuda
 
-    def build():
-        return (*words(), lambda model, batch: cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()))
-
-    profile = trace_model(build, optimizer=sgd, precision=precision, target=target)
-    traced = build_model(build, None)
+    profile = profile_of_words(precision, target)
+    traced = build_model(words_and_loss, None)
     with emulate_cuda() if target == "cuda" else nullcontext():
         dtype = {"fp32": None, "fp16": torch.float16}[precision]
         tracer = StepTracer(traced, StepConfig(sgd, dtype, target), 4)

@@ -122,7 +122,8 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
     )
     if ended.returncode:
         raise LaunchError(f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above")
-    return read_metrics(folder / "metrics.jsonl", by_step=True)
+    path = folder / "metrics.jsonl"
+    return read_metrics(path, by_step=True) if path.is_file() else []
 
 
 def _read_counts(ranks: str) -> list[int]:

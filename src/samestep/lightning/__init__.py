@@ -6,14 +6,19 @@ from typing import TYPE_CHECKING
 from samestep.errors import SamestepError
 
 # Imported on first access: Lightning takes seconds to import and comes with an extra.
-_MODULES = {"FileLogger": "file_logger", "SameStep": "same_step", "mean": "same_step"}  # others: trainer_ranks
+_MODULES = {
+    "FileLogger": "file_logger", "SameStep": "same_step", "StopAllRanks": "trainer_ranks",
+    "launcher_args": "trainer_ranks", "mean": "step_functions", "normal": "step_functions", "once": "trainer_ranks",
+    "random": "step_functions",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from samestep.lightning.file_logger import FileLogger
-    from samestep.lightning.same_step import SameStep, mean
+    from samestep.lightning.same_step import SameStep
+    from samestep.lightning.step_functions import mean, normal, random
     from samestep.lightning.trainer_ranks import StopAllRanks, launcher_args, once
 
-__all__ = ["FileLogger", "SameStep", "StopAllRanks", "launcher_args", "mean", "once"]
+__all__ = ["FileLogger", "SameStep", "StopAllRanks", "launcher_args", "mean", "normal", "once", "random"]
 
 
 def __getattr__(name: str) -> object:
@@ -26,4 +31,4 @@ def __getattr__(name: str) -> object:
         raise SamestepError(
             f"samestep.lightning needs Lightning and cannot import it ({error}): pip install 'samestep[lightning]'"
         ) from error
-    return getattr(import_module(f"samestep.lightning.{_MODULES.get(name, 'trainer_ranks')}"), name)
+    return getattr(import_module(f"samestep.lightning.{_MODULES[name]}"), name)

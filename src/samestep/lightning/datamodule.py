@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from samestep.data.partition import Partition
 from samestep.data.permutation import SampleOrder
 from samestep.errors import DataError, StepError
+from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.loaders import EpochSettings, EvalLoader, LoaderSpec, TrainLoader, read_spec
 from samestep.lightning.predictions import PredictLoader
 from samestep.lightning.trainer_ranks import list_callbacks
@@ -105,6 +106,7 @@ class ExactLoaders:
     micro_batch: int | None
     drop_last: bool
     epoch_settings: EpochSettings | None
+    randomness: BatchRandomness
     train: TrainLoader | None = None
     saved_identity: Mapping[str, int] = field(default_factory=dict[str, int])
     """From the checkpoint that the Trainer resumes from; empty for a new run."""
@@ -130,7 +132,7 @@ class ExactLoaders:
         partition = self._partition(trainer, spec)
         self._warn_about_padding(partition)
         trainer.accumulate_grad_batches = partition.shape(0)[0]
-        self.train = TrainLoader(trainer, spec, order, partition, self.epoch_settings)
+        self.train = TrainLoader(trainer, spec, order, partition, self.epoch_settings, self.randomness)
         if self.saved_identity:
             self.train.check_identity(self.saved_identity)
             self.saved_identity = {}
@@ -148,7 +150,7 @@ class ExactLoaders:
                     "classes in the metric instead"
                 )
             loader_class = PredictLoader if hook == "predict_dataloader" else EvalLoader
-            exact.append(loader_class(trainer, spec, self.seed, self.epoch_settings))
+            exact.append(loader_class(trainer, spec, self.seed, self.epoch_settings, self.randomness))
         self._replace(hook, exact)
         return exact
 

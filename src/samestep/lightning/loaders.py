@@ -29,7 +29,9 @@ from samestep.data.partition import Partition, split_evenly
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, sample_keys
 from samestep.errors import DataError, StateError
+from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.trainer_ranks import gather
+from samestep.training.training_data import evaluation_epoch
 
 EpochSettings = Callable[[int], object]
 _REPLACED = "SameStep makes the order of every epoch itself"
@@ -127,6 +129,7 @@ class BatchInfo:
     """The step and weight of one training batch of this rank."""
 
     step: int  # the number of its optimizer step since training began, the same on any world size
+    number: int  # of this batch among those of the rank in the step
     samples: int  # samples in the step, over all ranks and batches
     real: int  # samples in this batch; 0 for a padding batch, which has weight 0
     last: bool  # whether the optimizer steps after this batch
@@ -148,8 +151,9 @@ class TrainLoader:
         order: SampleOrder,
         partition: Partition,
         epoch_settings: EpochSettings | None,
+        randomness: BatchRandomness,
     ) -> None:
-        self._trainer, self._order, self._partition = trainer, order, partition
+        self._trainer, self._order, self._partition, self._randomness = trainer, order, partition, randomness
         self._epoch_settings = epoch_settings
         self.batches_per_step = partition.shape(0)[0]
         """Batches of a full step on every rank: what the Trainer must accumulate."""
@@ -175,8 +179,10 @@ class TrainLoader:
         requested: deque[BatchInfo] = deque()
         assert self._loader is not None
         for data in self._loader.read(self._requests(epoch, first, requested), *self._comparison.take()):
-            self.current = requested.popleft()
+            self.current = info = requested.popleft()
+            self._randomness.begin(self._trainer, "training", info.step, info.number, info.make_keys)
             yield data
+            self._randomness.end()  # before the next samples are read
 
     @property
     def steps(self) -> int:
@@ -245,13 +251,14 @@ class TrainLoader:
                 if not rows.real:
                     chosen = indices[rows.padding_position - start : rows.padding_position - start + 1]
                 step, last = epoch * self.steps + index, number == len(micro_batches) - 1
-                make_keys = partial(self._keys, epoch, chosen)
-                requested.append(BatchInfo(step, end - begin, rows.real, last, chosen.tolist(), make_keys))
+                make_keys = partial(_make_keys, self._trainer, self._order.seed, epoch, chosen)
+                requested.append(BatchInfo(step, number, end - begin, rows.real, last, chosen.tolist(), make_keys))
                 yield BatchRequest(epoch, chosen, setting)
 
-    def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        words = sample_keys(self._order.seed, epoch, indices).view(np.int64)
-        return torch.from_numpy(words).to(self._trainer.strategy.root_device)
+
+def _make_keys(trainer: Trainer, seed: int, epoch: int, indices: np.ndarray) -> torch.Tensor:
+    words = sample_keys(seed, epoch, indices).view(np.int64)
+    return torch.from_numpy(words).to(trainer.strategy.root_device)
 
 
 class EvalLoader:
@@ -267,9 +274,10 @@ class EvalLoader:
         spec: LoaderSpec,
         seed: int,
         epoch_settings: EpochSettings | None,
+        randomness: BatchRandomness,
         n: int | None = None,
     ) -> None:
-        self._trainer, self._epoch_settings = trainer, epoch_settings
+        self._trainer, self._epoch_settings, self._seed, self._randomness = trainer, epoch_settings, seed, randomness
         world_size, n = trainer.world_size, spec.n if n is None else n
         if n < world_size:
             raise DataError(
@@ -288,7 +296,13 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[object]:
         assert self._loader is not None
-        yield from self._loader.read(self._requests(), *self._comparison.take())
+        epoch, requested = self._epoch(), deque[np.ndarray]()
+        reading = self._loader.read(self._requests(epoch, requested), *self._comparison.take())
+        for number, data in enumerate(reading):
+            keys = partial(_make_keys, self._trainer, self._seed, evaluation_epoch(epoch), requested.popleft())
+            self._randomness.begin(self._trainer, "evaluation", epoch, number, keys)
+            yield data
+            self._randomness.end()
 
     def close(self) -> None:
         """End the data workers."""
@@ -304,10 +318,11 @@ class EvalLoader:
         """Yield the samples of each batch of this rank."""
         return map(self.batch_range, range(self._batches))
 
-    def _requests(self) -> Iterator[BatchRequest]:
-        setting = NO_SETTING if self._epoch_settings is None else self._epoch_settings(self._epoch())
+    def _requests(self, epoch: int, requested: deque[np.ndarray]) -> Iterator[BatchRequest]:
+        setting = NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
         for start, stop in self.ranges():
-            yield BatchRequest(0, np.arange(start, stop), setting)
+            requested.append(np.arange(start, stop))
+            yield BatchRequest(0, requested[-1], setting)
 
     def _epoch(self) -> int:
         """Return the current epoch; after training, the last one."""

@@ -14,6 +14,7 @@ from lightning.pytorch.overrides.distributed import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from samestep.data.partition import split_evenly
+from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.loaders import EpochSettings, EvalLoader, LoaderSpec
 from samestep.lightning.trainer_ranks import gather
 from samestep.messages import warn
@@ -28,10 +29,17 @@ class PredictLoader(EvalLoader):
     and with a sharded model, for which all ranks must run the same number of batches, the batches are smaller too.
     """
 
-    def __init__(self, trainer: Trainer, spec: LoaderSpec, seed: int, epoch_settings: EpochSettings | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        spec: LoaderSpec,
+        seed: int,
+        epoch_settings: EpochSettings | None,
+        randomness: BatchRandomness,
+    ) -> None:
         limit, rows = trainer.limit_predict_batches, spec.given.batch_size or 1
         n = min(spec.n, limit * rows) if isinstance(limit, int) else spec.n
-        super().__init__(trainer, spec, seed, epoch_settings, n)
+        super().__init__(trainer, spec, seed, epoch_settings, randomness, n)
         batches = -(-n // rows)
         self._rows: int | None = None
         if batches >= trainer.world_size and isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):

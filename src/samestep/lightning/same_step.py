@@ -1,4 +1,4 @@
-"""`SameStep`, the callback that gives a Trainer exact data, gradients and metrics, and `mean` for masked losses."""
+"""`SameStep`, the callback that gives a Trainer exact data, gradients, randomness and metrics."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import DataError, StepError, WrapError
 from samestep.lightning import gradients
+from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_hooks
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
 from samestep.lightning.gradients import GradientWatch, UnusedParameters
@@ -59,7 +59,8 @@ class SameStep(Callback):
                 f"{', '.join(map(repr, get_args(UnusedParameters)))}"
             )
         self.unused_parameters = unused_parameters
-        self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings)
+        self.randomness = BatchRandomness(seed)
+        self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings, self.randomness)
         self._losses: dict[int, Tensor | float] = {}
         self._watch: GradientWatch | None = None
         self._manual: ManualGradients | None = None
@@ -125,6 +126,8 @@ class SameStep(Callback):
         self._preemption.install(trainer, pl_module, stage)
         for hook in ("on_validation_batch_end", "on_test_batch_end"):
             self._restore_hooks.append(_run_after(pl_module, hook, partial(_after_evaluation_batch, trainer)))
+        for hook in ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end"):
+            self._restore_hooks.append(_run_after(pl_module, hook, self._end_evaluation_batch))
         gathering = partial(gather_predictions, trainer)  # after the callbacks, which write those of their rank
         self._restore_hooks.append(_run_after(pl_module, "on_predict_epoch_end", gathering))
 
@@ -163,10 +166,9 @@ class SameStep(Callback):
             self._watch = GradientWatch(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """End here after a signal; set the sample keys that modules such as ConditioningDropout use."""
+        """End here after a signal; prepare for the backward pass of this batch."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._preemption.on_step_start(trainer, self.batch_info.step)
-        set_micro_batch(self.batch_info.make_keys)
         if self._manual is not None:
             self._manual.on_batch_start()
         if batch_idx == 0 and self._watch is not None:
@@ -220,7 +222,7 @@ class SameStep(Callback):
         if self._remove_logged is not None:
             self._remove_logged()
             self._remove_logged = None
-        set_micro_batch(None)
+        self.randomness.end()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce the metrics of the epoch over all ranks."""
@@ -241,12 +243,16 @@ class SameStep(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Clean up: Lightning does not call teardown after an exception."""
         self._preemption.remove(exception)
+        self.randomness.close(exception)
         self._clean_up()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the data workers and restore the hooks of the module and the signal handlers."""
         self._preemption.remove()
         self._clean_up()
+
+    def _end_evaluation_batch(self, *_: object) -> None:
+        self.randomness.end()
 
     def _clean_up(self) -> None:
         self._loaders.close()
@@ -256,60 +262,12 @@ class SameStep(Callback):
         self._watch = self._manual = self._ddp_parameters = self._remove_logged = None
         while self._restore_hooks:
             self._restore_hooks.pop()()
-        set_micro_batch(None)
+        self.randomness.close()
 
 
 def find_same_step(trainer: Trainer) -> SameStep | None:
     """Return the SameStep among the callbacks of a Trainer."""
     return next((callback for callback in list_callbacks(trainer) if isinstance(callback, SameStep)), None)
-
-
-def mean(module: LightningModule, losses: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the value of training_step for the mean over all samples of a step, or over what `mask` selects of them.
-
-    Without a mask it is `losses.mean()`. With a mask the count is summed over all ranks, in one small collective, and a
-    step must be one batch on each rank. In evaluation it is the mean over this batch: call
-    `self.log(..., batch_size=int(mask.sum()))`, and the value of the epoch is exact.
-
-    ```python
-    def training_step(self, batch):
-        losses = cross_entropy(self(batch.tokens), batch.targets, reduction="none")
-        return mean(self, losses, mask=batch.mask)
-    ```
-    """
-    if losses.dim() == 0:
-        raise StepError(
-            "samestep.lightning.mean got a single number and needs one loss per row: use reduction='none' (or return "
-            "the mean without it, if all rows have the same weight)"
-        )
-    if mask is None:
-        return losses.mean()
-    if mask.shape != losses.shape:
-        raise StepError(f"the mask has shape {tuple(mask.shape)}, and the losses have shape {tuple(losses.shape)}")
-    # A masked loss may be inf or nan, and nan times zero is nan: replace it by zero.
-    total = torch.where(mask != 0, losses * mask, torch.zeros_like(losses)).sum()
-    own_count = float(mask.sum(dtype=torch.float64))
-    if not module.trainer.training:
-        return total / own_count if own_count else total
-    same_step, batches = find_same_step(module.trainer), module.trainer.accumulate_grad_batches
-    if same_step is None:
-        raise StepError(
-            "samestep.lightning.mean was called in a Trainer without SameStep: pass Trainer(callbacks=[same, ...])"
-        )
-    if batches > 1:
-        raise StepError(
-            f"a masked mean needs one batch per step, and this step has {batches}: the count is known only after the "
-            "last one; leave SameStep(micro_batch=...) and accumulate_grad_batches out, or use more ranks"
-        )
-    info = same_step.batch_info
-    count = sum(gather(module.trainer, own_count if info.real else 0.0))
-    if count == 0:
-        raise StepError(
-            f"the masks of step {info.step} select nothing on any rank, so a mean does not exist: check how the mask "
-            "is made, or remove such samples from the dataset"
-        )
-    # SameStep weights the returned value by this batch's share of the samples; replace it by its share of the count.
-    return total / (count * info.share()) if info.real else total * 0
 
 
 def _identity(loader: object) -> object:

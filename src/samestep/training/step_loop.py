@@ -105,7 +105,8 @@ class StepLoop:
         if step.in_micro_batches and (len(step) > 1 or context.acceleration.loss_scale):
             raise StepError(
                 f"{kind}.step() was called inside the loop over the micro-batches of step {step.number}, before its "
-                "gradients are complete: call it after the loop"
+                "gradients are complete: call it after the loop; for one loop per optimizer, as in a GAN, pass "
+                "run.shard(..., passes=2)"
             )
         if not any(optimizer is known for known in self._optimizers):
             check_optimizer(optimizer, context.models)
