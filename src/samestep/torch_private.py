@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -176,7 +175,6 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-@cache
 def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a Python function of torch that does not ask for overrides, so that a mode sees the calls inside it.
 

@@ -73,6 +73,7 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path: Path, dtype, l
         assert (train(tmp_path / str(number), dtype=dtype, **changes) - one).abs().max() < limit
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_model_draws_by_sample_too(tmp_path: Path):
     one = train(tmp_path / "one", compile=True)
     assert (train(tmp_path / "two", micro_batch=4, compile=True) - one).abs().max() < 1e-10

@@ -5,6 +5,7 @@ or normal numbers. For the others torch's function runs once per row, with a gen
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from samestep.data.sample_rng import SampleGenerator, normal, uniform
-from samestep.parallel.keyed_draws import Draw, KeyedDraws, Rule
+from samestep.parallel.keyed_draws import Draw, KeyedDraws, RowCount, Rule
 from samestep.torch_private import without_override_check
 
 
@@ -64,15 +65,15 @@ def _factory(draw: Callable[..., Tensor]) -> Rule:
         requires_grad: bool = False, layout: Any = None, pin_memory: bool = False, names: Any = None,
     ) -> Tensor:  # fmt: skip
         del func, layout, pin_memory, names
-        where, dtype = _device(device), dtype or torch.get_default_dtype()
+        where, dtype = _device(mode, device), dtype or torch.get_default_dtype()
         values = mode.fill(_of(draw, dtype), _sizes(size), where)
         return _finish(values, requires_grad)
 
     return _drawing(rule)
 
 
-def _device(device: Any) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
+def _device(mode: KeyedDraws, device: Any) -> torch.device:
+    return mode.default_device if device is None else torch.device(device)
 
 
 def _like(draw: Callable[..., Tensor]) -> Rule:
@@ -90,12 +91,12 @@ def _like(draw: Callable[..., Tensor]) -> Rule:
 
 def _uniform_(mode: KeyedDraws, _: Any, input: Tensor, from_: float = 0.0, to: float = 1.0, **names: float) -> Tensor:
     low = names.get("from", from_)
-    values = mode.fill(_of(uniform, input.dtype), input.shape, input.device, input)
+    values = mode.fill(_of(uniform, input.dtype), input.shape, input.device, input, fresh=True)
     return input.copy_(values.mul_(to - low).add_(low))
 
 
 def _normal_(mode: KeyedDraws, _: Any, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    values = mode.fill(_of(normal, input.dtype), input.shape, input.device, input)
+    values = mode.fill(_of(normal, input.dtype), input.shape, input.device, input, fresh=True)
     return input.copy_(values.mul_(std).add_(mean))
 
 
@@ -107,7 +108,7 @@ def _normal(
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     like = max(tensors, key=Tensor.numel) if tensors else None
     if like is None:
-        shape, kind, where = tuple(size), dtype or torch.get_default_dtype(), _device(device)
+        shape, kind, where = tuple(size), dtype or torch.get_default_dtype(), _device(mode, device)
     else:
         shape, kind, where = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)), like.dtype, like.device
     values = mode.fill(_of(normal, kind), shape, where, like)
@@ -115,7 +116,7 @@ def _normal(
 
 
 def _exponential_(mode: KeyedDraws, _: Any, input: Tensor, lambd: float = 1.0) -> Tensor:
-    values = mode.fill(_of(_exponential, input.dtype), input.shape, input.device, input)
+    values = mode.fill(_of(_exponential, input.dtype), input.shape, input.device, input, fresh=True)
     return input.copy_(values.div_(lambd))
 
 
@@ -127,15 +128,15 @@ def _exponential(keys: Tensor, sizes: Sequence[int], number: int, dtype: torch.d
 
 def _bernoulli(mode: KeyedDraws, _: Any, input: Tensor, p: float | None = None) -> Tensor:
     probability = input if p is None else p
-    return (_uniforms(mode, input) < probability).to(input.dtype)
+    return (_uniforms(mode, input, fresh=not input.requires_grad) < probability).to(input.dtype)
 
 
 def _bernoulli_(mode: KeyedDraws, _: Any, input: Tensor, p: float | Tensor = 0.5) -> Tensor:
-    return input.copy_(_uniforms(mode, input) < p)
+    return input.copy_(_uniforms(mode, input, fresh=True) < p)
 
 
-def _uniforms(mode: KeyedDraws, like: Tensor) -> Tensor:
-    return mode.fill(_of(uniform, torch.float32), like.shape, like.device, like)
+def _uniforms(mode: KeyedDraws, like: Tensor, fresh: bool = False) -> Tensor:
+    return mode.fill(_of(uniform, torch.float32), like.shape, like.device, like, fresh)
 
 
 def _dropout(
@@ -233,7 +234,7 @@ def _randint(
     def draw(row: Tensor | None, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
         return torch.randint(first, end, tuple(sizes), dtype=kind, device=device, generator=generator)
 
-    return mode.by_generators(draw, tuple(size), _device(device))
+    return mode.by_generators(draw, tuple(size), _device(mode, device))
 
 
 def _randint_like(mode: KeyedDraws, _: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -254,7 +255,7 @@ def _randperm(mode: KeyedDraws, _: Any, n: int, **kwargs: Any) -> Tensor:
             "depends on the number of ranks and on micro_batch: permute the dataset instead, or draw a partner per "
             "sample in the dataset",
         )
-    device = _device(kwargs.get("device"))
+    device = _device(mode, kwargs.get("device"))
     return mode.by_generators(
         lambda row, sizes, generator: torch.randperm(n, generator=generator, **kwargs), (), device
     )
@@ -307,13 +308,21 @@ def _recurrent(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[
             own = slice(layer * directions, (layer + 1) * directions)
             start = tuple(part[own].contiguous() for part in state) if lstm else state[own].contiguous()
             chosen = weights[layer * per_layer : (layer + 1) * per_layer]
-            data, *final = func(data, start, chosen, biases, 1, 0.0, train, bidirectional, batch_first)
+            data, *final = _one_layer(func, data, start, chosen, biases, 1, 0.0, train, bidirectional, batch_first)
             finals.append(final)
             if layer < layers - 1:
                 data = mode.drop(data, p)
     finally:
         mode.batch_dim = before
     return data, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+
+def _one_layer(func: Any, data: Tensor, *args: Any) -> Any:
+    if not data.is_cuda:
+        return func(data, *args)
+    with warnings.catch_warnings():  # cuDNN copies the weights of one layer into one chunk of memory, and says so
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        return func(data, *args)
 
 
 def _packed_recurrent(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,10 +345,36 @@ def _tiling(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return result
 
 
-def _entered(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shape(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.shape and Tensor.size: in a micro-batch of one row, mark the number of rows."""
+    found = func(*args, **kwargs)
+    if torch.compiler.is_compiling() or not mode.single_row:
+        return found
+    if isinstance(found, int):
+        dim = kwargs["dim"] if kwargs else args[1]
+        return RowCount(1) if found == 1 and dim == 0 else found
+    return torch.Size([RowCount(1), *found[1:]]) if found and found[0] == 1 else found
+
+
+def _creating(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A function that creates a tensor of a given size."""
+    result = func(*args, **kwargs)
+    if not torch.compiler.is_compiling() and mode.single_row:
+        for value in (args, *args, kwargs.get("size")):
+            if isinstance(value, list | tuple):
+                mode.note_size(result, value)
+    return result
+
+
+def _entered(function: Callable[..., Any]) -> Rule:
     """A Python function of torch that draws inside, or a backward pass, which computes checkpointed layers again."""
-    with mode:
-        return without_override_check(func)(*args, **kwargs)
+    unchecked = without_override_check(function)
+
+    def rule(mode: KeyedDraws, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return unchecked(*args, **kwargs)
+
+    return rule
 
 
 DRAW_RULES: Final[dict[Any, Rule]] = {
@@ -360,13 +395,27 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
     **dict.fromkeys(
         (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat), _tiling
     ),
+    **dict.fromkeys((Tensor.shape.__get__, Tensor.size), _shape),  # pyright: ignore  # a property of torch
+    **dict.fromkeys(
+        (
+            torch.empty,
+            torch.zeros,
+            torch.ones,
+            torch.full,
+            Tensor.new_empty,
+            Tensor.new_zeros,
+            Tensor.new_ones,
+            Tensor.new_full,
+        ),
+        _creating,
+    ),
     functional.rrelu: _drawing(_rrelu),
     functional.scaled_dot_product_attention: _drawing(_attention),
-    functional.multi_head_attention_forward: _entered,
-    functional.gumbel_softmax: _entered,
-    torch.autograd.grad: _entered,
-    torch.autograd.backward: _entered,
-    Tensor.backward: _entered,
+    functional.multi_head_attention_forward: _entered(functional.multi_head_attention_forward),
+    functional.gumbel_softmax: _entered(functional.gumbel_softmax),
+    torch.autograd.grad: _entered(torch.autograd.grad),
+    torch.autograd.backward: _entered(torch.autograd.backward),
+    Tensor.backward: _entered(Tensor.backward),
     **dict.fromkeys((functional.dropout, torch.dropout), _drawing(_dropout)),
     torch.dropout_: _drawing(_dropout_),
     torch.native_dropout: _drawing(_native_dropout),

@@ -26,6 +26,9 @@ Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row,
 Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # the mode, the function and its arguments
 
 
+_FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the rows of the micro-batch are in a tensor: in dimension `dim`, with `parts` entries for each row.
@@ -69,13 +72,19 @@ def find_layout(shape: Sequence[int], rows: int, batch_dim: int | None, activati
     if second and dims > 2 and batch_dim == 1:
         return Layout(dim=1)
     if dims and shape[0] == rows:
-        scalar = rows == 1 and dims == 1 and not activation  # torch.rand(1) is one number for all rows
-        return None if scalar else Layout()
+        return Layout()
     if second and (dims > 2 or batch_dim == 1):
         return Layout(dim=1)
     if activation and dims and shape[0] and shape[0] % rows == 0:
         return Layout(parts=shape[0] // rows)
     return None
+
+
+class RowCount(int):
+    """The size 1 of a first dimension, read from a tensor in a micro-batch of one row.
+
+    There `torch.rand(x.shape[0], 8)` is noise of the sample, and `torch.rand(1, 8)` is noise that all samples share.
+    """
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -86,6 +95,7 @@ class KeyedDraws(TorchFunctionMode):
         self._rules = rules
         self.batch_dim: int | None = None
         self.attention_limit = math.inf  # bytes that the attention weights of one layer may take
+        self.default_device = torch.device("cpu")  # of torch.rand and the like, since Dynamo cannot ask torch for it
         self.draws = 0  # of this micro-batch, also those of compiled graphs
         self._warn = warn
         self._keys: dict[torch.device, Tensor] = {}
@@ -113,12 +123,15 @@ class KeyedDraws(TorchFunctionMode):
         self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
         torch.default_generator.manual_seed(step_key)
         prepare_for_graphs(keys.device)
+        self.default_device = torch.get_default_device()
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = self._rules.get(func)
         if rule is None:
+            if torch.compiler.is_compiling() and getattr(func, "__name__", "") == "unflatten":
+                return torch.unflatten(*args, **(kwargs or {}))  # Dynamo cannot trace super() in Tensor.unflatten here
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})
 
@@ -143,16 +156,43 @@ class KeyedDraws(TorchFunctionMode):
             self._keys[device] = next(iter(self._keys.values())).to(device)
         return self._keys[device]
 
-    def layout(self, shape: Sequence[int], like: Tensor | None) -> Layout | None:
-        """Where the rows are in a draw of this shape; None for a draw that all ranks share."""
+    def layout(self, shape: Sequence[int], like: Tensor | None, fresh: bool = False) -> Layout | None:
+        """Where the rows are in a draw of this shape; None for a draw that all ranks share.
+
+        `like` is the tensor whose shape it is, and `fresh` says that it was created for the draw.
+        """
         if isinstance(like, nn.Parameter):
             return None
+        if not torch.compiler.is_compiling() and self.single_row and (like is None or fresh):
+            return self._layout_of_single_row(shape, like)
         layout = find_layout(shape, self._rows, self.batch_dim, activation=like is not None)
         if shape and shape[0] in self._tiled and (layout is None or layout.parts > 1):
             return Layout(parts=shape[0] // self._rows, tiled=True)
         if like is None and shape and not torch.compiler.is_compiling():
             return self._settle(shape[0], layout)
         return layout
+
+    @property
+    def single_row(self) -> bool:
+        """Whether the micro-batch has one row, so that a size of 1 does not show whose dimension it is."""
+        return self._rows == 1
+
+    def _layout_of_single_row(self, shape: Sequence[int], like: Tensor | None) -> Layout | None:
+        from_rows = any(isinstance(size, RowCount) for size in shape) or getattr(like, _FROM_ROWS, False)
+        layout = find_layout(shape, 1, self.batch_dim, activation=False)
+        if layout is not None and not from_rows and len(shape) > 1:
+            self.warn(
+                f"single row {_calling_line()}",
+                f"a draw of shape {tuple(shape)} in a micro-batch of one row may be meant for its sample or for all "
+                "samples, and samestep takes it for the latter: write x.shape[0] for the number of rows, not len(x) or "
+                "a constant, or pass a micro_batch= of at least 2",
+            )
+        return layout if from_rows else None
+
+    def note_size(self, tensor: Tensor, sizes: Sequence[object]) -> None:
+        """Remember that a tensor was created with the number of rows as a size."""
+        if any(isinstance(size, RowCount) for size in sizes):
+            setattr(tensor, _FROM_ROWS, True)
 
     def note_tiled(self, result: Tensor) -> None:
         """Remember that tensors of this size are the rows several times over, one copy after the other."""
@@ -177,9 +217,11 @@ class KeyedDraws(TorchFunctionMode):
             return None
         return None if self._shared_lines.get(line) == size else layout
 
-    def fill(self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+    def fill(
+        self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
         """What `draw` gives for this shape: for each row of the micro-batch from its key, otherwise from the step's."""
-        layout, number = self.layout(shape, like), self.number()
+        layout, number = self.layout(shape, like, fresh), self.number()
         if layout is None:
             return draw(self._shared_key(device), shape, number)[0]
         return layout.back(draw(self.keys(device), layout.row_sizes(shape), number), shape)

@@ -123,9 +123,12 @@ class StepLoss:
     def _add(self, value: torch.Tensor) -> torch.Tensor:
         self.means += 1
         self._context.acceleration.close_forward()
-        detached = value.detach()
+        detached, same = value.detach(), self._unrecorded is self._total
         self._total = detached if self._total is None else self._total + detached
-        self._unrecorded = detached if self._unrecorded is None else self._unrecorded + detached
+        if same:  # one addition on the device instead of two
+            self._unrecorded = self._total
+        else:
+            self._unrecorded = detached if self._unrecorded is None else self._unrecorded + detached
         return value
 
     def _count(self, mine: torch.Tensor) -> float:
