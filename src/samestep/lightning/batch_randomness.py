@@ -13,8 +13,6 @@ from samestep.data.sample_rng import set_micro_batch
 from samestep.messages import WarnOnce
 from samestep.parallel.model_randomness import Kind, ModelRandomness
 
-_FIRST_SALT = 1 << 32  # the draws of the module have the numbers before
-
 
 class BatchRandomness:
     """Keys the draws of the current batch."""
@@ -57,7 +55,7 @@ class BatchRandomness:
         if self._keys is None:
             return None
         self._draws += 1
-        return self._keys(), _FIRST_SALT + self._draws
+        return self._keys(), self._draws  # ModelRandomness keys the draws of the module by other salts
 
 
 def _ignore(text: str) -> None:
