@@ -87,6 +87,15 @@ def drop_gathered_gradients(model: nn.Module) -> None:
             full.grad = None
 
 
+def after_this_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that runs now has ended and DDP and FSDP have reduced its gradients.
+
+    DDP and FSDP reduce in callbacks of the same kind, which may be queued later: it queues itself behind them.
+    """
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    queue(lambda: queue(function))
+
+
 def reduce_unused_as_zeros(model: FSDPModule) -> None:
     """Let ranks that did not use a parameter reduce zeros for it; before torch 2.13 the other ranks hang."""
     if hasattr(model, "set_reduce_scatter_unused_params"):

@@ -117,7 +117,7 @@ class Step:
                 with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
                     yield micro_batch.data
             for model in self._context.models:
-                model.check_accumulated(self, self.number)
+                model.check_accumulated()
             self._loss.finish()
             self.done = True
         finally:

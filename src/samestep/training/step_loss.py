@@ -11,7 +11,7 @@ import torch
 from samestep.context import RunContext
 from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow, check_metric_name
-from samestep.parallel.wrapped_model import local_tensor
+from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import multiply_all
 from samestep.training.coupled_rows import coupling_warning
 from samestep.training.micro_batch import MicroBatch, StepPosition
