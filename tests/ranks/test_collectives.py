@@ -314,11 +314,11 @@ def seeds():
         return shared, torch.rand(2).tolist()
 
 
-def test_initial_weights_are_equal_and_noise_differs_between_ranks(ranks):
-    (shared0, noise0), (shared1, noise1) = ranks(2, seeds)
-    assert shared0 == shared1
-    assert noise0 != noise1
-    assert ranks(1, seeds)[0] == (shared0, noise0)
+def test_draws_outside_of_a_step_are_equal_on_all_ranks_before_and_after_wrapping(ranks):
+    first, second = ranks(2, seeds)
+    assert first == second
+    assert first[0] != first[1]
+    assert ranks(1, seeds)[0] == first
 
 
 def different_configs():

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from samestep import Run
 from samestep.messages import SamestepWarning
@@ -196,3 +196,39 @@ def test_every_evaluation_draws_the_same(ranks):
     assert alone[:N] == alone[N:]
     parts = ranks(2, evaluate, Augmented(), 1)
     assert sorted(row for rows in parts for row in rows) == sorted(alone)
+
+
+class OwnGenerator:
+    """A transform with generators of its own, as those of albumentations 2."""
+
+    def __init__(self):
+        self.set_random_seed(None)
+
+    def set_random_seed(self, seed):
+        self.rng, self.python = np.random.default_rng(seed), random.Random(seed)
+
+    def __call__(self, value):
+        return value, self.rng.random(), self.python.random()
+
+
+class Composed:
+    def __init__(self, *transforms):
+        self.transforms = list(transforms)
+
+
+class Transformed(Dataset):
+    def __init__(self):
+        self.transform = Composed(OwnGenerator(), OwnGenerator())
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        first, second = (transform(float(index)) for transform in self.transform.transforms)
+        return torch.tensor([*first, *second[1:]], dtype=torch.float64)
+
+
+def test_transforms_with_generators_of_their_own_are_seeded_by_sample(ranks):
+    alone = merged(ranks(1, train, Transformed()))
+    assert len({number for row in alone.values() for number in row[1:]}) == 4 * 2 * N
+    assert merged(ranks(2, train, Subset(Transformed(), range(N)), 2, 1)) == alone

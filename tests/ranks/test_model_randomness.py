@@ -128,6 +128,24 @@ def test_activation_checkpointing_draws_the_same_again(expected):
     assert_same(expected("checkpointed"), expected("noise"))
 
 
+def draw_both():
+    with Run(global_batch=8, seed=0) as run:
+        data, drawn = run.shard(TensorDataset(torch.zeros(8, 50))), []
+        for epoch in data.epochs(1):
+            for step in epoch:
+                for (x,) in step:
+                    drawn = [step.normal(50), torch.randn_like(x), step.random(50), torch.rand_like(x)]
+        for (x,) in data:
+            drawn += [data.normal(50), torch.randn_like(x)]
+    return torch.stack(drawn).flatten(1)
+
+
+def test_numbers_of_the_model_are_not_those_of_step_normal_and_step_random(ranks):
+    (drawn,) = ranks(1, draw_both)
+    correlation = torch.corrcoef(drawn) - torch.eye(6)
+    assert correlation.abs().max() < 0.2  # 400 numbers each: 4 standard errors
+
+
 def assert_same(result, one):
     for name, value in one.items():
         torch.testing.assert_close(

@@ -5,6 +5,7 @@ randomness is ordinary: dropout layers, `torch.randn_like` in `forward`, augment
 global generators. They run in float64, where a difference of 1e-12 is rounding and nothing else.
 """
 
+import contextlib
 import runpy
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent
 TOLERANCE = 1e-12  # relative to the largest weight of the model, or to the logged value
 TIMINGS = {"time", "train/samples_per_s"}
-TIMEOUT = 100.0  # seconds; the first script of a process imports transformers
+TIMEOUT = 100.0  # seconds; the first script of a process imports transformers or Lightning
 
 # Test -> script and options. Global batches are not multiples of 3, and the last step of an epoch is smaller.
 CASES = {
@@ -36,11 +37,13 @@ CASES = {
     "siamese": ("siamese",),
     "iterable_lm": ("iterable_lm",),
     "stochastic_depth": ("stochastic_depth",),
+    "lightning_autoencoder": ("lightning_autoencoder",),
 }
 # These need all rows of a rank in one micro-batch: BatchNorm, comparisons between samples, manual optimization.
 WHOLE_STEPS = {
     "simclr": ("simclr",),
     "vgg_batch_norm": ("vgg", "--batch-norm"),
+    "lightning_gan": ("lightning_gan",),
 }
 
 
@@ -53,15 +56,34 @@ def run_script(name: str, *arguments: str) -> None:
     """Run a script in a warm rank as `python NAME.py ARGUMENTS` would."""
     before, sys.argv = sys.argv, [name, *arguments]
     try:
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+        with _lightning() if name.startswith("lightning") else contextlib.nullcontext():
+            runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
     finally:
         sys.argv = before
+
+
+@contextlib.contextmanager
+def _lightning():
+    """Ignore Lightning's warnings about itself, and destroy the process group that it leaves open."""
+    import gc
+
+    import torch.distributed as dist
+
+    from tests.lightning.trained import quiet
+
+    with quiet():
+        yield
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def train(ranks, size: int, case: tuple[str, ...], *options: str):
     """Train a script on this many ranks; return its weights and what it has logged by (step, name)."""
     name, *arguments = case
     folder = Path.cwd() / "-".join([str(size), *options])
+    if name.startswith("lightning"):
+        arguments += ["--precision", "64-true"]
     arguments += ["--epochs", "2", "--out", str(folder), *options]
     ranks(size, run_script, name, *arguments, timeout=TIMEOUT)
     return results(folder)

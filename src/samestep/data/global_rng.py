@@ -13,8 +13,9 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ Seed = Callable[[int], None]
 READ_SAMPLE, COLLATE, OPEN_STREAM = 7, 8, 9
 
 _LEGACY: Final[Any] = np.random  # numpy has no types for get_bit_generator and set_bit_generator
+_SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCH_VALUES = 5, 100, 5_000  # how far transforms are searched in a dataset
 _MT19937_BYTES: Final = 624 * 4 + 4  # the state of a Mersenne Twister: 624 words and a position
 
 
@@ -192,6 +194,41 @@ def draws_nothing(dataset: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return all(draws_nothing(part) for part in dataset.datasets)
     return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
+
+
+def find_seedable(dataset: object) -> list[Any]:
+    """Return the transforms of a dataset that have generators of their own and `set_random_seed`, as in albumentations.
+
+    Found are attributes of the dataset and of the datasets, transforms, lists and dicts in it.
+    """
+    found, known = list[Any](), set[int]()
+    level: list[Any] = [dataset]
+    for _ in range(_SEARCH_DEPTH):
+        below = list[Any]()
+        for value in level:
+            if (
+                id(value) in known
+                or len(known) > _SEARCH_VALUES
+                or isinstance(value, type | ModuleType | torch.Tensor | np.ndarray)
+            ):
+                continue
+            known.add(id(value))
+            if callable(getattr(type(value), "set_random_seed", None)):
+                found.append(value)  # it seeds those inside it
+            elif isinstance(value, list | tuple | dict):
+                parts = list(value.values()) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+                below += parts[:_SEARCH_WIDTH]  # pyright: ignore[reportUnknownVariableType]
+            else:
+                below += list(getattr(value, "__dict__", {}).values())[:_SEARCH_WIDTH]
+        level = below
+    return found
+
+
+def seed_transforms(transforms: Sequence[Any], seed: int, epoch: int, index: int) -> None:
+    """Seed what `find_seedable` found for a sample."""
+    word = low_word(key64(READ_SAMPLE, seed, epoch, len(_GENERATORS)), index)
+    for number, transform in enumerate(transforms):
+        transform.set_random_seed((word + number) & 0x7FFFFFFF)
 
 
 def _seeder(purpose: int, seed: int, epoch: int, generators: tuple[int, ...]) -> Seed:

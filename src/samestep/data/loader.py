@@ -26,7 +26,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.content_probe import Probe, failed_probe, make_probe
-from samestep.data.global_rng import COLLATE, READ_SAMPLE, KeyedCalls, Seed, draws_nothing
+from samestep.data.global_rng import (
+    COLLATE,
+    READ_SAMPLE,
+    KeyedCalls,
+    Seed,
+    draws_nothing,
+    find_seedable,
+    seed_transforms,
+)
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
 from samestep.messages import WarnOnce
@@ -150,7 +158,8 @@ class _KeyedDataset:
     def __init__(self, dataset: MapDataset, seed: int, rank: int) -> None:
         self._dataset, self._seed, self._rank = dataset, seed, rank
         self._calls = None if draws_nothing(dataset) else KeyedCalls(READ_SAMPLE)
-        self._at_once = _reads_batches(dataset)
+        self._transforms = [] if self._calls is None else find_seedable(dataset)
+        self._at_once = _reads_batches(dataset) and not self._transforms
         self._warning: str | None = None
 
     def __getitems__(self, request: BatchRequest | ProbeRequest) -> "_ReadBatch":
@@ -211,6 +220,8 @@ class _KeyedDataset:
                     context.move_to(index)
                     if seed_sample is not None:
                         seed_sample(index)
+                    if self._transforms:
+                        seed_transforms(self._transforms, self._seed, request.epoch, index)
                     samples.append(dataset[index])
         except Exception as error:
             which = f"one of the samples {indices}" if index is None else f"sample {index}"

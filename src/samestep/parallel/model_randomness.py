@@ -21,6 +21,7 @@ from samestep.parallel.keyed_draws import KeyedDraws
 Kind = Literal["training", "evaluation"]
 
 _STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is for; sample_rng.py has the others
+_FIRST_DRAW: Final = 0x44524157 << 16  # far from the salts 1, 2, 3, ... of step.random and step.normal
 _DRAWS_PER_PASS: Final = 1 << 20
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
 _CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
@@ -84,7 +85,7 @@ class ModelRandomness:
             self._before = _GeneratorStates(self._device, python=self._python_is_seeded)
             fused_seed = key64(_FUSED_SEED, self._step_key, self._rank, number) % (1 << 63)
             self._before.seed_cuda(fused_seed)
-            self._mode.begin(keys(), self._step_key, fused_seed, passes_done * _DRAWS_PER_PASS)
+            self._mode.begin(keys(), self._step_key, fused_seed, _FIRST_DRAW + passes_done * _DRAWS_PER_PASS)
             if self._python_is_seeded:
                 random.seed(self._step_key)
                 np.random.seed(self._step_key % (1 << 32))
