@@ -147,8 +147,8 @@ class LayoutMemory:
         self._warn(
             f"size {key}",
             f"a draw of shape {shape} does not have the {rows} rows of the micro-batch in a dimension of its own, and "
-            f"its shape was {before} before: its numbers are those of the step and not of the samples, so they may depend on the "
-            "number of ranks; draw with the rows in the first dimension, then select",
+            f"its shape was {before} before: its numbers are those of the step and not of the samples, so they may "
+            "depend on the number of ranks; draw with the rows in the first dimension, then select",
         )
 
 
