@@ -52,7 +52,7 @@ def estimate(case: Case, profile, cluster, precision) -> float:
 
 def train(case: Case, precision) -> float:
     """Median seconds per step of a plain training loop."""
-    from samestep.parallel.activation_checkpointing import checkpoint_activations
+    from samestep.parallel.submodules import checkpoint_activations
 
     clear()
     with torch.device("cuda"):

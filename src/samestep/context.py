@@ -21,10 +21,9 @@ from samestep.environment.world import World
 from samestep.errors import ConfigError
 from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce
-from samestep.parallel.acceleration import Acceleration
 from samestep.parallel.batchnorm import min_rows
 from samestep.parallel.model_randomness import ModelRandomness
-from samestep.parallel.precision import Precision
+from samestep.parallel.precision import Acceleration, Precision
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.data.sample_rng import micro_batch_keys, uniform
 from samestep.errors import CommunicationError, ConfigError, StepError, WrapError
-from samestep.parallel.acceleration import turn_on_fused
 from samestep.parallel.precision import (
     ComputePrecision,
     PrecisionSupport,
@@ -24,6 +23,7 @@ from samestep.parallel.precision import (
     compute_in,
     in_fp32,
     set_fp32_products,
+    turn_on_fused,
 )
 from samestep.torch_private import multiply_all
 

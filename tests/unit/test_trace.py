@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from samestep.parallel.activation_checkpointing import checkpoint_activations
+from samestep.parallel.submodules import checkpoint_activations
 from samestep.planner.model_profile import ModelProfile, PeakMemory
 from samestep.planner.trace import StepConfig, StepTracer, trace_model
 from samestep.planner.traced_model import build_model

@@ -77,7 +77,7 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
 @_JSON
 def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:
     """Write the unsharded weights to one safetensors file that torch and transformers load."""
-    from samestep.checkpoint.export import export_model  # imports torch
+    from samestep.checkpoint.restore import export_model  # imports torch
 
     summary = export_model(folder, target, part)
     if as_json:

@@ -10,9 +10,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from samestep.data.partition import Partition
 from samestep.data.permutation import SampleOrder
 from samestep.errors import DataError, StepError
-from samestep.lightning.batch_randomness import BatchRandomness
-from samestep.lightning.loaders import EpochSettings, EvalLoader, LoaderSpec, TrainLoader, read_spec
-from samestep.lightning.predictions import PredictLoader
+from samestep.lightning.loaders import (
+    BatchRandomness,
+    EpochSettings,
+    EvalLoader,
+    LoaderSpec,
+    PredictLoader,
+    TrainLoader,
+    read_spec,
+)
 from samestep.lightning.trainer_ranks import list_callbacks
 from samestep.messages import WarnOnce
 

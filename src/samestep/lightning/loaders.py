@@ -2,6 +2,13 @@
 
 A batch has this rank's rows of a step without padding rows, so ranks may differ by one row. Only a batch without any
 sample is filled, with one row of weight 0, since every rank needs the same number of backward passes.
+
+What a module draws is keyed by sample, as in a Run, from when its loader yields a batch, before the hooks that transfer
+and augment it, until its `on_..._batch_end`: forward, loss, backward pass and what activation checkpointing computes
+again are inside.
+
+In `trainer.predict` each rank predicts whole batches of the user's DataLoader, so that the list of predictions is that
+of one rank, whatever a predict_step returns. Callbacks that write predictions see only those of their rank.
 """
 
 from collections import deque
@@ -14,6 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import (
+    _IndexBatchSamplerWrapper,  # pyright: ignore[reportPrivateUsage]  # the only way to pass indices to its writers
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,14 +38,16 @@ from samestep.data.content_probe import Probe, check_same_options, check_same_sa
 from samestep.data.loader import BatchRequest, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import Partition, split_evenly
 from samestep.data.permutation import OrderReader, SampleOrder
-from samestep.data.sample_rng import NO_SETTING, sample_keys
+from samestep.data.sample_rng import NO_SETTING, sample_keys, set_micro_batch
 from samestep.errors import DataError, StateError
-from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.trainer_ranks import gather
+from samestep.messages import WarnOnce, warn
+from samestep.parallel.model_randomness import Kind, ModelRandomness
 from samestep.training.training_data import evaluation_epoch
 
 EpochSettings = Callable[[int], object]
 _REPLACED = "SameStep makes the order of every epoch itself"
+_BATCHES_PER_EXCHANGE = 16  # on GPUs the exchanged bytes are on the device for a moment
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,54 @@ class BatchInfo:
     def share(self) -> float:
         """Return the batch's share of the samples of its step."""
         return self.real / self.samples
+
+
+class BatchRandomness:
+    """Keys the draws of the current batch."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._randomness: ModelRandomness | None = None
+        self._warnings = WarnOnce()
+        self._keys: Callable[[], torch.Tensor] | None = None
+        self._draws = 0
+        self._is_open = False
+
+    def begin(self, trainer: Trainer, kind: Kind, step: int, number: int, keys: Callable[[], torch.Tensor]) -> None:
+        """Start a batch: the `number`-th of this rank in its step, or in the evaluation of an epoch."""
+        self.end()
+        if self._randomness is None:
+            device, warn = trainer.strategy.root_device, self._warnings.warn_once if trainer.is_global_zero else _ignore
+            self._randomness = ModelRandomness(self._seed, trainer.global_rank, device, warn)
+            self._randomness.add_model(trainer.lightning_module, batch_dim=None)
+        self._keys, self._draws = keys, 0
+        set_micro_batch(keys)
+        self._randomness.micro_batch(kind, step, number, keys).__enter__()
+        self._is_open = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the batch, if one has begun."""
+        if self._randomness is not None and self._is_open:
+            self._is_open = False
+            self._randomness.__exit__(error if error is None else type(error), error, None)
+            set_micro_batch(None)
+            self._keys = None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the batch and forget the module."""
+        self.end(error)
+        self._randomness = None
+
+    def next_draw(self) -> tuple[torch.Tensor, int] | None:
+        """Return the keys of the rows and a new salt for a draw of the user; None outside a batch."""
+        if self._keys is None:
+            return None
+        self._draws += 1
+        return self._keys(), self._draws  # ModelRandomness keys the draws of the module by other salts
+
+
+def _ignore(text: str) -> None:
+    """Rank 0 warns for all ranks."""
 
 
 class TrainLoader:
@@ -328,3 +389,83 @@ class EvalLoader:
         """Return the current epoch; after training, the last one."""
         epochs = self._trainer.max_epochs
         return min(self._trainer.current_epoch, epochs - 1) if epochs and epochs > 0 else self._trainer.current_epoch
+
+
+class PredictLoader(EvalLoader):
+    """What a Trainer iterates over in `trainer.predict`.
+
+    A rank has whole batches of the user's DataLoader, one more or less than others. Fewer batches than ranks are split,
+    and with a sharded model, for which all ranks must run the same number of batches, the batches are smaller too.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        spec: LoaderSpec,
+        seed: int,
+        epoch_settings: EpochSettings | None,
+        randomness: BatchRandomness,
+    ) -> None:
+        limit, rows = trainer.limit_predict_batches, spec.given.batch_size or 1
+        n = min(spec.n, limit * rows) if isinstance(limit, int) else spec.n
+        super().__init__(trainer, spec, seed, epoch_settings, randomness, n)
+        batches = -(-n // rows)
+        self._rows: int | None = None
+        if batches >= trainer.world_size and isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+            self._rows, (self._first, end) = rows, split_evenly(batches, trainer.world_size, trainer.global_rank)
+            self._batches, self._n = end - self._first, n
+        self.batch_sampler = _IndexBatchSamplerWrapper(_Ranges(self))  # pyright: ignore[reportArgumentType]
+
+    def batch_range(self, k: int) -> tuple[int, int]:
+        """Return the samples of batch k of this rank."""
+        if self._rows is None:
+            return super().batch_range(k)
+        start = (self._first + k) * self._rows
+        return start, min(start + self._rows, self._n)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the samples of each batch of this rank; Lightning's writers read their indices from the sampler."""
+        for indices in self.batch_sampler:
+            yield indices[0], indices[-1] + 1
+
+
+class _Ranges:
+    """The batches of a loader as lists of indices, which Lightning's sampler records."""
+
+    def __init__(self, loader: PredictLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(*self._loader.batch_range(k))) for k in range(len(self)))
+
+
+def gather_predictions(trainer: Trainer) -> None:
+    """Replace the predictions that the Trainer returns by those of all ranks; all ranks must call it."""
+    loop = trainer.predict_loop
+    if trainer.world_size == 1 or not loop.return_predictions:
+        return
+    loaders = trainer.predict_dataloaders
+    if not all(isinstance(loader, PredictLoader) for loader in (loaders if isinstance(loaders, list) else [loaders])):
+        if trainer.is_global_zero:
+            warn(
+                "trainer.predict got data that does not come from SameStep, so each of the "
+                f"{trainer.world_size} ranks returns the predictions of its own samples only: pass "
+                "trainer.predict(module, datamodule=same.dataloaders(predict=...)), or same.datamodule(...) of a "
+                "datamodule with a predict_dataloader"
+            )
+        return
+    for own in [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions:
+        own[:] = _gather_batches(trainer, own)
+
+
+def _gather_batches(trainer: Trainer, own: list[Any]) -> list[Any]:
+    """Return the batches of all ranks; ranks have contiguous parts of the dataset."""
+    by_rank: list[list[Any]] = [[] for _ in range(trainer.world_size)]
+    for start in range(0, max(gather(trainer, len(own))), _BATCHES_PER_EXCHANGE):
+        parts = gather(trainer, own[start : start + _BATCHES_PER_EXCHANGE])
+        for batches, part in zip(by_rank, parts, strict=True):
+            batches += part
+    return [batch for batches in by_rank for batch in batches]

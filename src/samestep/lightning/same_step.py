@@ -14,13 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import DataError, StepError, WrapError
 from samestep.lightning import gradients
-from samestep.lightning.batch_randomness import BatchRandomness
 from samestep.lightning.datamodule import ExactDataModule, ExactLoaders, find_hooks
 from samestep.lightning.epoch_metrics import copy_logged_values, reduce_epoch_metrics
-from samestep.lightning.gradients import GradientWatch, UnusedParameters
-from samestep.lightning.loaders import BatchInfo, EpochSettings
-from samestep.lightning.manual_gradients import ManualGradients
-from samestep.lightning.predictions import gather_predictions
+from samestep.lightning.gradients import GradientWatch, ManualGradients, UnusedParameters
+from samestep.lightning.loaders import BatchInfo, BatchRandomness, EpochSettings, gather_predictions
 from samestep.lightning.trainer_preemption import TrainerPreemption
 from samestep.lightning.trainer_ranks import check_world_size, gather, list_callbacks, wait_for_gloo
 from samestep.messages import warn

@@ -13,12 +13,11 @@ from samestep.data.sample_rng import micro_batch_keys
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.messages import format_list, warn
-from samestep.parallel.activation_checkpointing import checkpoint_activations
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
 from samestep.parallel.precision import ComputePrecision, check_weights, compute_in, use_channels_last
 from samestep.parallel.replica_check import check_replicas
-from samestep.parallel.submodules import frozen_names, frozen_parts, keep_frozen_in_eval
+from samestep.parallel.submodules import checkpoint_activations, frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.parallel.unused_parameters import SearchCost, UsedParameters
 from samestep.parallel.wrapped_model import WrappedModel, refuse_direct_calls
 from samestep.torch_private import ignore_in_ddp, is_compiled, no_buffer_broadcast

@@ -18,10 +18,8 @@ from torch.optim.optimizer import Optimizer
 from samestep.data.loader import list_tensors
 from samestep.data.sample_rng import set_micro_batch
 from samestep.errors import PlanError
-from samestep.parallel.acceleration import turn_on_fused
-from samestep.parallel.activation_checkpointing import checkpoint_activations
-from samestep.parallel.precision import compute_in, use_channels_last
-from samestep.parallel.submodules import frozen_parts, keep_frozen_in_eval
+from samestep.parallel.precision import compute_in, turn_on_fused, use_channels_last
+from samestep.parallel.submodules import checkpoint_activations, frozen_parts, keep_frozen_in_eval
 from samestep.planner.cuda_emulation import emulate_cuda
 from samestep.planner.model_parts import (
     checkpointable_classes,

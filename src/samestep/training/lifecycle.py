@@ -36,8 +36,7 @@ from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
 from samestep.messages import WarnOnce, info_to
-from samestep.parallel.acceleration import Acceleration
-from samestep.parallel.precision import check_precision, detect_support
+from samestep.parallel.precision import Acceleration, check_precision, detect_support
 from samestep.teacher.teacher import Teacher
 from samestep.training.auto_plan import RunPlan, format_comparison
 from samestep.training.mistakes import add_hint

@@ -1,4 +1,4 @@
-"""Mistakes of a first script that samestep recognizes: wrong objects, wrong keywords, a forgotten loop, a wrong device.
+"""Mistakes of a script that samestep recognizes: wrong objects, a forgotten loop, a loss that compares rows.
 
 Each is answered by a sentence that says what to write instead. Objects and keywords are checked when they are passed.
 Errors of Python and torch that such a mistake causes later get a note when the run ends: a check in every step would
@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import (
@@ -28,13 +29,15 @@ from torch.utils.data import (
 )
 
 from samestep.errors import DataError, WrapError
-from samestep.torch_private import is_compiled
+from samestep.torch_private import is_compiled, matrix_product_shape
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOOPS = "for epoch in train.epochs(n): for step in epoch: for inputs, labels in step:"
 _UNPACK = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_MAX_NODES = 20_000  # of the autograd graph; a graph with more is searched in part
+_MAX_CHAIN = 8  # operations between a parameter and the product that uses it: transpose, cast, view
 
 _LOOP_OBJECT = re.compile(r"(?:'|not |got )(Step|Epoch|Shard|Stream)\b")
 _LOOP_NOTES = {
@@ -219,3 +222,48 @@ WRAP_HINTS = {
     **dict.fromkeys(("gradient_as_bucket_view", "broadcast_buffers", "static_graph", "bucket_cap_mb"), _AUTOMATIC),
     "gradient_checkpointing": "use activation_checkpointing=(Block,)",
 }
+
+
+def coupling_warning(losses: torch.Tensor, rows: int, ranks: int, micro_batches: int) -> str | None:
+    """The warning for a loss that compares rows of the micro-batch, if other ranks or micro-batches have more rows.
+
+    No shape shows it: the usual cross entropy of a similarity matrix has one loss per row. The autograd graph does, as
+    the product of two computed matrices whose result has a row and a column for each row of the micro-batch.
+    """
+    if rows < 2 or ranks * micro_batches == 1 or (found := _row_by_row(losses, rows)) is None:
+        return None
+    return (
+        f"the loss compares the {rows} rows of a micro-batch with each other (in a {found} x {found} matrix), but not "
+        f"with the other rows of the global batch ({ranks} rank(s) with {micro_batches} micro-batch(es) each), so the "
+        "result depends on their number: gather the rows of all ranks with run.gather, as in "
+        "`cross_entropy(z1 @ run.gather(z2).T, step.rows, reduction='none')`"
+    )
+
+
+def _row_by_row(losses: torch.Tensor, rows: int) -> int | None:
+    """The size of a square matrix with the rows of the micro-batch, or two views of them, along both dimensions."""
+    sizes = (rows, 2 * rows)
+    pending, seen = [losses.grad_fn], set[Node]()
+    while pending and len(seen) < _MAX_NODES:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inputs = [each for each, _ in node.next_functions]
+        shape = matrix_product_shape(node)
+        if shape is not None and shape[0] == shape[1] and shape[0] in sizes and not any(map(_is_constant, inputs)):
+            return shape[0]
+        pending += inputs
+    return None
+
+
+def _is_constant(node: Node | None) -> bool:
+    """Whether an operand is a parameter, or has no gradient: then the product is that of a layer, row by row."""
+    for _ in range(_MAX_CHAIN):
+        inputs = [] if node is None else list(node.next_functions)
+        if not inputs:  # no gradient, or the node that accumulates a parameter's gradient
+            return True
+        if len(inputs) > 1:
+            return False
+        node = inputs[0][0]
+    return False

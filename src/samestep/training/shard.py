@@ -23,10 +23,10 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
+from samestep.training.step_loss import MicroBatch, StepPosition
 from samestep.training.training_data import (
     Epoch,
     TrainingData,

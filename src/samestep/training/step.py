@@ -14,9 +14,8 @@ from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow
 from samestep.messages import format_list, warn
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
-from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import unpacking_problem
-from samestep.training.step_loss import Losses, StepLoss
+from samestep.training.step_loss import Losses, MicroBatch, StepLoss, StepPosition
 
 _SHOWN_SAMPLES = 8
 _NO_STEP_MEAN = (

@@ -1,20 +1,23 @@
-"""The losses of a step: values whose gradients are those of the mean or sum over the global batch, and exact metrics.
+"""The micro-batches of a step and their losses, whose gradients are those of the mean or sum over the global batch.
 
 DDP and FSDP average gradients over the ranks, and backward passes of several micro-batches add up. So the mean over the
 global batch of S samples is, on each of R ranks, the sum of its losses times R / S.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from samestep.context import RunContext
+from samestep.data.permutation import key64
 from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow, check_metric_name
 from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import multiply_all
-from samestep.training.coupled_rows import coupling_warning
-from samestep.training.micro_batch import MicroBatch, StepPosition
+from samestep.training.mistakes import coupling_warning
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
@@ -22,6 +25,52 @@ _PER_TOKEN = (
     "compute it from its logits: step.mean(cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], "
     "reduction='none'), mask=labels[:, 1:] != -100)"
 )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows that this rank passes through the model at once."""
+
+    data: object  # the batch, on the device
+    weights: torch.Tensor  # one weight per row: 1 for a sample, 0 for padding
+    make_keys: Callable[[], torch.Tensor]  # computes `keys`; called only if a model draws keyed random numbers
+    indices: list[int]  # the dataset index of each row
+    real: int  # how many rows are samples; the rows after them are padding
+
+    _row_draws: Counter[int] = field(default_factory=Counter[int], init=False)
+
+    @property
+    def full(self) -> bool:
+        """Whether no row is padding, so that `step.mean` needs no weights."""
+        return self.real == len(self.indices)
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """One 64-bit key per row, from (seed, epoch, sample): the source of its random numbers."""
+        return self.make_keys()
+
+    def next_seed(self, row: int, draws: int) -> int:
+        """A new seed for the sample of one row, after `draws` draws for all rows.
+
+        Draws are counted per row, since how many rows come before it depends on the number of ranks.
+        """
+        self._row_draws[row % len(self.keys)] += 1
+        draw = draws + self._row_draws[row % len(self.keys)]
+        # key64 mixes all bits into the lower 32, the only ones that torch's CPU generator uses
+        return key64(int(self.keys[row]), draw) % (1 << 63)
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """Which step this is; the same on every rank and every world size."""
+
+    number: int  # optimizer steps before this one since training began
+    index: int  # steps before this one in its epoch
+    epoch: int
+    samples: int  # samples of the step, over all ranks
+    micro_batches: int  # micro-batches that every rank runs
+    first_row: int  # samples of the step on lower ranks: the position of this rank's first row in the global batch
+    shard: str | None = None  # the name of its shard; None for a stream, whose samples have no stable index
 
 
 class StepLoss:

@@ -16,10 +16,10 @@ from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
 from samestep.errors import DataError, StateError
-from samestep.training.micro_batch import MicroBatch, StepPosition
 from samestep.training.mistakes import check_data
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
+from samestep.training.step_loss import MicroBatch, StepPosition
 from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
