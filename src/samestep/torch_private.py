@@ -88,10 +88,7 @@ def drop_gathered_gradients(model: nn.Module) -> None:
 
 
 def after_this_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that runs now has ended and DDP and FSDP have reduced its gradients.
-
-    DDP and FSDP reduce in callbacks of the same kind, which may be queued later: it queues itself behind them.
-    """
+    """Call `function` when this backward pass has ended, after the callbacks in which DDP and FSDP reduce gradients."""
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     queue(lambda: queue(function))
 

@@ -23,71 +23,52 @@ _RESET = "zero_grad"
 class AccumulationWatch:
     """Watches the gradient of one parameter, and raises if it was reset since the step's last backward pass.
 
-    `zero_grad` resets a gradient to None, which is visible on the host, so that watching one parameter costs three
-    short calls per backward pass and no transfer. If it writes zeros instead, they count as a reset only if the
-    gradient was not zero after the backward pass: many gradients are zero without a reset, such as those of padding.
-    Values are compared in the first step only, since a script that writes zeros does so in every step.
+    `zero_grad` resets it to None, which is visible on the host: no transfer. If it writes zeros instead, they count
+    only if the gradient was not zero when the backward pass ended: that of padding is zero without a reset. Values are
+    compared in the first step only, since a script that writes zeros does so in every step.
     """
 
     def __init__(self, used: nn.Parameter, parameters: Sequence[nn.Parameter]) -> None:
         """Watch one of `parameters`, which hold the gradients on this rank; the backward pass computes with `used`."""
-        self._parameters = parameters
+        self._parameters, self._steps = parameters, 0
         self._step: Sized | None = None
         self._number = self._thread = 0
-        self._kept: _Gradient | None = None
-        self._first_step = True
-        used.register_hook(self._before)
+        self._kept: tuple[nn.Parameter, torch.Tensor | None] | None = None  # and whether its gradient was not zero
+        used.register_hook(self._check)
         used.register_post_accumulate_grad_hook(self._after)
 
     def start(self, step: Sized, number: int) -> None:
         """Watch from now on; called by the thread of the training loop before each micro-batch."""
         if self._step is not step:
             self._step, self._number, self._thread, self._kept = step, number, threading.get_ident(), None
+            self._steps += 1
 
     def finish(self) -> None:
         """Check for the last time in this step."""
-        if self._step is None:
-            return
         try:
             self._check()
         finally:
             self._step = self._kept = None
-            self._first_step = False
-
-    def _before(self, _: torch.Tensor) -> None:
-        self._check()
 
     def _after(self, _: torch.Tensor) -> None:
         if self._step is not None:
             after_this_backward(self._keep)
 
     def _keep(self) -> None:
-        self._kept = None
         for parameter in self._parameters:
             gradient = parameter.grad
             # a rank may hold no element of a small parameter that FSDP has sharded
-            if gradient is not None and not gradient.is_sparse and local_tensor(gradient).numel():
-                self._kept = _Gradient(parameter, gradient, self._first_step)
+            if gradient is not None and not gradient.is_sparse and (local := local_tensor(gradient)).numel():
+                self._kept = parameter, local.any() if self._steps == 1 else None
                 return
 
-    def _check(self) -> None:
-        if self._step is not None and self._kept is not None and self._kept.was_reset():
-            raise StepError(reset_message(self._step, self._number, self._thread))
-
-
-class _Gradient:
-    """The gradient of a parameter after a backward pass."""
-
-    def __init__(self, parameter: nn.Parameter, gradient: torch.Tensor, read: bool) -> None:
-        self._parameter = parameter
-        self._nonzero = local_tensor(gradient).any() if read else None
-
-    def was_reset(self) -> bool:
-        """Whether it is None now, or zero and was not."""
-        gradient = self._parameter.grad
-        if gradient is None or self._nonzero is None:
-            return gradient is None
-        return bool(self._nonzero) and not bool(local_tensor(gradient).any())
+    def _check(self, *_: torch.Tensor) -> None:
+        if self._step is None or self._kept is None:
+            return
+        parameter, nonzero = self._kept
+        if parameter.grad is not None and (nonzero is None or not nonzero or local_tensor(parameter.grad).any()):
+            return
+        raise StepError(reset_message(self._step, self._number, self._thread))
 
 
 def reset_message(step: Sized, number: int, thread: int) -> str:

@@ -52,16 +52,15 @@ class WrappedModel:
             self.inner.set_is_last_backward(last)
 
     def watch_accumulation(self, step: Sized, number: int) -> None:
-        """Raise in later backward passes of this step, or at its end, if the gradients of the step were reset.
+        """Raise in later backward passes of this step, or at its end, if its gradients were reset.
 
         FSDP keeps the gradients of all micro-batches but the last where a script cannot reset them.
         """
-        if self._accumulation is None and self._holders:
+        if self._accumulation is None:
+            gathered = [p for p in gathered_parameters(self.inner).values() if p.requires_grad]
             # the last parameters get their gradients first, when all others still show what was reset
-            if not self.sharded:
-                self._accumulation = AccumulationWatch(self._holders[-1], self._holders[-1:])
-            elif gathered := [p for p in gathered_parameters(self.inner).values() if p.requires_grad]:
-                self._accumulation = AccumulationWatch(gathered[-1], self._holders[::-1])
+            if used := gathered if self.sharded else self._holders:
+                self._accumulation = AccumulationWatch(used[-1], self._holders[::-1] if self.sharded else used[-1:])
         if self._accumulation is not None:
             self._accumulation.start(step, number)
 
