@@ -79,6 +79,11 @@ def matrix_product_shape(node: torch.autograd.graph.Node) -> tuple[int, int] | N
     return None if len(first) == 3 and first[0] != 1 else (int(first[-2]), int(second[-1]))
 
 
+def tensor_version(tensor: torch.Tensor) -> int:
+    """A number that grows with every in-place operation on the tensor; reading it does not wait for the device."""
+    return tensor._version
+
+
 def drop_gathered_gradients(model: nn.Module) -> None:
     """Drop the gradients that FSDP keeps on unsharded parameters until the last micro-batch reduces them."""
     for param in _fsdp_parameters(model):

@@ -14,6 +14,7 @@ from samestep.torch_private import (
     matrix_product_shape,
     no_buffer_broadcast,
     set_group_timeout,
+    tensor_version,
 )
 from tests.launch.launched import wait_for
 
@@ -117,6 +118,13 @@ def test_the_shape_of_a_matrix_product_is_known_from_its_graph():
     batches = torch.bmm(x.expand(2, 4, 3), y.T.expand(2, 3, 5))
     assert matrix_product_shape(batches.grad_fn) is None
     assert matrix_product_shape(torch.bmm(x[None], y.T[None]).grad_fn) == (4, 5)
+
+
+def test_an_operation_in_place_changes_the_version_of_a_tensor():
+    tensor = torch.ones(3)
+    before = tensor_version(tensor)
+    assert tensor_version(tensor + 1) == tensor_version(torch.ones(3)) == before
+    assert tensor_version(tensor.zero_()) == tensor_version(tensor) > before
 
 
 def compiled_modules():

@@ -11,8 +11,9 @@ from types import FrameType
 import torch
 from torch import nn
 
-from samestep.environment.world import oom_retries
+from samestep.environment.world import halved_note
 from samestep.errors import StepError
+from samestep.torch_private import tensor_version
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _RESET = "zero_grad"
@@ -51,7 +52,7 @@ class AccumulationWatch:
     def _after(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if self._step is not None and gradient is not None and not gradient.is_sparse:
-            self._kept = gradient, gradient._version
+            self._kept = gradient, tensor_version(gradient)
 
     def _check(self) -> None:
         if self._step is None or self._kept is None:
@@ -59,7 +60,7 @@ class AccumulationWatch:
         (before, version), gradient = self._kept, self._parameter.grad
         if gradient is None:
             raise StepError(reset_message(self._step, self._number, self._thread))
-        if gradient is before and gradient._version == version:
+        if gradient is before and tensor_version(gradient) == version:
             return
         if not bool(gradient.any()):  # otherwise the script or DDP has scaled or replaced it, and nothing is lost
             raise StepError(reset_message(self._step, self._number, self._thread))
@@ -69,11 +70,10 @@ def reset_message(step: Sized, number: int, thread: int) -> str:
     """Which line has reset the gradients, and what to do; `thread` runs the training loop."""
     line = _reset_line(step, thread)
     found = f"{line} resets the gradients" if line else "the gradients were reset (by zero_grad()?)"
-    halved = " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries() else ""
     return (
         f"{found} inside the loop over the micro-batches of step {number}, so those of its earlier micro-batches "
-        f"are lost: the step has {len(step)} micro-batches{halved}, whose gradients add up; call zero_grad() after the "
-        "loop, after optimizer.step()"
+        f"are lost: the step has {len(step)} micro-batches{halved_note()}, whose gradients add up; call zero_grad() "
+        "after the loop, after optimizer.step()"
     )
 
 
