@@ -22,7 +22,7 @@ def _own_generator(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: d
     """A draw with a generator of the user: leave it, and say what it means if there is one number per row."""
     result = func(*args, **kwargs)
     known = isinstance(kwargs["generator"], SampleGenerator)
-    if not known and isinstance(result, Tensor) and mode.layout(result.shape, result) is not None:
+    if not known and isinstance(result, Tensor) and mode.may_have_rows(result.shape):
         name = getattr(func, "__name__", func)
         mode.warn(
             f"generator {name}",
@@ -356,13 +356,20 @@ def _shape(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return torch.Size([RowCount(1), *found[1:]]) if found and found[0] == 1 else found
 
 
+def _length(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """len(x), which cannot be marked like x.shape[0]."""
+    found = func(*args, **kwargs)
+    if not torch.compiler.is_compiling() and mode.single_row and found == 1:
+        mode.note_length()
+    return found
+
+
 def _creating(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A function that creates a tensor of a given size."""
     result = func(*args, **kwargs)
     if not torch.compiler.is_compiling() and mode.single_row:
-        for value in (args, *args, kwargs.get("size")):
-            if isinstance(value, list | tuple):
-                mode.note_size(result, value)
+        sizes = next((value for value in (kwargs.get("size"), *args) if isinstance(value, list | tuple)), args)
+        mode.note_size(result, sizes)
     return result
 
 
@@ -395,6 +402,7 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
     **dict.fromkeys(
         (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat), _tiling
     ),
+    Tensor.__len__: _length,
     **dict.fromkeys((Tensor.shape.__get__, Tensor.size), _shape),  # pyright: ignore  # a property of torch
     **dict.fromkeys(
         (

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row,
 Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # the mode, the function and its arguments
 
 
+_SKIPPED_FILES = (__file__, str(Path(__file__).with_name("draw_rules.py")), str(Path(torch.__file__).parent))
 _FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
 
 
@@ -39,6 +41,11 @@ class Layout:
     dim: int = 0
     parts: int = 1
     tiled: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The layout without its sizes, in words."""
+        return "second dimension" if self.dim else "first dimension" if self.parts == 1 else "first dimension, repeated"
 
     def by_row(self, tensor: Tensor, rows: int) -> Tensor:
         """`tensor` as (rows, *row_sizes)."""
@@ -61,23 +68,88 @@ class Layout:
         return tuple(shape[1:]) if self.parts == 1 else (self.parts, *shape[1:])
 
 
-def find_layout(shape: Sequence[int], rows: int, batch_dim: int | None, activation: bool) -> Layout | None:
-    """Where the rows of the micro-batch are in a draw of this shape; None if it does not belong to them.
+def candidate_layouts(
+    shape: Sequence[int], rows: int, batch_dim: int | None, activation: bool, tiled: bool
+) -> list[Layout]:
+    """Where the rows of the micro-batch may be in a draw of this shape, the most likely first; none if it has no rows.
 
     `batch_dim` is what the model declares or its layers show. `activation` says that the shape is that of a computed
-    tensor, which may have the rows flattened together with the next dimension, as (rows * tokens, features).
+    tensor, which may have the rows flattened together with the next dimension, as (rows * tokens, features), and
+    `tiled` that copies of the rows were put one after the other before.
     """
-    dims = len(shape)
-    second = dims > 1 and shape[1] == rows
-    if second and dims > 2 and batch_dim == 1:
-        return Layout(dim=1)
+    dims, found = len(shape), list[Layout]()
     if dims and shape[0] == rows:
-        return Layout()
-    if second and (dims > 2 or batch_dim == 1):
-        return Layout(dim=1)
-    if activation and dims and shape[0] and shape[0] % rows == 0:
-        return Layout(parts=shape[0] // rows)
-    return None
+        found.append(Layout())
+    if dims > 1 and shape[1] == rows and (dims > 2 or batch_dim == 1):
+        found.insert(0 if batch_dim == 1 and dims > 2 else len(found), Layout(dim=1))
+    if dims and shape[0] > rows and shape[0] % rows == 0 and (tiled or activation):
+        found.append(Layout(parts=shape[0] // rows, tiled=tiled))
+    return found
+
+
+@dataclass
+class _Site:
+    """What is known of one place that draws: the kinds of layout that fit all its draws so far."""
+
+    rows: int
+    shape: tuple[int, ...]
+    kinds: set[str]
+    used: str | None  # the kind that was used last
+
+
+class LayoutMemory:
+    """Chooses between layouts by what earlier micro-batches of other sizes have shown.
+
+    In a micro-batch of 64 rows, torch.rand(64) may be one number per row or a constant size. A micro-batch of another
+    size tells. What was chosen before and turns out to be wrong is reported.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        self._sites: dict[object, _Site] = {}
+        self._warn = warn
+
+    def choose(self, key: object, rows: int, shape: tuple[int, ...], candidates: Sequence[Layout]) -> Layout | None:
+        """The layout of a draw at the place `key`."""
+        site = self._sites.get(key)
+        if site is None:
+            chosen = candidates[0] if candidates else None
+            self._sites[key] = _Site(rows, shape, {c.kind for c in candidates}, chosen.kind if chosen else None)
+            return chosen
+        left = [candidate for candidate in candidates if candidate.kind in site.kinds]
+        chosen = left[0] if left else None
+        if rows != site.rows:
+            self._learn(key, site, rows, shape, {candidate.kind for candidate in left}, chosen)
+        elif not site.kinds and shape != site.shape:
+            self._report_size(key, rows, shape, site.shape)
+        return chosen
+
+    def has_rows(self, key: object) -> bool | None:
+        """Whether a place draws per row, as a micro-batch of several rows has shown; None if none has."""
+        site = self._sites.get(key)
+        return None if site is None or site.rows == 1 else bool(site.kinds)
+
+    def _learn(
+        self, key: object, site: _Site, rows: int, shape: tuple[int, ...], kinds: set[str], chosen: Layout | None
+    ) -> None:
+        kind = chosen.kind if chosen else None
+        if site.used is not None and kind != site.used:
+            self._warn(
+                f"layout {key}",
+                f"a draw of shape {shape} was treated as one with the rows in its {site.used}, and this micro-batch of "
+                f"{rows} rows shows that it is not: the numbers of earlier steps depend on the number of ranks; pass "
+                "run.wrap(model, batch_dim=1) if the batch is in dimension 1, or another global_batch or micro_batch",
+            )
+        elif site.used is None and shape != site.shape:
+            self._report_size(key, rows, shape, site.shape)
+        site.rows, site.shape, site.kinds, site.used = rows, shape, kinds, kind
+
+    def _report_size(self, key: object, rows: int, shape: tuple[int, ...], before: tuple[int, ...]) -> None:
+        self._warn(
+            f"size {key}",
+            f"a draw of shape {shape} does not have the {rows} rows of the micro-batch as one dimension, and "
+            f"its shape was {before} before: its numbers are those of the step and not of the samples, so they may "
+            "depend on the number of ranks; draw with the rows in the first dimension, then select",
+        )
 
 
 class RowCount(int):
@@ -104,7 +176,8 @@ class KeyedDraws(TorchFunctionMode):
         self._count = 0
         self._numbers: dict[int, int] = {}
         self._tiled: set[int] = set()
-        self._shared_lines: dict[tuple[object, int], int] = {}  # size of the first dimension by line of code
+        self._length_readers: set[object] = set()  # code of functions that called len() of a tensor with one row
+        self._memory = LayoutMemory(self.warn)
 
     @property
     def distinct_draws(self) -> int:
@@ -163,59 +236,60 @@ class KeyedDraws(TorchFunctionMode):
         """
         if isinstance(like, nn.Parameter):
             return None
-        if not torch.compiler.is_compiling() and self.single_row and (like is None or fresh):
-            return self._layout_of_single_row(shape, like)
-        layout = find_layout(shape, self._rows, self.batch_dim, activation=like is not None)
-        if shape and shape[0] in self._tiled and (layout is None or layout.parts > 1):
-            return Layout(parts=shape[0] // self._rows, tiled=True)
-        if like is None and shape and not torch.compiler.is_compiling():
-            return self._settle(shape[0], layout)
-        return layout
+        tiled = len(shape) > 0 and shape[0] in self._tiled
+        found = candidate_layouts(shape, self._rows, self.batch_dim, like is not None and not fresh, tiled)
+        if torch.compiler.is_compiling():
+            return found[0] if found else None
+        # a place is a line of code for torch.rand, and for layers, which share their lines, the number of the draw
+        if like is not None and not fresh:
+            return self._memory.choose(self._count, self._rows, tuple(shape), found)
+        line = _calling_line()
+        if self._rows == 1 and found:
+            return found[0] if self._single_row_draws(line, shape, like) else None
+        return self._memory.choose(line, self._rows, tuple(shape), found)
 
     @property
     def single_row(self) -> bool:
         """Whether the micro-batch has one row, so that a size of 1 does not show whose dimension it is."""
         return self._rows == 1
 
-    def _layout_of_single_row(self, shape: Sequence[int], like: Tensor | None) -> Layout | None:
-        from_rows = any(isinstance(size, RowCount) for size in shape) or getattr(like, _FROM_ROWS, False)
-        layout = find_layout(shape, 1, self.batch_dim, activation=False)
-        if layout is not None and not from_rows and len(shape) > 1:
+    def _single_row_draws(self, line: tuple[object, int], shape: Sequence[int], like: Tensor | None) -> bool:
+        """Whether a draw with a first size of 1, in a micro-batch of one row, belongs to the row."""
+        known = self._memory.has_rows(line)
+        if known is not None:
+            return known
+        created = getattr(like, _FROM_ROWS, None)  # None for a tensor computed from others, such as empty_like(x)
+        if any(isinstance(size, RowCount) for size in shape) or created or (like is not None and created is None):
+            return True
+        of_row = self._reads_length()  # torch.rand(1) there may still be one number for all
+        if of_row or len(shape) > 1:
             self.warn(
-                f"single row {_calling_line()}",
+                f"single row {line}",
                 f"a draw of shape {tuple(shape)} in a micro-batch of one row may be meant for its sample or for all "
-                "samples, and samestep takes it for the latter: write x.shape[0] for the number of rows, not len(x) or "
-                "a constant, or pass a micro_batch= of at least 2",
+                f"samples, and samestep takes it for {'its sample' if of_row else 'all samples'}: write x.shape[0] for "
+                "the number of rows, not len(x) or a constant, or pass a micro_batch= of at least 2",
             )
-        return layout if from_rows else None
+        return of_row
+
+    def _reads_length(self) -> bool:
+        return _calling_line()[0] in self._length_readers
+
+    def note_length(self) -> None:
+        """Remember that a function asks for len(x): what it draws with a size of 1 belongs to the row."""
+        self._length_readers.add(_calling_line()[0])
 
     def note_size(self, tensor: Tensor, sizes: Sequence[object]) -> None:
-        """Remember that a tensor was created with the number of rows as a size."""
-        if any(isinstance(size, RowCount) for size in sizes):
-            setattr(tensor, _FROM_ROWS, True)
+        """Remember whether a tensor was created with the number of rows as a size."""
+        setattr(tensor, _FROM_ROWS, any(isinstance(size, RowCount) for size in sizes) or self._reads_length())
+
+    def may_have_rows(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape may have one entry per row of the micro-batch."""
+        return bool(candidate_layouts(shape, self._rows, self.batch_dim, activation=False, tiled=False))
 
     def note_tiled(self, result: Tensor) -> None:
         """Remember that tensors of this size are the rows several times over, one copy after the other."""
         if result.dim() and result.shape[0] > self._rows and result.shape[0] % self._rows == 0:
             self._tiled.add(result.shape[0])
-
-    def _settle(self, size: int, layout: Layout | None) -> Layout | None:
-        """Use what is known of a line of code that has no tensor to go by: torch.rand(3) is not one number per row.
-
-        A line whose size once differed from the number of rows draws for all rows, also if the two agree later.
-        """
-        line = _calling_line()
-        if layout is None:
-            known = self._shared_lines.setdefault(line, size)
-            if known != size:
-                self.warn(
-                    f"size {line}",
-                    f"a draw with {size} entries in its first dimension is not one per row of this micro-batch of "
-                    f"{self._rows}, and had {known} entries before: if the size follows the micro-batch, the numbers "
-                    "depend on the number of ranks; draw with the rows in the first dimension",
-                )
-            return None
-        return None if self._shared_lines.get(line) == size else layout
 
     def fill(
         self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None, fresh: bool = False
@@ -241,7 +315,7 @@ class KeyedDraws(TorchFunctionMode):
         self, draw: Callable[[Tensor | None, Sequence[int], torch.Generator], Tensor], shape: Sequence[int],
         device: torch.device, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """A draw without a formula of its own: torch's function for each row, with a generator seeded by its key."""
+        """A draw without a formula here: torch's function for each row, with a generator seeded by its key."""
         layout, number = self.layout(shape, like), self.number()
         keys = self.keys(device) if layout is not None else self._shared_key(device)
         seeds = uniform(keys, (2,), number, torch.float32).double().mul_(1 << 24).long().tolist()
@@ -274,8 +348,8 @@ class KeyedDraws(TorchFunctionMode):
 
 
 def _calling_line() -> tuple[object, int]:
-    """The line that called a torch function, as (code, line number)."""
+    """The line outside of torch that leads to a torch function, as (code, line number)."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno

@@ -253,7 +253,7 @@ class Step:
         if any(used) and not self._loss.means:
             context.warn_once(f"a backward pass ran without step.mean or step.sum: {_NO_STEP_MEAN}")
         context.acceleration.unscale(context.models, self.number)
-        self._loss.log_terms(self.log_row)
+        self._loss.log_values(self.log_row)
         if self._passes_done:
             return
         progress = context.progress

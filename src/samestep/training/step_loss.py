@@ -86,7 +86,7 @@ class StepLoss:
         self._total: torch.Tensor | None = None  # of what mean and sum returned
         self._unrecorded: torch.Tensor | None = None  # the same since an optimizer has stepped
         self._factor = 1.0
-        self._terms: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        self._logged: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -137,12 +137,12 @@ class StepLoss:
             else:
                 weighted, weights = _weighted(micro_batch, wide, mask, lengths)
                 total, count = weighted.sum(), weights.sum(dtype=wide.dtype)
-            before = self._terms.get(name)
-            self._terms[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+            before = self._logged.get(name)
+            self._logged[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
-    def log_terms(self, row: LogRow) -> None:
+    def log_values(self, row: LogRow) -> None:
         """Hand the sums and counts of `log` to the metric sync."""
-        for name, (total, count) in self._terms.items():
+        for name, (total, count) in self._logged.items():
             self._context.metrics.pending.add_mean(row, name, total, count)
 
     def finish(self) -> None:

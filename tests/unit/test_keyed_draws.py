@@ -1,0 +1,237 @@
+"""Which rows a draw belongs to, and what is said if that cannot be known."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from samestep.parallel.draw_rules import DRAW_RULES
+from samestep.parallel.keyed_draws import KeyedDraws, Layout, LayoutMemory, candidate_layouts
+from samestep.parallel.model_randomness import ModelRandomness
+from samestep.torch_private import without_override_check
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_dim", "activation", "tiled", "expected"),
+    [
+        ((4, 7), None, False, False, [Layout()]),
+        ((3,), None, False, False, []),
+        ((7, 4, 5), None, True, False, [Layout(dim=1)]),
+        ((4, 4, 5), None, True, False, [Layout(), Layout(dim=1)]),
+        ((4, 4, 5), 1, True, False, [Layout(dim=1), Layout()]),
+        ((7, 4), None, True, False, []),
+        ((7, 4), 1, True, False, [Layout(dim=1)]),
+        ((12, 5), None, True, False, [Layout(parts=3)]),
+        ((12, 5), None, False, False, []),
+        ((12, 5), None, True, True, [Layout(parts=3, tiled=True)]),
+        ((), None, True, False, []),
+    ],
+)
+def test_the_rows_are_found_by_their_number(shape, batch_dim, activation, tiled, expected):
+    assert candidate_layouts(shape, 4, batch_dim, activation, tiled) == expected
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dim=1), Layout(parts=3), Layout(parts=3, tiled=True)])
+def test_a_layout_can_be_undone(layout):
+    shape = (5, 4, 2) if layout.dim else (4 * layout.parts, 5)
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    by_row = layout.by_row(tensor, 4)
+    assert by_row.shape == (4, *layout.row_sizes(shape))
+    assert torch.equal(layout.back(by_row, shape), tensor)
+
+
+def test_another_number_of_rows_shows_which_dimension_has_them():
+    warnings = []
+    memory = LayoutMemory(lambda topic, text: warnings.append(text))
+    both = [Layout(), Layout(dim=1)]
+    assert memory.choose("a", 4, (6, 4, 8), [Layout(dim=1)]) == Layout(dim=1)
+    assert memory.choose("a", 6, (6, 6, 8), both) == Layout(dim=1)
+    assert memory.choose("b", 3, (5,), []) is None
+    assert memory.choose("b", 5, (5,), [Layout()]) is None
+    assert not warnings
+
+
+def test_a_guess_that_turns_out_wrong_is_reported():
+    warnings = []
+    memory = LayoutMemory(lambda topic, text: warnings.append(text))
+    assert memory.choose("a", 5, (5,), [Layout()]) == Layout()
+    assert memory.choose("a", 3, (5,), []) is None
+    assert (
+        "was treated as one with the rows in its first dimension, and this micro-batch of 3 rows shows" in warnings[0]
+    )
+    assert memory.choose("b", 3, (7, 2), []) is None
+    assert memory.choose("b", 3, (8, 2), []) is None
+    assert "a draw of shape (8, 2) does not have the 3 rows of the micro-batch as one dimension" in warnings[1]
+
+
+class Draws:
+    """A micro-batch with given rows; `draw(function)` runs it with keyed draws."""
+
+    def __init__(self):
+        self.warnings = []
+        self.mode = KeyedDraws(DRAW_RULES, lambda topic, text: self.warnings.append(text))
+
+    def __call__(self, function, first, rows, step=1):
+        self.mode.begin(torch.arange(first, first + rows) * 7919, step, fused_seed=first)
+        with self.mode:
+            return function(torch.ones(rows, 6))
+
+
+FUNCTIONS = {
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "dropout_": lambda x: torch.dropout_(x.clone(), 0.5, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(x.unsqueeze(-1), 0.5, True),
+    "rand": lambda x: torch.rand(x.shape[0], 3),
+    "randn": lambda x: torch.randn((x.size(0), 3)),
+    "out": lambda x: torch.rand(x.shape[0], 2, out=torch.empty(x.shape[0], 2)),
+    "randint": lambda x: torch.randint(5, 1000, (x.shape[0],)),
+    "randint high": lambda x: torch.randint(high=1000, size=(x.shape[0], 2)),
+    "randint_like": lambda x: torch.randint_like(x, 1000),
+    "rand_like": lambda x: torch.rand_like(x, dtype=torch.bfloat16),
+    "normal": lambda x: torch.normal(x, 2.0),
+    "normal_": lambda x: torch.empty(x.shape[0], 2).normal_(1.0, 3.0),
+    "uniform_": lambda x: x.new_empty(x.shape[0], 2).uniform_(-1, 1),
+    "bernoulli": lambda x: torch.bernoulli(x * 0.5),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(0, 1000),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.01),
+    "multinomial": lambda x: torch.multinomial(x, 3),
+    "poisson": lambda x: torch.poisson(x * 20),
+    "rrelu": lambda x: functional.rrelu(-x, training=True),
+    "gumbel": functional.gumbel_softmax,
+    "distribution": lambda x: torch.distributions.Normal(x, x).rsample(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_numbers_of_a_row_do_not_depend_on_its_neighbors(name):
+    draws, function = Draws(), FUNCTIONS[name]
+    whole = draws(function, 0, 8)
+    parts = torch.cat([draws(function, 0, 3), draws(function, 3, 3), draws(function, 6, 2)])
+    assert torch.equal(whole, parts)
+    assert len({tuple(row.flatten().tolist()) for row in whole}) > 4  # rows differ
+    assert not draws.warnings
+
+
+def test_other_draws_belong_to_the_step():
+    draws = Draws()
+    shared = [draws(lambda x: torch.rand(3), 0, 8), draws(lambda x: torch.rand(3), 8, 4)]
+    assert torch.equal(*shared)
+    assert not torch.equal(shared[0], draws(lambda x: torch.rand(3), 0, 8, step=2))
+    weights = nn.Parameter(torch.ones(8, 6))
+    noisy = [draws(lambda x: functional.dropout(weights), first, 8) for first in (0, 8)]
+    assert torch.equal(*noisy)
+
+
+def test_uniform_numbers_of_bfloat16_stay_below_one():
+    numbers = Draws()(lambda x: torch.rand(4, 100_000, dtype=torch.bfloat16), 0, 4)
+    assert numbers.max() < 1
+
+
+def per_row(x):
+    return torch.rand(x.shape[0], 3)
+
+
+def of_all(x):
+    return torch.rand(1, 3)
+
+
+def test_a_single_row_differs_from_a_constant():
+    draws = Draws()
+    assert torch.equal(draws(per_row, 3, 1), draws(per_row, 0, 8)[3:4])
+    assert not draws.warnings
+    shared = [draws(of_all, first, 1) for first in (3, 4)]
+    assert torch.equal(*shared)
+    assert "may be meant for its sample or for all samples, and samestep takes it for all samples" in draws.warnings[0]
+
+
+def test_a_generator_of_the_user_is_reported_if_it_draws_rows():
+    draws = Draws()
+    rng = torch.Generator().manual_seed(0)
+    draws(lambda x: torch.rand(3, generator=rng), 0, 8)
+    assert not draws.warnings
+    draws(lambda x: torch.rand(8, 3, generator=rng), 0, 8)
+    assert "rand(generator=...) draws for the rows of a micro-batch from a generator of your own" in draws.warnings[0]
+
+
+def test_a_permutation_of_the_rows_is_reported():
+    draws = Draws()
+    permutation = draws(lambda x: torch.randperm(8), 0, 8)
+    assert sorted(permutation.tolist()) == list(range(8))
+    assert "torch.randperm(8) permutes the rows of the micro-batch" in draws.warnings[0]
+
+
+def test_attention_that_does_not_fit_is_fused_and_reported():
+    draws = Draws()
+    draws.mode.attention_limit = 10
+
+    def attend(x):
+        heads = x.view(-1, 1, 2, 3)
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+    attended = draws(attend, 0, 8)
+    assert attended.shape == (8, 1, 2, 3)
+    assert (
+        "computes in a fused kernel, since its attention weights of 0.0 GiB per layer do not fit" in draws.warnings[0]
+    )
+
+
+def test_a_packed_sequence_with_dropout_is_reported():
+    draws, lstm = Draws(), nn.LSTM(6, 4, 2, dropout=0.5)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)])
+    draws(lambda x: lstm(packed), 0, 2)
+    assert "a recurrent layer with dropout=0.5 between its layers got a packed sequence" in draws.warnings[0]
+
+
+class Hidden(nn.Module):
+    """Draws in a way that no torch function shows: a generator's own state."""
+
+    def forward(self, x):
+        torch.default_generator.set_state(torch.Generator().manual_seed(99).get_state())
+        return x
+
+
+def test_an_unseen_draw_names_its_module():
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    model = nn.Sequential(nn.Linear(3, 3), Hidden())
+    randomness.add_model(model, None)
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            model(torch.ones(4, 3))
+    assert len(warnings) == 1
+    assert "random numbers are drawn in 1 (Hidden) in a way that samestep cannot key by sample" in warnings[0]
+
+
+def test_a_model_that_draws_nothing_is_left_alone_and_leaves_no_trace():
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    before = torch.get_rng_state()
+    active = []
+    for step in range(20):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            active.append(_modes() > 0)
+    assert active == [True] * 3 + [False] * 17
+    assert torch.equal(torch.get_rng_state(), before)
+    with randomness.micro_batch("training", 21, 0, lambda: torch.arange(4)):
+        pass
+    for step in range(22, 30):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            torch.rand(2)
+    assert "the model has started to draw random numbers in training" in warnings[0]
+
+
+def _modes():
+    return torch._C._len_torch_function_stack()
+
+
+def test_torch_asks_for_overrides_by_the_names_that_are_replaced():
+    for function in (functional.multi_head_attention_forward, functional.gumbel_softmax, torch.autograd.grad):
+        copy = without_override_check(function)
+        assert copy is not function
+        assert copy.__globals__["has_torch_function"]("anything") is False
+        assert "has_torch_function" in {
+            name.removesuffix("_unary").removesuffix("_variadic") for name in function.__code__.co_names
+        }
