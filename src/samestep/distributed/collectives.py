@@ -229,9 +229,9 @@ class PaddingFilter:
         """Raise in a step with several micro-batches: rows of the others would be missing."""
         if self._micro_batches > 1:
             raise StepError(
-                f"this step has {self._micro_batches} micro-batches per rank{halved_note()}, and run.gather and step.rows "
-                "see one: rows of the others would be missing, so the loss would depend on the micro-batch; pass a "
-                "larger micro_batch, use more ranks, or reduce global_batch"
+                f"this step has {self._micro_batches} micro-batches per rank{halved_note()}, and run.gather and "
+                "step.rows see one: rows of the others would be missing, so the loss would depend on the micro-batch; "
+                "pass a larger micro_batch, use more ranks, or reduce global_batch"
             )
 
     def drop(self, values: torch.Tensor) -> torch.Tensor:
