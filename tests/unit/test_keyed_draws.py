@@ -56,10 +56,12 @@ def test_a_guess_that_turns_out_wrong_is_reported():
     memory = LayoutMemory(lambda topic, text: warnings.append(text))
     assert memory.choose("a", 5, (5,), [Layout()]) == Layout()
     assert memory.choose("a", 3, (5,), []) is None
-    assert "was taken for one with the rows in its first dimension, and this micro-batch of 3 rows shows" in warnings[0]
+    assert (
+        "was treated as one with the rows in its first dimension, and this micro-batch of 3 rows shows" in warnings[0]
+    )
     assert memory.choose("b", 3, (7, 2), []) is None
     assert memory.choose("b", 3, (8, 2), []) is None
-    assert "a draw of shape (8, 2) does not have the 3 rows of the micro-batch in a dimension of its own" in warnings[1]
+    assert "a draw of shape (8, 2) does not have the 3 rows of the micro-batch as one dimension" in warnings[1]
 
 
 class Draws:
@@ -136,7 +138,7 @@ def of_all(x):
     return torch.rand(1, 3)
 
 
-def test_a_single_row_is_told_from_a_constant():
+def test_a_single_row_differs_from_a_constant():
     draws = Draws()
     assert torch.equal(draws(per_row, 3, 1), draws(per_row, 0, 8)[3:4])
     assert not draws.warnings

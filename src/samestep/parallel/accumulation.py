@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from samestep.environment.world import oom_retries
+from samestep.environment.world import halved_note
 from samestep.errors import StepError
 from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import after_this_backward
@@ -75,11 +75,10 @@ def reset_message(step: Sized, number: int, thread: int) -> str:
     """Which line has reset the gradients, and what to do; `thread` runs the training loop."""
     line = _reset_line(step, thread)
     found = f"{line} resets the gradients" if line else "the gradients were reset (by zero_grad()?)"
-    halved = " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries() else ""
     return (
         f"{found} inside the loop over the micro-batches of step {number}, so those of its earlier micro-batches "
-        f"are lost: the step has {len(step)} micro-batches{halved}, whose gradients add up; call zero_grad() after the "
-        "loop, after optimizer.step()"
+        f"are lost: the step has {len(step)} micro-batches{halved_note()}, whose gradients add up; call zero_grad() "
+        "after the loop, after optimizer.step()"
     )
 
 

@@ -135,7 +135,7 @@ class LayoutMemory:
         if site.used is not None and kind != site.used:
             self._warn(
                 f"layout {key}",
-                f"a draw of shape {shape} was taken for one with the rows in its {site.used}, and this micro-batch of "
+                f"a draw of shape {shape} was treated as one with the rows in its {site.used}, and this micro-batch of "
                 f"{rows} rows shows that it is not: the numbers of earlier steps depend on the number of ranks; pass "
                 "run.wrap(model, batch_dim=1) if the batch is in dimension 1, or another global_batch or micro_batch",
             )
@@ -146,7 +146,7 @@ class LayoutMemory:
     def _report_size(self, key: object, rows: int, shape: tuple[int, ...], before: tuple[int, ...]) -> None:
         self._warn(
             f"size {key}",
-            f"a draw of shape {shape} does not have the {rows} rows of the micro-batch in a dimension of its own, and "
+            f"a draw of shape {shape} does not have the {rows} rows of the micro-batch as one dimension, and "
             f"its shape was {before} before: its numbers are those of the step and not of the samples, so they may "
             "depend on the number of ranks; draw with the rows in the first dimension, then select",
         )
@@ -176,7 +176,7 @@ class KeyedDraws(TorchFunctionMode):
         self._count = 0
         self._numbers: dict[int, int] = {}
         self._tiled: set[int] = set()
-        self._asked_length: set[object] = set()  # code of functions that called len() of a tensor with one row
+        self._length_readers: set[object] = set()  # code of functions that called len() of a tensor with one row
         self._memory = LayoutMemory(self.warn)
 
     @property
@@ -261,7 +261,7 @@ class KeyedDraws(TorchFunctionMode):
         created = getattr(like, _FROM_ROWS, None)  # None for a tensor computed from others, such as empty_like(x)
         if any(isinstance(size, RowCount) for size in shape) or created or (like is not None and created is None):
             return True
-        of_row = self._is_length_asked()  # torch.rand(1) there may still be one number for all
+        of_row = self._reads_length()  # torch.rand(1) there may still be one number for all
         if of_row or len(shape) > 1:
             self.warn(
                 f"single row {line}",
@@ -271,16 +271,16 @@ class KeyedDraws(TorchFunctionMode):
             )
         return of_row
 
-    def _is_length_asked(self) -> bool:
-        return _calling_line()[0] in self._asked_length
+    def _reads_length(self) -> bool:
+        return _calling_line()[0] in self._length_readers
 
     def note_length(self) -> None:
         """Remember that a function asks for len(x): what it draws with a size of 1 belongs to the row."""
-        self._asked_length.add(_calling_line()[0])
+        self._length_readers.add(_calling_line()[0])
 
     def note_size(self, tensor: Tensor, sizes: Sequence[object]) -> None:
         """Remember whether a tensor was created with the number of rows as a size."""
-        setattr(tensor, _FROM_ROWS, any(isinstance(size, RowCount) for size in sizes) or self._is_length_asked())
+        setattr(tensor, _FROM_ROWS, any(isinstance(size, RowCount) for size in sizes) or self._reads_length())
 
     def may_have_rows(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape may have one entry per row of the micro-batch."""
@@ -315,7 +315,7 @@ class KeyedDraws(TorchFunctionMode):
         self, draw: Callable[[Tensor | None, Sequence[int], torch.Generator], Tensor], shape: Sequence[int],
         device: torch.device, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """A draw without a formula of its own: torch's function for each row, with a generator seeded by its key."""
+        """A draw without a formula here: torch's function for each row, with a generator seeded by its key."""
         layout, number = self.layout(shape, like), self.number()
         keys = self.keys(device) if layout is not None else self._shared_key(device)
         seeds = uniform(keys, (2,), number, torch.float32).double().mul_(1 << 24).long().tolist()

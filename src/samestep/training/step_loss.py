@@ -49,7 +49,7 @@ class MicroBatch:
         """One 64-bit key per row, from (seed, epoch, sample): the source of its random numbers."""
         return self.make_keys()
 
-    def next_seed(self, row: int, draws: int) -> int:
+    def row_seed(self, row: int, draws: int) -> int:
         """A new seed for the sample of one row, after `draws` draws for all rows.
 
         Draws are counted per row, since how many rows come before it depends on the number of ranks.
@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Which step this is; the same on every rank and every world size."""
+    """Which step this is, and this rank's part of it."""
 
     number: int  # optimizer steps before this one since training began
     index: int  # steps before this one in its epoch
@@ -86,7 +86,7 @@ class StepLoss:
         self._total: torch.Tensor | None = None  # of what mean and sum returned
         self._unrecorded: torch.Tensor | None = None  # the same since an optimizer has stepped
         self._factor = 1.0
-        self._terms: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        self._logged: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -137,12 +137,12 @@ class StepLoss:
             else:
                 weighted, weights = _weighted(micro_batch, wide, mask, lengths)
                 total, count = weighted.sum(), weights.sum(dtype=wide.dtype)
-            before = self._terms.get(name)
-            self._terms[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+            before = self._logged.get(name)
+            self._logged[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
-    def log_terms(self, row: LogRow) -> None:
+    def log_values(self, row: LogRow) -> None:
         """Hand the sums and counts of `log` to the metric sync."""
-        for name, (total, count) in self._terms.items():
+        for name, (total, count) in self._logged.items():
             self._context.metrics.pending.add_mean(row, name, total, count)
 
     def finish(self) -> None:
