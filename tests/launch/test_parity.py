@@ -91,6 +91,23 @@ def test_a_value_that_is_missing_or_not_finite_in_one_run_differs():
     assert [each.relative for each in compare(one, other)] == [math.inf, 0.0, math.inf]
 
 
+@pytest.mark.parametrize("diverged", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_hides_no_difference(diverged):
+    one = [record(0, loss=diverged), record(1, loss=1.0), record(2, loss=1.0)]
+    other = [record(0, loss=diverged), record(1, loss=3.0), record(2, loss=diverged)]
+    assert [each.relative for each in compare(one, other)] == [0.0, 2.0, math.inf]
+
+
+def test_a_value_that_the_first_run_lacks_differs():
+    one = [record(0, loss=1.0), record(1, loss=1.0)]
+    other = [record(0, loss=1.0, accuracy=0.5), record(1, loss=1.0)]
+    assert [(each.metric, each.relative) for each in compare(one, other)] == [
+        ("loss", 0.0),
+        ("accuracy", math.inf),
+        ("loss", 0.0),
+    ]
+
+
 def test_runs_of_different_lengths_and_runs_without_metrics_raise():
     with pytest.raises(LaunchError, match="the runs logged different steps, 1 and 2 records: the script must take"):
         compare([record(0, loss=1.0)], [record(0, loss=1.0), record(1, loss=1.0)])
