@@ -126,7 +126,10 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
         [sys.executable, *launch, "--folder", str(folder), *target], env=environment, stdout=sys.stderr, check=False
     )
     if ended.returncode:
-        raise LaunchError(f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above")
+        raise LaunchError(
+            f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above; if a folder "
+            "is missing, write files below run.folder, since parity replaces the folder that the script passes to Run"
+        )
     path = folder / "metrics.jsonl"
     return read_metrics(path, by_step=True) if path.is_file() else []
 
