@@ -300,22 +300,30 @@ def test_a_corrupt_file_of_another_rank_is_detected_by_all(ranks, tmp_path):
     assert "step-00000020 is corrupt: rank-00001.safetensors was changed after it was written" in warned[0]
 
 
-def draw(folder, save):
+def draw(folder, save, seed_of_rank=False):
     with Run(global_batch=2, seed=0, folder=folder) as run:
         checkpoint = run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
         if save:
+            if seed_of_rank:
+                torch.manual_seed(run.rank)
             torch.rand(3)
             checkpoint.save()
         return torch.rand(2).tolist()
 
 
-def test_rng_states_are_restored_and_differ_on_another_world_size(ranks, tmp_path):
+def test_rng_states_are_restored_on_any_world_size(ranks, tmp_path):
     saved = ranks(2, draw, tmp_path, True)
+    assert saved[0] == saved[1]
     assert ranks(2, draw, tmp_path, False) == saved
+    assert ranks(3, draw, tmp_path, False) == saved[:1] * 3
+    assert ranks(2, draw, tmp_path / "new", False) != saved
+
+
+def test_ranks_that_a_script_seeds_differently_get_their_states_back_on_the_same_world_size(ranks, tmp_path):
+    saved = ranks(2, draw, tmp_path, True, True)
     assert saved[0] != saved[1]
-    others = ranks(3, draw, tmp_path, False)
-    assert len({tuple(drawn) for drawn in others}) == 3
-    assert not any(drawn in saved for drawn in others)
+    assert ranks(2, draw, tmp_path, False) == saved
+    assert ranks(3, draw, tmp_path, False) == saved[:1] * 3  # that of rank 0
 
 
 def other_model(folder):
