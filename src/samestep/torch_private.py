@@ -87,6 +87,12 @@ def drop_gathered_gradients(model: nn.Module) -> None:
             full.grad = None
 
 
+def after_this_backward(function: Callable[[], None]) -> None:
+    """Call `function` when this backward pass has ended, after the callbacks in which DDP and FSDP reduce gradients."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    queue(lambda: queue(function))
+
+
 def reduce_unused_as_zeros(model: FSDPModule) -> None:
     """Let ranks that did not use a parameter reduce zeros for it; before torch 2.13 the other ranks hang."""
     if hasattr(model, "set_reduce_scatter_unused_params"):

@@ -24,6 +24,8 @@ data = TensorDataset(torch.randn(50, 6, generator=generator), torch.randint(0, 3
 with Run(global_batch=8, seed=0, folder="mine", precision="fp32") as run:
     model = run.wrap(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if run.is_main:
+        torch.save(model.state_dict(), run.folder / "weights.pt")
     train = run.shard(data, shuffle=True)
     checkpoint = run.checkpoint("out", model=model, optimizer=optimizer, train=train)
     for epoch in train.epochs(100):
@@ -53,6 +55,16 @@ def test_a_script_that_does_not_depend_on_the_ranks_is_the_same_in_float64(tmp_p
     assert lines[3] == "the same: every logged value agrees within 1e-09 in fp64"
     assert "precision: fp64 (by SAMESTEP_PRECISION)" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # neither logs nor checkpoints of the script
+
+
+def test_a_script_that_fails_is_reported_with_the_likely_folder(monkeypatch, capsys):
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr("samestep.cli.parity_command.subprocess.run", lambda *args, **options: failed)
+    assert main(["parity", __file__]) == 2
+    assert capsys.readouterr().err.endswith(
+        "the script ended with exit code 1 on 1 rank(s): its report is above; if a folder is missing, write files "
+        "below run.folder, since parity replaces the folder that the script passes to Run\n"
+    )
 
 
 def test_the_first_step_that_differs_is_named(monkeypatch, capsys):
@@ -89,6 +101,23 @@ def test_a_value_that_is_missing_or_not_finite_in_one_run_differs():
     one = [record(0, loss=1.0), record(1, loss=math.nan), record(2, loss=math.nan)]
     other = [record(0), record(1, loss=math.nan), record(2, loss=1.0)]
     assert [each.relative for each in compare(one, other)] == [math.inf, 0.0, math.inf]
+
+
+@pytest.mark.parametrize("diverged", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_hides_no_difference(diverged):
+    one = [record(0, loss=diverged), record(1, loss=1.0), record(2, loss=1.0)]
+    other = [record(0, loss=diverged), record(1, loss=3.0), record(2, loss=diverged)]
+    assert [each.relative for each in compare(one, other)] == [0.0, 2.0, math.inf]
+
+
+def test_a_value_that_the_first_run_lacks_differs():
+    one = [record(0, loss=1.0), record(1, loss=1.0)]
+    other = [record(0, loss=1.0, accuracy=0.5), record(1, loss=1.0)]
+    assert [(each.metric, each.relative) for each in compare(one, other)] == [
+        ("loss", 0.0),
+        ("accuracy", math.inf),
+        ("loss", 0.0),
+    ]
 
 
 def test_runs_of_different_lengths_and_runs_without_metrics_raise():

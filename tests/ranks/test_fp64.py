@@ -67,8 +67,10 @@ def train(precision="fp64", strategy=None, epochs=3, folder="run", streamed=Fals
                 optimizer.step()
                 optimizer.zero_grad()
             checkpoint.save()
+        test = run.shard(images())
         with run.evaluate(model) as net:
-            accuracy = run.mean(net(inputs).argmax(-1) == labels for inputs, labels in run.shard(images()))
+            accuracy = run.mean(net(inputs).argmax(-1) == labels for inputs, labels in test)
+            seen |= {drawn.dtype for _ in test for drawn in (test.normal(2), test.random(2))}
         weights = {name.removeprefix("module."): full(value) for name, value in model.state_dict().items()}
         seen |= {value.dtype for value in weights.values() if value.is_floating_point()}
         is_main = run.is_main

@@ -135,6 +135,10 @@ def two_views(x, rank):
     return torch.cat([x, x])
 
 
+def list_of_views(x, rank):
+    return [x, x]
+
+
 def scalar(x, rank):
     return x.sum()
 
@@ -157,6 +161,10 @@ def other_width(x, rank):
         (
             two_views,
             r"run.gather needs one row for each of the 2 rows of this micro-batch, got shape \(4, 2\): gather ",
+        ),
+        (
+            list_of_views,
+            "run.gather needs one row for each of the 2 rows of this micro-batch, got an iterable of tensors: gather ",
         ),
         (scalar, r"run.gather needs a tensor with one row per sample, .* got a tensor without dimensions: for single"),
         (number, r"run.gather needs a tensor with one row per sample, or an iterable of such tensors, got a int: for"),

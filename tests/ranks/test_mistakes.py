@@ -220,12 +220,31 @@ def use_in_a_step(use):
         (lambda step, epoch, data, model: step.to("cpu"), "a Step is one optimizer step, not a batch"),
         (lambda step, epoch, data, model: model(epoch), "an Epoch is a sequence of steps: `for step in epoch:`"),
         (lambda step, epoch, data, model: data[0], "a Shard is not a batch: `for epoch in train.epochs(n):"),
+        (lambda step, epoch, data, model: step.shape, "a Step is one optimizer step, not a batch"),
+        (lambda step, epoch, data, model: epoch.items(), "an Epoch is a sequence of steps"),
     ],
 )
 def test_an_epoch_or_step_used_as_a_batch_gets_a_note(use, note):
     with pytest.raises((TypeError, AttributeError)) as caught:
         use_in_a_step(use)
     assert any(text.startswith(note) for text in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("use", "note"),
+    [
+        (lambda step, epoch, data, model: step.maen(torch.ones(4)), "did you mean step.mean?"),
+        (lambda step, epoch, data, model: epoch.nunber, "did you mean epoch.number?"),
+        (lambda step, epoch, data, model: data.epoch(3), "did you mean shard.epochs?"),
+        (lambda step, epoch, data, model: step.learning_rate, "a Step has "),
+    ],
+)
+def test_a_misspelled_attribute_gets_the_close_name(use, note):
+    with pytest.raises(AttributeError) as caught:
+        use_in_a_step(use)
+    (found,) = caught.value.__notes__
+    assert found.startswith(note)
+    assert "not a batch" not in found
 
 
 def train_for_evaluation(model, optimizer, data):

@@ -3,12 +3,14 @@
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Run
 from samestep.torch_private import (
+    after_this_backward,
     ignore_in_ddp,
     is_compiled,
     matrix_product_shape,
@@ -127,3 +129,28 @@ def compiled_modules():
 
 def test_a_compiled_module_is_recognized(ranks):
     assert ranks(1, compiled_modules) == [[False, True, True]]
+
+
+def gradient_after_backward(strategy):
+    """The gradient that a function called after the backward pass sees, and the one that the script sees."""
+    seen = []
+    with Run(global_batch=2) as run:
+        model = run.wrap(torch.nn.Linear(1, 2, bias=False), strategy)
+        (weight,) = model.parameters()
+        for epoch in run.shard([torch.tensor([1.0]), torch.tensor([3.0])]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    output = model(x)
+                    output.register_hook(lambda _: after_this_backward(lambda: seen.append(part(weight.grad))))
+                    step.mean(output.sum(1)).backward()
+        return seen, part(weight.grad)
+
+
+def part(gradient):
+    return getattr(gradient, "to_local", gradient.detach)().flatten().tolist()
+
+
+@pytest.mark.parametrize(("strategy", "held"), [("ddp", 2), ("fsdp", 1)])
+def test_a_function_called_after_the_backward_pass_sees_reduced_gradients(ranks, strategy, held):
+    for seen, after in ranks(2, gradient_after_backward, strategy):
+        assert seen == [after] == [[2.0] * held]

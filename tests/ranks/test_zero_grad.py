@@ -141,3 +141,55 @@ def test_fsdp_keeps_the_gradients_of_earlier_micro_batches(ranks, strategy, rese
 def test_a_reset_after_the_last_backward_pass_of_fsdp_raises(ranks, strategy, reset):
     for text in ranks.errors(2, train, reset, strategy):
         assert "StepError: the gradients were reset (by zero_grad()?) " + MESSAGE.format(count=2, why="") in text
+
+
+class Narrow(nn.Module):
+    """FSDP cuts dimension 0 into equal chunks: on four ranks the last holds no element of these parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(2, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.stem(x))
+
+
+def train_without_reset(loss_of_rows, strategy, scale=False):
+    """One step of two micro-batches per rank; how many elements this rank holds."""
+    data = list(torch.arange(32.0).view(16, 2) - 15.5)
+    with Run(global_batch=16) as run:
+        model = run.wrap(Narrow(), strategy)
+        for epoch in run.shard(data, micro_batch=8 // run.size).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(loss_of_rows(model(x), x)).backward()
+                    for parameter in model.parameters():
+                        if scale and parameter.grad is not None:
+                            parameter.grad.mul_(0.5)
+        return sum(getattr(p, "to_local", p.detach)().numel() for p in model.parameters())
+
+
+def squares(y, x):
+    return y.square().mean(1)
+
+
+def no_loss(y, x):
+    return 0.0 * y.sum(1)
+
+
+def of_opposite_ranks(y, x):
+    """Rows are contiguous per rank or interleaved: their signs cancel in the bias either way."""
+    return y.sum(1) * torch.where(x[:, 0] < 0, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_a_rank_that_holds_no_element_does_not_raise(ranks, strategy):
+    held = ranks(4, train_without_reset, squares, strategy)
+    assert held[3] == 0 < held[0]
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("loss", [no_loss, of_opposite_ranks])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_gradients_that_are_zero_without_a_reset_do_not_raise(ranks, strategy, loss, scale):
+    assert all(ranks(2, train_without_reset, loss, strategy, scale))

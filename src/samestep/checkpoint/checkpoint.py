@@ -30,7 +30,7 @@ from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
 from samestep.parallel.batchnorm import average_running_stats
-from samestep.parallel.wrapped_model import local_tensor
+from samestep.parallel.fsdp import local_tensor
 
 T = TypeVar("T")
 _WAIT_AFTER_FAILURE_SECONDS: Final = 30.0

@@ -4,7 +4,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ _MEASURED = ("train/samples_per_s", "train/memory_bytes")  # they differ between
 
 @dataclass(frozen=True)
 class Difference:
-    """One logged value in two runs; `relative` to the largest value of the metric, infinite if one run lacks it."""
+    """One logged value in two runs; `relative` to the largest finite value of the metric, inf if one run lacks it."""
 
     relative: float
     metric: str
@@ -83,21 +83,26 @@ def compare(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
             f"the runs logged different steps, {len(one)} and {len(other)} records: the script must take the same "
             "steps on any number of ranks, for example not stop after a time"
         )
-    names = [name for name in dict.fromkeys(name for record in one for name in record) if _is_compared(name)]
+    names = [name for name in dict.fromkeys(name for record in (*one, *other) for name in record) if _is_compared(name)]
     if not names:
         raise LaunchError("the script logged no metric: it must train with step.mean, or call run.log")
-    largest = {name: max(abs(record.get(name, 0.0)) for record in one) or 1.0 for name in names}
+    largest = {name: _largest(record.get(name, 0.0) for record in one) for name in names}
     return [
         Difference(
-            _distance(a[name], b.get(name, math.nan)) / largest[name],
+            math.inf if name not in a or name not in b else _distance(a[name], b[name]) / largest[name],
             name,
             int(a["step"]),
-            (a[name], b.get(name, math.nan)),
+            (a.get(name, math.nan), b.get(name, math.nan)),
         )
         for a, b in zip(one, other, strict=True)
         for name in names
-        if name in a
+        if name in a or name in b
     ]
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest finite absolute value, or 1 if there is none but 0."""
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 1.0
 
 
 def _distance(one: float, other: float) -> float:
@@ -121,7 +126,10 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
         [sys.executable, *launch, "--folder", str(folder), *target], env=environment, stdout=sys.stderr, check=False
     )
     if ended.returncode:
-        raise LaunchError(f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above")
+        raise LaunchError(
+            f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above; if a folder "
+            "is missing, write files below run.folder, since parity replaces the folder that the script passes to Run"
+        )
     path = folder / "metrics.jsonl"
     return read_metrics(path, by_step=True) if path.is_file() else []
 

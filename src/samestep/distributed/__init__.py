@@ -1,1 +1,1 @@
-"""The ranks of a run acting together: the link between them, and what crosses it."""
+"""The ranks of a run acting together: the communicator, collectives and the metric sync."""

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.once import Per, once
-from samestep.environment.world import oom_retries
+from samestep.environment.world import halved_note
 from samestep.errors import CommunicationError, DataError, StepError
 
 T = TypeVar("T")
@@ -149,7 +149,10 @@ class Collectives:
         if isinstance(rows, torch.Tensor) or not isinstance(rows, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
             self._padding.check_gather(_check_rows(rows))
             return _gather_rows(self._comm, self._padding.drop(rows), rows.device)
-        parts = [self._padding.drop(_check_rows(part)) for part in rows]
+        parts: list[torch.Tensor] = []
+        for part in rows:
+            self._padding.check_gather(None)
+            parts.append(self._padding.drop(_check_rows(part)))
         mine = torch.cat(parts) if parts else None
         return _gather_rows(self._comm, mine, torch.device("cpu") if mine is None else mine.device)
 
@@ -209,26 +212,26 @@ class PaddingFilter:
         """Set (rows, samples among them): of the current micro-batch, or after the loop of all of the step's."""
         self._rows, self._in_batch, self._micro_batches = rows, in_batch, micro_batches
 
-    def check_gather(self, values: torch.Tensor) -> None:
-        """Raise if `values` are not one row per sample of the global batch."""
+    def check_gather(self, values: torch.Tensor | None) -> None:
+        """Raise in a step if `values` are not one row per sample; None: several tensors, whose rows have no order."""
         if not self._in_batch or not self._micro_batches:
             return
         self.check_one_micro_batch()
         ((rows, _),) = self._rows
-        if values.shape[0] != rows:
+        if values is None or values.shape[0] != rows:
+            found = "an iterable of tensors" if values is None else f"shape {tuple(values.shape)}"
             raise CommunicationError(
-                f"run.gather needs one row for each of the {rows} rows of this micro-batch, got shape "
-                f"{tuple(values.shape)}: gather views of the samples one by one, and concatenate afterwards"
+                f"run.gather needs one row for each of the {rows} rows of this micro-batch, got {found}: gather views "
+                "of the samples one by one, and concatenate afterwards"
             )
 
     def check_one_micro_batch(self) -> None:
         """Raise in a step with several micro-batches: rows of the others would be missing."""
         if self._micro_batches > 1:
-            halved = " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries() else ""
             raise StepError(
-                f"this step has {self._micro_batches} micro-batches per rank{halved}, and run.gather and step.rows see "
-                "one: rows of the others would be missing, so the loss would depend on the micro-batch; pass a larger "
-                "micro_batch, use more ranks, or reduce global_batch"
+                f"this step has {self._micro_batches} micro-batches per rank{halved_note()}, and run.gather and "
+                "step.rows see one: rows of the others would be missing, so the loss would depend on the micro-batch; "
+                "pass a larger micro_batch, use more ranks, or reduce global_batch"
             )
 
     def drop(self, values: torch.Tensor) -> torch.Tensor:
@@ -290,12 +293,10 @@ def _all_reduce(comm: Communicator, tensor: torch.Tensor, op: Op) -> torch.Tenso
         comm.refuse_inside_once("run.all_reduce")
         return tensor
     _check_same_tensors(comm, tensor, op)
-    device = tensor.device
-    on_cpu = device.type not in ("cpu", "cuda") or (device.type == "cuda" and comm.backend == "gloo")
-    payload = tensor.cpu() if on_cpu else tensor
+    payload = tensor.cpu() if _needs_cpu(comm, tensor.device) else tensor
     with comm.collective("run.all_reduce"):
         dist.all_reduce(payload, op=_OPS[op])
-    return payload.to(device)
+    return payload.to(tensor.device)
 
 
 def _check_same_tensors(comm: Communicator, tensor: torch.Tensor, op: Op) -> None:
@@ -418,6 +419,7 @@ def _all_gather(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> to
 
 
 def _needs_cpu(comm: Communicator, device: torch.device) -> bool:
+    """Whether the backend cannot send tensors of this device."""
     return device.type not in ("cpu", "cuda") or (device.type == "cuda" and comm.backend == "gloo")
 
 

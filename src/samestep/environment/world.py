@@ -159,6 +159,11 @@ def oom_retries(environ: Mapping[str, str] | None = None) -> int:
     return int(_environ(environ).get(OOM_RETRIES, "0"))
 
 
+def halved_note(environ: Mapping[str, str] | None = None) -> str:
+    """For messages: why a step has more micro-batches than the script says; empty if it does not."""
+    return " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries(environ) else ""
+
+
 def requested_precision(environ: Mapping[str, str] | None = None) -> str:
     """The precision that replaces that of the script, as `samestep run --precision` exports it; empty: the script's."""
     return _environ(environ).get(PRECISION, "")

@@ -4,15 +4,17 @@ import ast
 import linecache
 import sys
 import threading
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-from samestep.environment.world import oom_retries
+from samestep.environment.world import halved_note
 from samestep.errors import StepError
+from samestep.parallel.fsdp import local_tensor
+from samestep.torch_private import after_this_backward
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _RESET = "zero_grad"
@@ -21,22 +23,25 @@ _RESET = "zero_grad"
 class AccumulationWatch:
     """Watches the gradient of one parameter, and raises if it was reset since the step's last backward pass.
 
-    `zero_grad` resets a gradient to None or writes zeros, which changes the version of the tensor. Both are visible on
-    the host, so that watching one parameter costs two short calls per backward pass and no transfer.
+    `zero_grad` resets it to None, which is visible on the host: no transfer. If it writes zeros instead, they count
+    only if the gradient was not zero when the backward pass ended: that of padding is zero without a reset. Values are
+    compared in the first step only, since a script that writes zeros does so in every step.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+    def __init__(self, used: nn.Parameter, parameters: Sequence[nn.Parameter]) -> None:
+        """Watch one of `parameters`, which hold the gradients on this rank; the backward pass computes with `used`."""
+        self._parameters, self._steps = parameters, 0
         self._step: Sized | None = None
         self._number = self._thread = 0
-        self._kept: tuple[torch.Tensor, int] | None = None  # the gradient after the last backward pass, its version
-        parameter.register_hook(self._before)
-        parameter.register_post_accumulate_grad_hook(self._after)
+        self._kept: tuple[nn.Parameter, torch.Tensor | None] | None = None  # and whether its gradient was not zero
+        used.register_hook(self._check)
+        used.register_post_accumulate_grad_hook(self._after)
 
     def start(self, step: Sized, number: int) -> None:
         """Watch from now on; called by the thread of the training loop before each micro-batch."""
         if self._step is not step:
             self._step, self._number, self._thread, self._kept = step, number, threading.get_ident(), None
+            self._steps += 1
 
     def finish(self) -> None:
         """Check for the last time in this step."""
@@ -45,35 +50,35 @@ class AccumulationWatch:
         finally:
             self._step = self._kept = None
 
-    def _before(self, _: torch.Tensor) -> None:
-        self._check()
+    def _after(self, _: torch.Tensor) -> None:
+        if self._step is not None:
+            after_this_backward(self._keep)
 
-    def _after(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if self._step is not None and gradient is not None and not gradient.is_sparse:
-            self._kept = gradient, gradient._version
+    def _keep(self) -> None:
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            # a rank may hold no element of a small parameter that FSDP has sharded
+            if gradient is not None and not gradient.is_sparse and (local := local_tensor(gradient)).numel():
+                self._kept = parameter, local.any() if self._steps == 1 else None
+                return
 
-    def _check(self) -> None:
+    def _check(self, *_: torch.Tensor) -> None:
         if self._step is None or self._kept is None:
             return
-        (before, version), gradient = self._kept, self._parameter.grad
-        if gradient is None:
-            raise StepError(reset_message(self._step, self._number, self._thread))
-        if gradient is before and gradient._version == version:
+        parameter, nonzero = self._kept
+        if parameter.grad is not None and (nonzero is None or not nonzero or local_tensor(parameter.grad).any()):
             return
-        if not bool(gradient.any()):  # otherwise the script or DDP has scaled or replaced it, and nothing is lost
-            raise StepError(reset_message(self._step, self._number, self._thread))
+        raise StepError(reset_message(self._step, self._number, self._thread))
 
 
 def reset_message(step: Sized, number: int, thread: int) -> str:
     """Which line has reset the gradients, and what to do; `thread` runs the training loop."""
     line = _reset_line(step, thread)
     found = f"{line} resets the gradients" if line else "the gradients were reset (by zero_grad()?)"
-    halved = " (samestep has halved the micro-batch, which ran out of memory)" if oom_retries() else ""
     return (
         f"{found} inside the loop over the micro-batches of step {number}, so those of its earlier micro-batches "
-        f"are lost: the step has {len(step)} micro-batches{halved}, whose gradients add up; call zero_grad() after the "
-        "loop, after optimizer.step()"
+        f"are lost: the step has {len(step)} micro-batches{halved_note()}, whose gradients add up; call zero_grad() "
+        "after the loop, after optimizer.step()"
     )
 
 

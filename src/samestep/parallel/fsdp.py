@@ -101,3 +101,11 @@ def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:
     return init_device_mesh(
         device.type, (world.nodes, world.size // world.nodes), mesh_dim_names=("replicate", "shard")
     )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, the values of a sparse one, or the tensor itself."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if callable(to_local) else tensor  # pyright: ignore[reportReturnType]  # DTensor's own method

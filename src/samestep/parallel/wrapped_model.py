@@ -1,6 +1,5 @@
 """A wrapped model: when its gradients are reduced, whether they are complete, and checks that it was not changed."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 
 import torch
@@ -11,11 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
-from samestep.errors import StepError, WrapError
-from samestep.parallel.accumulation import AccumulationWatch, reset_message
+from samestep.errors import WrapError
+from samestep.parallel.accumulation import AccumulationWatch
 from samestep.parallel.batchnorm import batchnorms_outside_frozen
+from samestep.parallel.fsdp import local_tensor
 from samestep.parallel.unused_parameters import BackwardPasses, UsedParameters, unused_message
-from samestep.torch_private import drop_gathered_gradients
+from samestep.torch_private import drop_gathered_gradients, gathered_parameters
 
 _SHOWN = 6
 
@@ -32,7 +32,7 @@ class WrappedModel:
         self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
         self._trainable = {id(p): p.requires_grad for p in inner.parameters()}
         self._accumulation: AccumulationWatch | None = None
-        self._zeros_checked = False
+        self._holders = [p for p in inner.parameters() if p.requires_grad]  # hold the gradients, sharded with FSDP
 
     @property
     def sharded(self) -> bool:
@@ -52,28 +52,22 @@ class WrappedModel:
             self.inner.set_is_last_backward(last)
 
     def watch_accumulation(self, step: Sized, number: int) -> None:
-        """Raise in later backward passes of this step if the gradients of its earlier micro-batches were reset."""
-        if self._accumulation is None and not self.sharded:
+        """Raise in later backward passes of this step, or at its end, if its gradients were reset.
+
+        FSDP keeps the gradients of all micro-batches but the last where a script cannot reset them.
+        """
+        if self._accumulation is None:
+            gathered = [p for p in gathered_parameters(self.inner).values() if p.requires_grad]
             # the last parameters get their gradients first, when all others still show what was reset
-            last = next((p for p in reversed(list(self.inner.parameters())) if p.requires_grad), None)
-            self._accumulation = None if last is None else AccumulationWatch(last)
+            if used := gathered if self.sharded else self._holders:
+                self._accumulation = AccumulationWatch(used[-1], self._holders[::-1] if self.sharded else used[-1:])
         if self._accumulation is not None:
             self._accumulation.start(step, number)
 
-    def check_accumulated(self, step: Sized, number: int) -> None:
-        """Raise if the gradients of the step were reset in its last micro-batch.
-
-        FSDP keeps the gradients of all other micro-batches where a script cannot reset them.
-        """
+    def check_accumulated(self) -> None:
+        """Raise if the gradients of the step were reset in its last micro-batch."""
         if self._accumulation is not None:
             self._accumulation.finish()
-        elif self.sharded and len(step) > 1 and self._used is not None and self._used.any:
-            gradients = list(self.gradients())
-            if not self._zeros_checked:  # a script that writes zeros does so in the first step; reading them costs time
-                self._zeros_checked = True
-                gradients = [gradient for gradient in gradients if bool(local_tensor(gradient).any())]
-            if not gradients:
-                raise StepError(reset_message(step, number, threading.get_ident()))
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a step that was left early, also those that FSDP keeps for the last micro-batch."""
@@ -219,11 +213,3 @@ def refuse_direct_calls(inner: nn.Module, model: nn.Module, in_step: Callable[[]
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
     inner.register_forward_pre_hook(check)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, the values of a sparse one, or the tensor itself."""
-    if tensor.is_sparse:
-        return tensor.coalesce().values()
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if callable(to_local) else tensor  # pyright: ignore[reportReturnType]  # DTensor's own method

@@ -12,8 +12,8 @@ from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.messages import format_bytes
+from samestep.parallel.fsdp import local_tensor
 from samestep.parallel.submodules import repeated_blocks
-from samestep.parallel.wrapped_model import local_tensor
 from samestep.teacher.frozen_model import FrozenModel, set_tensor
 from samestep.teacher.options import TeacherOptions
 

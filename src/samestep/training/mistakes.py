@@ -46,6 +46,7 @@ _LOOP_NOTES = {
     "Shard": f"a Shard is not a batch: `{_LOOPS}` trains, and `for inputs, labels in test:` evaluates",
     "Stream": f"a Stream is not a batch: `{_LOOPS}` trains, and `for inputs, labels in test:` evaluates",
 }
+_BATCH_TYPES = (torch.Tensor, dict, list)
 _OTHER_DEVICE = re.compile(
     r"tensors? to be on the same device|is not on the expected device|same device", re.IGNORECASE
 )
@@ -136,7 +137,7 @@ def add_hint(error: BaseException, device: torch.device, precision: str) -> None
     text = str(error)
     note = None
     if isinstance(error, TypeError | AttributeError) and (found := _LOOP_OBJECT.search(text)):
-        note = _LOOP_NOTES[found[1]]
+        note = _other_attribute(error, found[1]) or _LOOP_NOTES[found[1]]
     elif isinstance(error, RuntimeError) and _OTHER_DEVICE.search(text):
         note = (
             f"this rank computes on {device}: run.wrap moves the model there and micro-batches arrive there, so remove "
@@ -149,6 +150,17 @@ def add_hint(error: BaseException, device: torch.device, precision: str) -> None
         )
     if note is not None and note not in getattr(error, "__notes__", []):
         error.add_note(note)
+
+
+def _other_attribute(error: TypeError | AttributeError, kind: str) -> str | None:
+    """Which attribute of a Step, Epoch, Shard or Stream the script means; None if it means one of a batch."""
+    name, owner = getattr(error, "name", None), getattr(error, "obj", None)
+    if not isinstance(name, str) or type(owner).__name__ != kind or any(hasattr(each, name) for each in _BATCH_TYPES):
+        return None
+    known = [each for each in dir(owner) if not each.startswith("_")]
+    if close := get_close_matches(name, known, n=1):
+        return f"did you mean {kind.lower()}.{close[0]}?"
+    return f"{'an' if kind == 'Epoch' else 'a'} {kind} has {', '.join(known)}"
 
 
 def explain_keywords(name: str, hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:

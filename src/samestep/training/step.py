@@ -46,7 +46,7 @@ class Step:
         """The dataset indices of the last micro-batch."""
         self._context, self._micro_batches, self._advance = context, micro_batches, advance
         self._current: MicroBatch | None = None
-        self._rows: list[tuple[int, int]] = []  # of each micro-batch: its rows and how many of them are samples
+        self._row_counts: list[tuple[int, int]] = []  # of each micro-batch: its rows and how many of them are samples
         self._closed = False
         self._draws = 0
         self._loss = StepLoss(context, position)
@@ -116,13 +116,13 @@ class Step:
                 with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
                     yield micro_batch.data
             for model in self._context.models:
-                model.check_accumulated(self, self.number)
+                model.check_accumulated()
             self._loss.finish()
             self.done = True
         finally:
             self._current = None
             set_micro_batch(None)
-            self._context.padding.set_step_rows(self._rows, in_batch=False, micro_batches=len(self))
+            self._context.padding.set_step_rows(self._row_counts, in_batch=False, micro_batches=len(self))
             if not self.done:
                 self._abandon()
         self._finish()
@@ -212,7 +212,7 @@ class Step:
     def rng(self, row: int) -> torch.Generator:
         """A CPU generator for the sample of one row, for draws that `random` and `normal` do not offer."""
         generator = sample_rng.SampleGenerator()
-        generator.manual_seed(self._micro_batch().next_seed(row, self._draws))
+        generator.manual_seed(self._micro_batch().row_seed(row, self._draws))
         return generator
 
     def _start(self) -> int:
@@ -223,7 +223,7 @@ class Step:
         context = self._context
         if self._passes_done:
             self.record_loss(None)
-            self.done, self._rows, self._loss = False, [], StepLoss(context, self.position)
+            self.done, self._row_counts, self._loss = False, [], StepLoss(context, self.position)
         if context.acceleration.loss_scale is not None:
             context.acceleration.loss_scale.start_step(context.models)
         return self._draws
@@ -231,10 +231,10 @@ class Step:
     def _start_micro_batch(self, last: bool) -> None:
         """Reduce gradients over the ranks in the last micro-batch only."""
         models, micro_batch = self._context.models, self._micro_batch()
-        self._rows.append((len(micro_batch.indices), micro_batch.real))
+        self._row_counts.append((len(micro_batch.indices), micro_batch.real))
         if len(self._kept) < len(self) and self._passes > 1:
             self._kept.append(micro_batch)
-        self._context.padding.set_step_rows(self._rows[-1:], in_batch=True, micro_batches=len(self))
+        self._context.padding.set_step_rows(self._row_counts[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
             model.set_gradient_sync(last)
             if len(self) > 1:

@@ -15,7 +15,7 @@ from samestep.context import RunContext
 from samestep.data.permutation import key64
 from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow, check_metric_name
-from samestep.parallel.wrapped_model import local_tensor
+from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import multiply_all
 from samestep.training.mistakes import coupling_warning
 
@@ -49,7 +49,7 @@ class MicroBatch:
         """One 64-bit key per row, from (seed, epoch, sample): the source of its random numbers."""
         return self.make_keys()
 
-    def next_seed(self, row: int, draws: int) -> int:
+    def row_seed(self, row: int, draws: int) -> int:
         """A new seed for the sample of one row, after `draws` draws for all rows.
 
         Draws are counted per row, since how many rows come before it depends on the number of ranks.
@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Which step this is; the same on every rank and every world size."""
+    """Which step this is, and this rank's part of it."""
 
     number: int  # optimizer steps before this one since training began
     index: int  # steps before this one in its epoch

@@ -122,11 +122,11 @@ class TrainingData(ABC):
 
         They are the counterpart of `step.random`, keyed by (seed, epoch, sample): the same on any number of ranks.
         """
-        return uniform(*self._next_draw("random", shape))
+        return uniform(*self._next_draw("random", shape)).to(self._context.convert_to)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers of shape (rows, *shape), keyed like `random`."""
-        return normal(*self._next_draw("normal", shape))
+        return normal(*self._next_draw("normal", shape)).to(self._context.convert_to)
 
     def _next_draw(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...], int]:
         keys = micro_batch_keys()
