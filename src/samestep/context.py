@@ -98,7 +98,9 @@ class RunContext:
         self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
-        self.randomness = ModelRandomness(self.config.seed, self.world.rank, self.device, self.warn_once)
+        self.randomness = ModelRandomness(
+            self.config.seed, self.world.rank, self.device, self.warn_once, always=self.config.compile
+        )
         """Keys what models draw by sample."""
         self._printed: set[str] = set()
         self._warnings = WarnOnce()

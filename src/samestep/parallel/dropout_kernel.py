@@ -24,8 +24,8 @@ def _dropout(
     n1: "Any", n2: "Any", stride0: "Any", stride1: "Any", BLOCK: "tl.constexpr",  # pyright: ignore
 ) -> None:  # fmt: skip
     """One program computes BLOCK words of one row, by the arithmetic of `sample_rng.keep_mask`."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     last = (n2 + 3) // 4
     k = index % last
     line = index // last

@@ -77,7 +77,8 @@ def candidate_layouts(
     tensor, which may have the rows flattened together with the next dimension, as (rows * tokens, features), and
     `tiled` that copies of the rows were put one after the other before.
     """
-    dims, found = len(shape), list[Layout]()
+    dims = len(shape)
+    found: list[Layout] = []
     if dims and shape[0] == rows:
         found.append(Layout())
     if dims > 1 and shape[1] == rows and (dims > 2 or batch_dim == 1):

@@ -16,6 +16,7 @@ from samestep.parallel.dropout_kernel import load_kernel
 
 _MAX_DIMENSIONS: Final = 3  # of a sample, in the kernel
 _BLOCK_WORDS: Final = 512
+_MAX_ROWS: Final = 65535  # of the second dimension of a CUDA grid
 _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)  # Triton rounds the scale to float32
 
 
@@ -41,6 +42,7 @@ def _fits_kernel(inputs: Tensor) -> bool:
         and inputs.dtype in _KERNEL_DTYPES
         and 2 <= inputs.dim() <= _MAX_DIMENSIONS + 1
         and inputs.numel() > 0
+        and inputs.shape[0] <= _MAX_ROWS
         and _has_triton()
     )
 
@@ -72,7 +74,7 @@ def _launch(inputs: Tensor, keys: Tensor, salt: int, p: float) -> Tensor:
     n0, n1, n2 = [1] * missing + list(inputs.shape[1:])
     stride0, stride1, _ = [0] * missing + dimension_strides(inputs.dim() - 1)
     words = n0 * n1 * -(-n2 // 4)
-    grid = (inputs.shape[0], -(-words // _BLOCK_WORDS))
+    grid = (-(-words // _BLOCK_WORDS), inputs.shape[0])
     numbers = salt_word(salt), keep_threshold(p) + (1 << 15), 1.0 / (1.0 - p), words, n1, n2, stride0, stride1
     if inputs.device.index == torch.cuda.current_device():
         load_kernel()[grid](inputs, outputs, keys, *numbers, BLOCK=_BLOCK_WORDS)

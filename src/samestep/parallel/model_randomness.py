@@ -44,8 +44,11 @@ class ModelRandomness:
     is drawn in them, later ones cost nothing but a look at the generators now and then.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, seed: int, rank: int, device: torch.device, warn: Callable[[str], None], always: bool = False
+    ) -> None:
         self._seed, self._rank, self._device, self._warn = seed, rank, device, warn
+        self._always = always  # a compiled model would be compiled again when the watch ends
         self._models: list[nn.Module] = []
         self._mode = KeyedDraws(DRAW_RULES, self._warn_once)
         self._warned: set[str] = set()
@@ -64,7 +67,8 @@ class ModelRandomness:
         modules = list(model.modules())
         if any(isinstance(module, _DROPS) and module.p > 0 for module in modules):
             self._draws["training"] = True
-        time_first = any(isinstance(m, _RECURRENT_OR_ATTENTION) and not _is_batch_first(m) for m in modules)
+        layers = [module for module in modules if isinstance(module, _RECURRENT_OR_ATTENTION)]
+        time_first = bool(layers) and not any(map(_is_batch_first, layers))
         if batch_dim is not None or time_first:
             self._mode.batch_dim = 1 if batch_dim is None else batch_dim
         attention = sum("attention" in type(module).__name__.lower() for module in modules)
@@ -77,7 +81,7 @@ class ModelRandomness:
         """
         self._kind = kind
         self._seen[kind] += 1
-        self._watching = self._seen[kind] <= _WATCHED
+        self._watching = self._seen[kind] <= _WATCHED or self._always
         self._active = self._watching or self._draws[kind]
         self._before = None
         if self._active:

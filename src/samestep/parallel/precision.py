@@ -8,6 +8,7 @@ from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
@@ -375,6 +376,9 @@ def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:
     """
     if type(optimizer) not in _HAVE_FUSED_KERNELS:
         return False
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer) is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):
+        return False  # torch has no sharded form of its kernel
     if not all(_allows_fused(group, device) for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
