@@ -24,6 +24,7 @@ from samestep.messages import WarnOnce
 from samestep.parallel.batchnorm import min_rows
 from samestep.parallel.model_randomness import ModelRandomness
 from samestep.parallel.precision import Acceleration, Precision
+from samestep.parallel.replica_check import ReplicaCheck
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")
@@ -102,6 +103,8 @@ class RunContext:
             self.config.seed, self.world.rank, self.device, self.warn_once, always=self.config.compile
         )
         """Keys what models draw by sample."""
+        self.replicas = ReplicaCheck(self.comm, self.models, self.config.replica_check_every)
+        """Compares weights, buffers and optimizer state of the ranks."""
         self._printed: set[str] = set()
         self._warnings = WarnOnce()
 

@@ -81,7 +81,10 @@ class Step:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The sum of what `mean` and `sum` returned on this rank, detached; its average over the ranks is the loss."""
+        """The sum of what `mean` and `sum` returned on this rank, detached: another number on every rank.
+
+        The loss of the step is `run.mean(step.loss)`; decide by it, since all ranks must do the same.
+        """
         return self._loss.value
 
     @property
