@@ -226,7 +226,8 @@ class Step:
         context = self._context
         if self._passes_done:
             self.record_loss(None)
-            self.done, self._row_counts, self._loss = False, [], StepLoss(context, self.position)
+            self.done, self._row_counts = False, []
+            self._loss = StepLoss(context, self.position, self._passes_done)
         if context.acceleration.loss_scale is not None:
             context.acceleration.loss_scale.start_step(context.models)
         return self._draws
