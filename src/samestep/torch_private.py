@@ -198,3 +198,10 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_override(*_: object) -> bool:
     return False
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace `function` as a part of others, but never compile it by itself."""
+    from torch._dynamo.eval_frame import skip_code  # not above: importing Dynamo takes seconds
+
+    skip_code(function.__code__)

@@ -1,7 +1,7 @@
 """What a model draws: the same on any number of ranks and any micro-batch size, and a warning for what cannot be."""
 
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from samestep import Run
+from samestep.parallel.model_randomness import ModelRandomness
 
 FEATURES, TIME = 6, 5
 
@@ -151,3 +152,28 @@ def assert_same(result, one):
         torch.testing.assert_close(
             result[name], value, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def compile_with_a_graph_break():
+    """Differences between a compiled model with an RNN, which Dynamo does not trace, and the model itself."""
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), pytest.fail, always=True)
+    model = Recurrent().double()
+    randomness.add_model(model, None)
+    inputs, results = data().tensors[0][:10], []
+    for call, rows in (
+        (model, 10),
+        (torch.compile(model, backend="eager"), 10),
+        (torch.compile(model, backend="eager"), 4),
+    ):
+        outputs = []
+        for start in range(0, 10, rows):
+            keys = partial(torch.arange, start, min(start + rows, 10))
+            with randomness.micro_batch("training", 0, start, keys):
+                outputs.append(call(inputs[start : start + rows]).detach())
+        results.append(torch.cat(outputs))
+    return [(result - results[0]).abs().max().item() for result in results]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_graph_breaks_draws_the_same(ranks):
+    assert max(ranks(1, compile_with_a_graph_break)[0]) < 1e-12

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.data.sample_rng import prepare_for_graphs, uniform
 from samestep.parallel.keyed_dropout import dropout
+from samestep.torch_private import never_compile_alone
 
 Warn = Callable[[str, str], None]
 Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row, number of the draw
@@ -166,6 +167,7 @@ class KeyedDraws(TorchFunctionMode):
     def __init__(self, rules: Mapping[Any, Rule], warn: Warn) -> None:
         super().__init__()
         self._rules = rules
+        self._run_rule: Callable[..., Any] | None = None
         self.batch_dim: int | None = None
         self.attention_limit = math.inf  # bytes that the attention weights of one layer may take
         self.default_device = torch.device("cpu")  # of torch.rand and the like, since Dynamo cannot ask torch for it
@@ -207,7 +209,14 @@ class KeyedDraws(TorchFunctionMode):
             if torch.compiler.is_compiling() and getattr(func, "__name__", "") == "unflatten":
                 return torch.unflatten(*args, **(kwargs or {}))  # Dynamo cannot trace super() in Tensor.unflatten here
             return func(*args, **kwargs) if kwargs else func(*args)
-        return rule(self, func, args, kwargs or {})
+        if self._run_rule is None or torch.compiler.is_compiling():
+            return rule(self, func, args, kwargs or {})
+        return self._run_rule(rule, self, func, args, kwargs or {})
+
+    def expect_compiled_models(self) -> None:
+        """Keep Dynamo from compiling the rules by themselves, after a graph break of a compiled model."""
+        never_compile_alone(type(self).__torch_function__)
+        self._run_rule = torch.compiler.disable(_call)
 
     # Draws
 
@@ -346,6 +355,10 @@ class KeyedDraws(TorchFunctionMode):
         if device not in self._step_keys:
             self._step_keys[device] = torch.tensor([self._step_key], device=device)
         return self._step_keys[device]
+
+
+def _call(rule: Rule, *args: Any) -> Any:
+    return rule(*args)
 
 
 def _calling_line() -> tuple[object, int]:

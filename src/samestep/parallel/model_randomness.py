@@ -51,6 +51,8 @@ class ModelRandomness:
         self._always = always  # a compiled model would be compiled again when the watch ends
         self._models: list[nn.Module] = []
         self._mode = KeyedDraws(DRAW_RULES, self._warn_once)
+        if always:
+            self._mode.expect_compiled_models()
         self._warned: set[str] = set()
         self._seen: Counter[str] = Counter()  # micro-batches of each kind
         self._draws: dict[str, bool] = {"training": False, "evaluation": False}

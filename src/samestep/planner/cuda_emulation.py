@@ -6,8 +6,9 @@ Four things differ on a GPU and are emulated:
 - autocast on CUDA computes more operators in fp32 (layer norm, softmax, powers, sums), and log_softmax converts logits
   inside its kernel, while the CPU makes a copy first;
 - group norm on CUDA needs contiguous images and saves a copy of channels-last ones;
-- dropout on CUDA saves a mask with one byte per element, on the CPU a mask in the input's dtype;
-- attention with dropout is one kernel on CUDA, and on the CPU it computes the full attention matrix.
+- dropout on CUDA saves no mask, since samestep's kernel computes it again, on the CPU a mask in the input's dtype;
+- attention with dropout computes the attention weights, whose dropout is keyed by sample; without dropout it is one
+  kernel on CUDA.
 """
 
 from collections.abc import Callable, Generator
@@ -96,7 +97,22 @@ def _to_fp32(value: object) -> object:
 def _dropout(inputs: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0 or inputs.numel() == 0:
         return inputs
-    return torch.native_dropout(inputs, p, train)[0]
+    dropped: torch.Tensor = _DropoutWithoutMask.apply(inputs)  # pyright: ignore[reportAssignmentType]  # untyped in torch
+    return dropped
+
+
+class _DropoutWithoutMask(torch.autograd.Function):
+    """The memory of parallel/keyed_dropout.py: one output, and nothing kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy the inputs."""
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy the gradient."""
+        return gradient.clone()
 
 
 def _group_norm(
@@ -124,15 +140,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """One kernel with any dropout: on CUDA it saves the state of the RNG, not a mask."""
+    """One kernel without dropout; with dropout the attention weights, as in parallel/draw_rules.py."""
     # the CUDA kernel needs no copies of shared heads, and neither do shapes
     if enable_gqa and not has_no_memory(query):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if dropout_p:
+        weights = (query @ key.transpose(-2, -1)).softmax(-1).to(value.dtype)
+        return _dropout(weights, dropout_p, True) @ value
     same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     if not same_width or (attn_mask is not None and attn_mask.requires_grad):  # CUDA has no fused kernel
         attend = torch.ops.aten._scaled_dot_product_attention_math.default
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale)[0]
+        return attend(query, key, value, attn_mask, 0.0, is_causal, None, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
