@@ -24,6 +24,7 @@ from samestep.messages import WarnOnce
 from samestep.parallel.batchnorm import min_rows
 from samestep.parallel.model_randomness import ModelRandomness
 from samestep.parallel.precision import Acceleration, Precision
+from samestep.parallel.replica_check import ReplicaCheck
 from samestep.parallel.wrapped_model import WrappedModel
 
 T = TypeVar("T")
@@ -91,6 +92,8 @@ class RunContext:
     planned_micro_batch: int | None = None
     """The micro-batch size of the plan; None if there is no plan, or each rank's part of a step fits at once."""
     largest_micro_batch: int = 0  # rows of the largest micro-batch, for advice after an out-of-memory error
+    loss_shapes: dict[tuple[str | None, int, int], tuple[int, torch.Size]] = field(default_factory=dict)
+    """By shard, pass and call in the micro-batch: the epoch and the shape of the last losses without a mask."""
     lockstep: bool = False
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 
@@ -102,6 +105,8 @@ class RunContext:
             self.config.seed, self.world.rank, self.device, self.warn_once, always=self.config.compile
         )
         """Keys what models draw by sample."""
+        self.replicas = ReplicaCheck(self.comm, self.models, self.config.replica_check_every)
+        """Compares weights, buffers and optimizer state of the ranks."""
         self._printed: set[str] = set()
         self._warnings = WarnOnce()
 
@@ -140,10 +145,10 @@ class RunContext:
             self._printed.add(text)
             self.print(text)
 
-    def warn_once(self, text: str) -> None:
-        """Warn on rank 0, unless it has given the same warning before."""
+    def warn_once(self, text: str, subject: str = "") -> None:
+        """Warn on rank 0, unless it has given the same warning before, or another one of the same `subject`."""
         if self.world.is_main:
-            self._warnings.warn_once(text)
+            self._warnings.warn_once(text, subject)
 
     def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
         """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception."""

@@ -37,10 +37,10 @@ class WarnOnce:
     def __init__(self) -> None:
         self._issued: set[str] = set()
 
-    def warn_once(self, text: str) -> None:
-        """Warn, unless this instance has issued the same text before."""
-        if text not in self._issued:
-            self._issued.add(text)
+    def warn_once(self, text: str, subject: str = "") -> None:
+        """Warn, unless this instance has issued the same text before, or another one of the same `subject`."""
+        if (subject or text) not in self._issued:
+            self._issued.add(subject or text)
             warn(text)
 
 

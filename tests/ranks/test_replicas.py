@@ -41,6 +41,48 @@ def train(replica_check_every, change, strategy=None):
         return run._lifecycle.context.progress.steps, inner.norm.running_mean.tolist()
 
 
+def train_briefly(folder, kind):
+    """Six steps, fewer than replica_check_every; each rank decides or computes something by itself."""
+    with Run(global_batch=8, start_timeout=20, step_timeout=20, precision="fp64") as run:
+        net = Centered() if kind == "buffer" else nn.Linear(4, 1)
+        model = run.wrap(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        train = run.shard(DATA)
+        checkpoint = run.checkpoint(folder, model=model, train=train) if folder else None
+        for epoch in train.epochs(2):
+            for step in epoch:
+                for x in step:
+                    step.mean((model(x).squeeze(1) - 1) ** 2).backward()
+                if kind != "step.loss" or step.loss < run.mean(step.loss):
+                    optimizer.step()
+                optimizer.zero_grad()
+                if kind == "plateau":
+                    plateau.step(step.loss + 10 * step.number * run.rank)
+            if checkpoint is not None:
+                checkpoint.save()
+            elif kind == "break":
+                break
+        if kind == "export" and run.is_main:
+            net.bfloat16()
+        if kind == "break" and run.rank == 1:
+            net.bias.data += 1
+    return True
+
+
+class Centered(nn.Module):
+    """A running mean of this rank's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        self.center.lerp_(x.detach().mean(0), 0.5)
+        return self.head(x - self.center)
+
+
 def nothing(inner, optimizer):
     pass
 
@@ -70,7 +112,7 @@ def test_the_first_difference_is_named_with_ranks_and_step(ranks, change, name):
             in text
         )
         assert (
-            "Something changed it on some ranks only: an optimizer step under a rank condition, an update outside the"
+            "Something changed it on some ranks only: an optimizer step under a rank condition, a decision by one"
             in text
         )
         assert "samestep stops the run, since its ranks no longer train the same model" in text
@@ -93,3 +135,53 @@ def test_batchnorm_statistics_and_shards_may_differ_between_ranks(ranks, strateg
     (steps, first), (_, second) = ranks(2, train, 1, nothing, strategy)
     assert steps == 6
     assert first != second
+
+
+@pytest.mark.parametrize(("kind", "name"), [("step.loss", "weight"), ("plateau", "weight"), ("buffer", "center")])
+def test_a_short_run_does_not_save_replicas_that_differ(ranks, tmp_path, kind, name):
+    for text in ranks.errors(2, train_briefly, tmp_path, kind):
+        assert f"ReplicasDiffer: before the checkpoint of step 3, ranks hold different bits in '{name}'" in text
+        assert "a decision by one rank's step.loss (decide by run.mean(step.loss))" in text
+        assert "a buffer computed from this rank's rows (average it with run.all_reduce)" in text
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(("kind", "when"), [("buffer", "after the last epoch"), ("break", "at the end of the run")])
+def test_a_short_run_does_not_end_with_replicas_that_differ(ranks, kind, when):
+    for text in ranks.errors(2, train_briefly, None, kind):
+        assert f"ReplicasDiffer: {when}, ranks hold different bits in" in text
+
+
+def test_rank_0_may_convert_the_model_after_training(ranks):
+    assert ranks(2, train_briefly, None, "export") == [True, True]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_frozen_parts_batchnorm_and_moving_averages_are_saved_and_end_without_an_alarm(ranks, tmp_path, strategy):
+    assert ranks(2, train_with_exceptions, tmp_path, strategy) == [3, 3]
+    assert list(tmp_path.glob("step-*"))
+
+
+def train_with_exceptions(folder, strategy):
+    """Three steps of a model with unsynchronized BatchNorm, a frozen part with BatchNorm, and a moving average."""
+    with Run(global_batch=8, start_timeout=20, step_timeout=20) as run:
+        net = Net()
+        net.teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+        with ignore_batchnorm_warning():
+            model = run.wrap(net, strategy)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True) if strategy == "ddp" else None
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        train = run.shard(DATA)
+        checkpoint = run.checkpoint(folder, model=model, optimizer=optimizer, train=train)
+        for epoch in train.epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).squeeze(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if average is not None:
+                    average.update_parameters(model)
+                checkpoint.save()
+            with run.evaluate(model) as net:
+                run.mean(net(x) for x in run.shard(DATA))
+        return run._lifecycle.context.progress.steps

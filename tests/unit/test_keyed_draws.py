@@ -98,6 +98,7 @@ FUNCTIONS = {
     "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(0, 1000),
     "geometric_": lambda x: torch.empty_like(x).geometric_(0.01),
     "multinomial": lambda x: torch.multinomial(x, 3),
+    "binomial": lambda x: torch.binomial(x * 100, x * 0.5),
     "poisson": lambda x: torch.poisson(x * 20),
     "rrelu": lambda x: functional.rrelu(-x, training=True),
     "gumbel": functional.gumbel_softmax,
@@ -161,6 +162,26 @@ def test_a_permutation_of_the_rows_is_reported():
     permutation = draws(lambda x: torch.randperm(8), 0, 8)
     assert sorted(permutation.tolist()) == list(range(8))
     assert "torch.randperm(8) permutes the rows of the micro-batch" in draws.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("reorder", "coupled"),
+    [
+        (lambda x: x.flip(0), True),
+        (lambda x: torch.flip(x, (0, 1)), True),
+        (lambda x: x.roll(1, 0), True),
+        (lambda x: torch.roll(x, shifts=1, dims=0), True),
+        (lambda x: x.flip(1), False),
+        (lambda x: x.roll(1, 1), False),
+        (lambda x: torch.ones(3).flip(0), False),
+    ],
+)
+def test_mixing_rows_is_reported(reorder, coupled):
+    draws = Draws()
+    draws(reorder, 0, 8)
+    assert [("rows of the micro-batch, which couples its samples" in text) for text in draws.warnings] == [
+        True
+    ] * coupled
 
 
 def test_attention_that_does_not_fit_is_fused_and_reported():

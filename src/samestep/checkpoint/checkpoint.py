@@ -210,6 +210,7 @@ class Checkpoint(StepCallback):
                     f"rank {comm.world.rank} saves step {number} and rank {rank} saves step {int(other)}: all ranks "
                     "must save the same step; call checkpoint.save at the same point on every rank"
                 )
+        context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
         state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)

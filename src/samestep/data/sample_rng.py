@@ -211,7 +211,11 @@ def keep_mask(keys: Tensor, shape: Sequence[int], salt: int, p: float) -> Tensor
     A word decides about four neighbors, so `p` is rounded to a multiple of 2**-16.
     """
     words = _random_words(keys, shape, salt, per_word=4)
-    quarters = words.view(torch.int16)  # the order of the bytes is that of x86 and CUDA: the lowest quarter first
+    if torch.compiler.is_compiling():  # Inductor cannot view a word as four numbers
+        shifts = torch.arange(4, device=keys.device) * 16
+        quarters = (((words.unsqueeze(-1) >> shifts) & 0xFFFF) ^ 0x8000).flatten(start_dim=-2) - 0x8000
+    else:
+        quarters = words.view(torch.int16)  # the order of the bytes is that of x86 and CUDA: the lowest quarter first
     return (quarters >= keep_threshold(p))[..., : shape[-1] if shape else 1].reshape(len(keys), *shape)
 
 

@@ -209,6 +209,14 @@ def _by_rows(mode: KeyedDraws, func: Any, input: Tensor, *args: Any, **kwargs: A
     return mode.by_generators(draw, input.shape, input.device, input)
 
 
+def _binomial(mode: KeyedDraws, func: Any, count: Tensor, prob: Tensor) -> Tensor:
+    def draw(row: Tensor | None, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+        assert row is not None
+        return func(row[..., 0], row[..., 1], generator=generator)
+
+    return mode.by_generators(draw, count.shape, count.device, torch.stack((count, prob), dim=-1))
+
+
 def _by_rows_(mode: KeyedDraws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A function that fills a tensor, such as random_ or cauchy_."""
 
@@ -259,6 +267,20 @@ def _randperm(mode: KeyedDraws, _: Any, n: int, **kwargs: Any) -> Tensor:
     return mode.by_generators(
         lambda row, sizes, generator: torch.randperm(n, generator=generator, **kwargs), (), device
     )
+
+
+def _reordering(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Tensor.flip and Tensor.roll: along the rows they couple samples, as in mixup."""
+    tensor, dims = args[0], kwargs.get("dims", args[-1])
+    along_rows = 0 in (dims if isinstance(dims, list | tuple) else (*args[1:],) if func in _FLIPS else (dims,))
+    if along_rows and tensor.dim() and mode.may_have_rows(tensor.shape[:1]) and not mode.single_row:
+        name = getattr(func, "__name__", func)
+        mode.warn(
+            f"reorder {name}",
+            f"{name}() reorders the {tensor.shape[0]} rows of the micro-batch, which couples its samples, so the "
+            "result depends on the number of ranks and on micro_batch: choose the partner of a sample in the dataset",
+        )
+    return func(*args, **kwargs)
 
 
 def _attention(
@@ -384,6 +406,7 @@ def _entered(function: Callable[..., Any]) -> Rule:
     return rule
 
 
+_FLIPS: Final = (torch.flip, Tensor.flip)
 DRAW_RULES: Final[dict[Any, Rule]] = {
     torch.rand: _factory(uniform),
     torch.randn: _factory(normal),
@@ -393,6 +416,7 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
     torch.randint_like: _drawing(_randint_like),
     torch.randperm: _drawing(_randperm),
     torch.normal: _drawing(_normal),
+    torch.binomial: _drawing(_binomial),
     torch.bernoulli: _drawing(_bernoulli),
     Tensor.bernoulli: _drawing(_bernoulli),
     Tensor.bernoulli_: _drawing(_bernoulli_),
@@ -403,6 +427,7 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
         (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat), _tiling
     ),
     Tensor.__len__: _length,
+    **dict.fromkeys((*_FLIPS, torch.roll, Tensor.roll), _reordering),
     **dict.fromkeys((Tensor.shape.__get__, Tensor.size), _shape),  # pyright: ignore  # a property of torch
     **dict.fromkeys(
         (
@@ -435,7 +460,7 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
         (functional.alpha_dropout, torch.alpha_dropout, functional.feature_alpha_dropout, torch.feature_alpha_dropout),
         _drawing(_alpha_dropout),
     ),
-    **dict.fromkeys((torch.poisson, torch.binomial, torch.multinomial, Tensor.multinomial), _drawing(_by_rows)),
+    **dict.fromkeys((torch.poisson, torch.multinomial, Tensor.multinomial), _drawing(_by_rows)),
     **dict.fromkeys((Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_), _drawing(_by_rows_)),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
 }

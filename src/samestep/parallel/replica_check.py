@@ -14,6 +14,30 @@ from samestep.parallel.wrapped_model import WrappedModel
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class ReplicaCheck:
+    """The replica checks of a run: every so many steps, before each checkpoint, and when training ends."""
+
+    def __init__(self, comm: Communicator, models: Sequence[WrappedModel], every: int) -> None:
+        self.optimizers: list[Optimizer] = []  # those that have stepped, in the order of their first step
+        self._comm, self._models, self._every = comm, models, every
+        self._checked = 0  # steps of this process at the last check
+
+    def after_step(self, number: int, steps: int) -> None:
+        """Check after every `replica_check_every`-th step."""
+        if self._every and (number + 1) % self._every == 0:
+            self.check(f"after step {number}", steps)
+
+    def check(self, when: str, steps: int) -> None:
+        """Check, unless checks are turned off or there was no step since the last one; a collective.
+
+        `steps` are the steps of this process, the same number on all ranks.
+        """
+        if not self._every or steps == self._checked or self._comm.alone:
+            return
+        check_replicas(self._comm, replicated_tensors(self._models, self.optimizers), when)
+        self._checked = steps
+
+
 def check_replicas(comm: Communicator, tensors: Mapping[str, torch.Tensor], when: str) -> None:
     """Compare one number per rank; only if they differ, find and name the first tensor that differs."""
     if comm.alone:
@@ -29,8 +53,9 @@ def check_replicas(comm: Communicator, tensors: Mapping[str, torch.Tensor], when
     ranks = " differ from ranks ".join(str(ranks) for ranks in groups.values())
     raise ReplicasDiffer(
         f"{when}, ranks hold different bits in {name!r}: ranks {ranks}. Something changed it on some ranks only: an "
-        "optimizer step under a rank condition, an update outside the optimizer, or a hardware fault. samestep stops "
-        "the run, since its ranks no longer train the same model"
+        "optimizer step under a rank condition, a decision by one rank's step.loss (decide by run.mean(step.loss)), a "
+        "buffer computed from this rank's rows (average it with run.all_reduce), an update outside the optimizer, or a "
+        "hardware fault. samestep stops the run, since its ranks no longer train the same model"
     )
 
 

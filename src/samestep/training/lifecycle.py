@@ -152,6 +152,8 @@ class Lifecycle:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
         try:
             context = self.context
+            if early is None:
+                context.replicas.check("at the end of the run", context.progress.steps_of_process)
             for plan in self.plans:
                 if plan.traced and (
                     text := format_comparison(plan.comparison(context.device, list(self.loop.step_starts)))

@@ -64,7 +64,8 @@ class Run(Collectives):
             backend: "nccl" or "gloo". Default: NCCL if each rank has a GPU, gloo otherwise.
             start_timeout: Seconds to wait for other ranks until the first step is complete.
             step_timeout: Seconds to wait for other ranks from then on.
-            replica_check_every: Steps between two comparisons of the replicas; 0 turns them off.
+            replica_check_every: Steps between two comparisons of the replicas, which are also compared before each
+                checkpoint and when training ends; 0 turns all of them off.
             precision: "fp32", "bf16", "fp16", or "auto": bf16 if every GPU supports it. "fp64" converts weights,
                 batches and torch's default dtype to float64, to compare runs. `samestep run --precision` replaces it.
             compile: Whether to compile wrapped models with `torch.compile`.

@@ -81,7 +81,10 @@ class Step:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The sum of what `mean` and `sum` returned on this rank, detached; its average over the ranks is the loss."""
+        """The sum of what `mean` and `sum` returned on this rank, detached: another number on every rank.
+
+        The loss of the step is `run.mean(step.loss)`; decide by it, since all ranks must do the same.
+        """
         return self._loss.value
 
     @property
@@ -223,7 +226,8 @@ class Step:
         context = self._context
         if self._passes_done:
             self.record_loss(None)
-            self.done, self._row_counts, self._loss = False, [], StepLoss(context, self.position)
+            self.done, self._row_counts = False, []
+            self._loss = StepLoss(context, self.position, self._passes_done)
         if context.acceleration.loss_scale is not None:
             context.acceleration.loss_scale.start_step(context.models)
         return self._draws

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from samestep.context import RunContext
 from samestep.errors import StepError
 from samestep.loggers.loggers import EpochNumber, LogRow, check_log_step
-from samestep.parallel.replica_check import check_replicas, replicated_tensors
 from samestep.parallel.wrapped_model import check_optimizer
 from samestep.training.step import Step
 
@@ -28,7 +27,7 @@ class StepLoop:
         self.current: Step | None = None  # the current or the last step
         self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)  # when the last steps started, in seconds
         self.shards = 0  # how many shards there are
-        self._optimizers: list[Optimizer] = []
+        self._optimizers = context.replicas.optimizers
         self._warned_of_epoch = False
         self._evaluations = 0  # how many loops over batches for evaluation are running
         self._hooks = _watch_optimizers(self)
@@ -139,10 +138,7 @@ class StepLoop:
         context.comm.start_steps()
         if context.loggers is not None:
             context.loggers.console.advance(context.progress.steps)
-        every = context.config.replica_check_every
-        if every and (step.number + 1) % every == 0 and not context.comm.alone:
-            tensors = replicated_tensors(context.models, self._optimizers)
-            check_replicas(context.comm, tensors, f"after step {step.number}")
+        context.replicas.after_step(step.number, context.progress.steps_of_process)
         if (averages := context.metrics.count_step()) is not None:
             for model in context.models:
                 model.check_unchanged()

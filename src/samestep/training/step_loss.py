@@ -76,11 +76,13 @@ class StepPosition:
 class StepLoss:
     """What `step.mean`, `step.sum` and `step.log` have seen in one loop over the micro-batches of a step."""
 
-    def __init__(self, context: RunContext, position: StepPosition) -> None:
+    def __init__(self, context: RunContext, position: StepPosition, number: int = 0) -> None:
         self.losses: list[tuple[torch.Tensor, list[int]]] = []
         """The detached losses of each micro-batch and the dataset indices of its rows."""
         self.means = 0  # calls of mean and sum
-        self._context, self._position = context, position
+        self._context, self._position, self._number = context, position, number  # of the loop over the micro-batches
+        self._checked: MicroBatch | None = None
+        self._calls = 0  # of `mean` without a mask in the micro-batch `_checked`
         self._masked_means = 0
         self._masked_count: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # of what mean and sum returned
@@ -104,6 +106,8 @@ class StepLoss:
         """See `Step.mean`."""
         self._check(micro_batch, losses, mask, lengths)
         if mask is None and lengths is None:
+            if losses.dim() > 1:
+                self._warn_if_padded(micro_batch, losses.shape)
             value = self._plain_mean(micro_batch, losses)
         elif self._position.micro_batches == 1:
             weighted, weights = self._weigh(micro_batch, losses, mask, lengths)
@@ -168,6 +172,25 @@ class StepLoss:
         first = not context.progress.steps_of_process  # the search would take time in every step
         if first and (warning := coupling_warning(losses, rows, context.world.size, self._position.micro_batches)):
             context.warn_once(warning)
+
+    def _warn_if_padded(self, micro_batch: MicroBatch, shape: torch.Size) -> None:
+        """Warn once if losses have another number of columns than before in this epoch: they may contain padding."""
+        context, position = self._context, self._position
+        self._calls = self._calls + 1 if micro_batch is self._checked else 0
+        self._checked = micro_batch
+        key = position.shard, self._number, self._calls
+        epoch, before = context.loss_shapes.get(key, (position.epoch, shape))
+        context.loss_shapes[key] = position.epoch, shape
+        # what changes with the epoch, as images that grow, is the same in all micro-batches; streams have no name
+        several_streams = position.shard is None and len(context.training_data) > 1
+        if before[1:] != shape[1:] and epoch == position.epoch and not several_streams:
+            context.warn_once(
+                f"step.mean got losses of shape {tuple(shape)} after losses of shape {tuple(before)}, without a mask: "
+                "if rows are padded to the longest of their micro-batch, how much padding counts depends on the "
+                "micro-batches and the number of ranks; pass mask=, which says which values count, as in "
+                "`step.mean(losses, mask=labels != -100)`, or lengths= for packed sequences",
+                subject="losses of another shape",
+            )
 
     def _add(self, value: torch.Tensor) -> torch.Tensor:
         self.means += 1

@@ -96,6 +96,8 @@ class TrainingData(ABC):
             if self._epoch == number:  # the loop over its steps was left early
                 self._begin_epoch(number + 1)
             self._epochs_of_process += 1
+        # now, since afterwards rank 0 may convert the model to export it
+        self._context.replicas.check("after the last epoch", self._context.progress.steps_of_process)
 
     def _begin_epoch(self, number: int) -> None:
         self._epoch, self._step = number, 0
