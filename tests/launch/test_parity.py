@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,9 +80,14 @@ def test_the_first_step_that_differs_is_named(monkeypatch, capsys):
         "    1      3",
         "    2      3  0.0e+00 (loss, step 0)",
         "    3      3  3.3e-01 (loss, step 2)",
-        "different from step 1 on: loss is 2.0 on 1 rank(s) and 2.5 on 3; docs/parity.md lists what can depend on the "
-        "number of ranks",
+        "different from step 1 on: loss is 2.0 on 1 rank(s) and 2.5 on 3; 'If a script differs' in docs/parity.md "
+        "lists the causes and what to write instead",
     ]
+
+
+def test_the_section_that_the_message_names_exists():
+    page = Path(__file__).parents[2] / "docs" / "parity.md"
+    assert "## If a script differs\n" in page.read_text()
 
 
 def record(step, **values):
@@ -124,7 +130,9 @@ def test_runs_of_different_lengths_and_runs_without_metrics_raise():
     with pytest.raises(LaunchError, match="the runs logged different steps, 1 and 2 records: the script must take"):
         compare([record(0, loss=1.0)], [record(0, loss=1.0), record(1, loss=1.0)])
     for empty in ([record(0)], []):
-        with pytest.raises(LaunchError, match=r"the script logged no metric: it must train with step\.mean"):
+        with pytest.raises(
+            LaunchError, match=r"logged no metric: it must train inside `with Run.*step\.mean.*Lightning"
+        ):
             compare(empty, empty)
 
 

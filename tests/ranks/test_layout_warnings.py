@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 
 from samestep import Run, SamestepWarning
 
@@ -69,3 +70,52 @@ def test_losses_with_another_number_of_columns_and_no_mask_warn_once(ranks, size
 def test_losses_with_a_mask_or_the_same_columns_do_not_warn(ranks, collate_fn, how):
     for size, micro_batch in ((1, 2), (2, None)):
         assert ranks(size, warnings_of, train, collate_fn, micro_batch, how) == [[]] * size
+
+
+ROWS = list(torch.arange(11.0))
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def evaluate(how):
+    with Run(global_batch=4, seed=0) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        test = run.shard(ROWS, micro_batch=1 if how == "batch of one" else None)
+        with run.evaluate(model):
+            if how in ("mean", "batch of one"):
+                return run.mean(x.mean() for x in test)
+            if how == "means":
+                return run.means({"x": x.mean(), "twice": 2 * x.mean()} for x in test)
+            if how == "stream":
+                return run.mean(x.mean() for x in run.stream(Rows()))
+            if how == "per sample":
+                return run.mean(x for x in test)
+            if how == "sum and max":
+                return run.sum(x.sum() for x in test), run.max(x.max() for x in test)
+            if how == "number":  # a time or a count of each batch is one number
+                return run.mean(float(len(x)) for x in test)
+            batches = [x.mean() for x in test]
+        return run.mean(batches[0]), run.mean(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("how", ["mean", "means", "stream"])
+def test_the_mean_of_a_batch_in_an_evaluation_warns_once(ranks, how, size):
+    first, *others = ranks(size, warnings_of, evaluate, how)
+    assert len(first) == 1
+    rows = 4 if size == 1 else 2
+    assert first[0] == (
+        f"run.mean or run.means got a single value for a batch of {rows} rows: every batch then has the same weight, "
+        "so the result depends on the batch size and the number of ranks; pass one value per sample, as in "
+        "run.mean(cross_entropy(net(x), y, reduction='none') for x, y in test)"
+    )
+    assert not any(others)
+
+
+@pytest.mark.parametrize("how", ["per sample", "sum and max", "number", "after the loop", "batch of one"])
+def test_other_values_in_an_evaluation_do_not_warn(ranks, how):
+    for size in (1, 2):
+        assert ranks(size, warnings_of, evaluate, how) == [[]] * size

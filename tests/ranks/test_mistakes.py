@@ -346,6 +346,10 @@ def test_a_tensor_on_another_device_gets_a_note_that_names_the_device_of_the_ran
             lambda run: run.wrap(nn.Linear(1, 1), find_unused_parameters=True),
             "run.wrap(...) has no argument 'find_unused_parameters': use unused_parameters='allow'",
         ),
+        (
+            lambda run: run.log({"a": 1.0}, epoch=3),
+            "run.log(...) has no argument 'epoch': leave it out, since every record has its step and its epoch",
+        ),
     ],
 )
 def test_an_unknown_keyword_is_answered_with_the_right_one(call, message):

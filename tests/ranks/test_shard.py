@@ -285,6 +285,25 @@ def test_a_sample_that_fails_is_named(ranks, workers, where):
     )
 
 
+def sort_rows(samples):
+    return torch.stack(sorted(samples, key=lambda sample: float(sample[0])))
+
+
+def train_sorted(workers):
+    with Run(global_batch=10, seed=0) as run:
+        for epoch in run.shard(Numbers(), shuffle=True, num_workers=workers, collate_fn=sort_rows).epochs(1):
+            for step in epoch:
+                for _ in step:
+                    pass
+
+
+@pytest.mark.parametrize(("size", "workers"), [(3, 0), (1, 1)])
+def test_a_collate_fn_that_sorts_raises_at_the_first_batch(ranks, size, workers):
+    for text in ranks.errors(size, train_sorted, workers):
+        assert "DataError" in text
+        assert "in another order than it got them, so padding and random numbers would go to the wrong samples" in text
+
+
 def weighted():
     with Run(global_batch=8, seed=1) as run:
         weights = torch.zeros(N)

@@ -140,6 +140,18 @@ def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
         assert set(ranks(size, evaluate, kind(11))) == {(5.0, 11)}
 
 
+def sort_rows(samples):
+    return torch.stack(sorted(samples, key=lambda sample: -float(sample[0])))
+
+
+def test_a_collate_fn_that_sorts_a_stream_raises():
+    with (
+        Run(global_batch=4) as run,
+        pytest.raises(DataError, match="collate_fn returns the rows of 4 samples in another order than it got them"),
+    ):
+        list(run.stream(Count(8), decode=with_random, collate_fn=sort_rows))
+
+
 def test_invalid_streams_raise():
     with Run(global_batch=4) as run:
         with pytest.raises(DataError, match=r"has a length and items, so it is not a stream: use run\.shard"):

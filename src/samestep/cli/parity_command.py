@@ -68,7 +68,8 @@ def command(script: tuple[str, ...], module: bool, ranks: str, precision: str, s
         if first is not None:
             click.echo(
                 f"different from step {first.step} on: {first.metric} is {first.values[0]!r} on {counts[0]} rank(s) "
-                f"and {first.values[1]!r} on {count}; docs/parity.md lists what can depend on the number of ranks"
+                f"and {first.values[1]!r} on {count}; 'If a script differs' in docs/parity.md lists the "
+                "causes and what to write instead"
             )
             return 1
     click.echo(f"the same: every logged value agrees within {tolerance:g} in {precision}")
@@ -85,7 +86,10 @@ def compare(one: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
         )
     names = [name for name in dict.fromkeys(name for record in (*one, *other) for name in record) if _is_compared(name)]
     if not names:
-        raise LaunchError("the script logged no metric: it must train with step.mean, or call run.log")
+        raise LaunchError(
+            "the script logged no metric: it must train inside `with Run(...)` with step.mean, or call run.log; "
+            "scripts that train with a Lightning Trainer are not supported"
+        )
     largest = {name: _largest(record.get(name, 0.0) for record in one) for name in names}
     return [
         Difference(

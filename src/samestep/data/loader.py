@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,8 @@ CollateFn = Callable[[list[object]], object]
 _MAX_WORKERS: Final = 8
 _JOB_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT_CHECK_SECONDS: Final = 0.25
+_ORDER_TRIES: Final = 3  # batches whose order is checked, until one has enough different rows
+_ENOUGH_ROWS: Final = 4  # different rows: with fewer, those of a collate_fn that sorts could be in order by chance
 
 
 class MapDataset(Protocol):
@@ -252,23 +255,31 @@ class KeyedCollate:
     def __init__(self, collate_fn: CollateFn | None, seed: int, rank: int) -> None:
         self._collate_fn, self._seed, self._rank = collate_fn or default_collate, seed, rank
         self._calls = None if self._collate_fn is default_collate else KeyedCalls(COLLATE)
+        self._check = _CollateCheck()
 
     def __call__(self, samples: list[object], epoch: int, first: int) -> object:
         """Return the batch of these samples, the first of which has the index `first`."""
+        given = list(samples)  # collate_fn may sort its list
+        try:
+            batch = self._collate(samples, epoch, first)
+        except Exception as error:
+            raise DataError(
+                f"collate_fn could not make a batch of {len(given)} samples {_cause(self._rank, error)} (if the "
+                "samples differ in shape, pass run.shard a collate_fn= that pads them)"
+            ) from error
+        tensors = list_tensors(batch)  # raises here, in the worker that made it, if it is not a tree of tensors
+        if self._calls is not None and not self._calls.draws:
+            collate = partial(self._collate, epoch=epoch, first=first)
+            self._check.check_count(given, tensors, collate)
+            self._check.check_order(given, batch, collate)
+        return batch
 
+    def _collate(self, samples: list[object], epoch: int, first: int) -> object:
         def collate(seed_sample: Seed) -> object:
             seed_sample(first)
             return self._collate_fn(samples)
 
-        try:
-            batch = self._collate_fn(samples) if self._calls is None else self._calls.call(self._seed, epoch, collate)
-        except Exception as error:
-            raise DataError(
-                f"collate_fn could not make a batch of {len(samples)} samples {_cause(self._rank, error)} (if the "
-                "samples differ in shape, pass run.shard a collate_fn= that pads them)"
-            ) from error
-        list_tensors(batch)  # raises here, in the worker that made it, if the batch is not a tree of tensors
-        return batch
+        return self._collate_fn(samples) if self._calls is None else self._calls.call(self._seed, epoch, collate)
 
     @property
     def warning(self) -> str | None:
@@ -292,6 +303,140 @@ class _CollateRead:
             return read.warning, None, read.samples
         batch = self.collate(list(read.samples), read.epoch, read.first)
         return read.warning, self.collate.warning, batch
+
+
+# Whether collate_fn keeps its samples, one row per sample in the same order: weights of padding, random numbers and the
+# ledger go by the position of a row. A batch that has no rows that can be compared is accepted.
+
+
+class _CollateCheck:
+    """Checks the first batches of a process; `collate` makes a batch in the way the first one was made."""
+
+    def __init__(self) -> None:
+        self._tries, self._may_drop = _ORDER_TRIES, True
+
+    def check_order(self, samples: Sequence[object], batch: object, collate: CollateFn) -> None:
+        """Raise `DataError` if `collate` made `batch` of `samples` in another order."""
+        if len(samples) < 2 or not self._tries or _is_custom_batch(batch):
+            return
+        self._tries -= 1
+        columns = list(_compare(batch, _try(collate, samples[::-1]), len(samples)))
+        # What a collate_fn derives from the rows, such as a negative for each row, may have another order.
+        kept = max((column.different for column in columns if column.reversed and column.different > 1), default=0)
+        if kept >= _ENOUGH_ROWS:
+            self._tries = 0
+        moved = {column.path for column in columns if column.moved and column.different > kept}
+        # Of equal samples rows are equal. A table of the batch, such as a mask or class counts, is not.
+        for sample in (samples[0], samples[-1]) if moved else ():
+            same = _try(collate, [sample] * len(samples))
+            moved &= {column.path for column in _compare(same, same, len(samples)) if column.different == 1}
+        if moved:
+            raise DataError(
+                f"collate_fn returns the rows of {len(samples)} samples in another order than it got them, so padding "
+                "and random numbers would go to the wrong samples: keep the order; if the model needs sorted rows, "
+                "sort inside the model and undo it, or use pack_padded_sequence(..., enforce_sorted=False)"
+            )
+
+    def check_count(self, samples: Sequence[object], tensors: Sequence[torch.Tensor], collate: CollateFn) -> None:
+        """Raise `DataError` if the batch with these tensors lacks some of the samples."""
+        rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        if not self._may_drop or len(rows) != 1 or (found := rows.pop()) >= len(samples):
+            return
+        # Fewer rows may also be packed sequences. A sample that is dropped has no row when it is alone, either.
+        alone = [_count_rows(_try(collate, [sample])) for sample in samples]
+        if sum(alone) == found:
+            raise DataError(
+                f"collate_fn returns {found} rows for {len(samples)} samples, so the others would not be trained: "
+                "return one row per sample; leave out samples before run.shard, for example with "
+                "torch.utils.data.Subset"
+            )
+        self._may_drop = False
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One value per sample, at the same place of two batches, of which the second was made of reversed samples."""
+
+    path: tuple[object, ...]
+    different: int  # number of different values
+    reversed: bool  # the second batch has the values of the first in reversed order
+    moved: bool  # it has them in any other order
+
+
+def _column(path: tuple[object, ...], first: Iterable[object], again: Iterable[object]) -> _Column:
+    values, others = [_fingerprint(row) for row in first], [_fingerprint(row) for row in again]
+    in_order = others == values[::-1]
+    return _Column(path, len(set(values)), in_order, not in_order and Counter(values) == Counter(others))
+
+
+def _compare(first: Any, again: Any, count: int, path: tuple[object, ...] = ()) -> Iterator[_Column]:
+    """The columns of `count` values in two batches."""
+    if isinstance(first, torch.Tensor):
+        if isinstance(again, torch.Tensor) and _is_dense(first) and _is_dense(again) and first.shape == again.shape:
+            for dim, size in enumerate(first.shape[:2]):  # the second dimension, if batch_first=False
+                if size == count:
+                    yield _column((*path, "dim", dim), first.unbind(dim), again.unbind(dim))
+        return
+    parts, other = _parts(first), _parts(again)
+    if isinstance(first, tuple | list) and len(parts) == len(other) == count:
+        column = _column(path, parts.values(), other.values())
+        yield column
+        if column.reversed:
+            return
+    for key in parts.keys() & other.keys():
+        yield from _compare(parts[key], other[key], count, (*path, key))
+
+
+def _parts(tree: Any) -> Mapping[Any, Any]:
+    """What is in a part of a batch, by key or number; nothing for classes that are not opened."""
+    if isinstance(tree, Mapping):
+        return tree  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, tuple | list):
+        return dict(enumerate(tree))  # pyright: ignore[reportUnknownArgumentType]
+    return {}
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def _fingerprint(value: Any) -> object:
+    """A value that can be compared and hashed; equal for tensors of equal bits."""
+    if isinstance(value, torch.Tensor):
+        if not _is_dense(value):
+            return str(value.dtype)
+        data = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        data = data.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), data.numpy().tobytes()
+    if isinstance(value, Mapping | tuple | list):
+        return tuple((repr(key), _fingerprint(part)) for key, part in _parts(value).items())
+    return repr(value)
+
+
+def _count_rows(batch: object) -> int:
+    """The number of rows of a batch of one sample, 0 if there is no batch."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 0
+    return max((_count_rows(part) for part in _parts(batch).values()), default=0)
+
+
+def _try(collate: CollateFn, samples: Sequence[object]) -> object:
+    """A batch of copies of these samples; an exception if collate_fn cannot make it, for example of one sample."""
+    try:
+        return collate([_copy(sample) for sample in samples])
+    except Exception as error:  # noqa: BLE001 training does not need this batch, and an exception has no rows
+        return error
+
+
+def _copy(sample: Any) -> object:
+    """A sample that `collate_fn` may change in place."""
+    if isinstance(sample, torch.Tensor | np.ndarray):
+        return sample.detach().clone() if isinstance(sample, torch.Tensor) else sample.copy()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if type(sample) is dict:
+        return {key: _copy(value) for key, value in sample.items()}  # pyright: ignore[reportUnknownVariableType]
+    if type(sample) in (list, tuple):
+        return type(sample)(_copy(value) for value in sample)
+    return sample
 
 
 def sample_error(problem: str, rank: int, error: Exception) -> SampleError:

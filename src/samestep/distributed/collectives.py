@@ -17,6 +17,7 @@ from samestep.distributed.communicator import Communicator
 from samestep.distributed.once import Per, once
 from samestep.environment.world import halved_note
 from samestep.errors import CommunicationError, DataError, StepError
+from samestep.messages import WarnOnce
 
 T = TypeVar("T")
 Number = bool | int | float
@@ -37,7 +38,7 @@ class Collectives:
     """The collectives of a run. Every rank must call each of them, in the same order; a rank that differs is named."""
 
     def __init__(self, comm: Communicator, padding: "PaddingFilter") -> None:
-        self._comm, self._padding = comm, padding
+        self._comm, self._padding, self._warnings = comm, padding, WarnOnce()
 
     @property
     def rank(self) -> int:
@@ -67,7 +68,7 @@ class Collectives:
         ...     run.mean([1, 2, 3, 6])
         3.0
         """
-        tally = self._add(_Tally(), values)
+        tally = self._add_to_mean(_Tally(), values)
         parts = self._comm.exchange("run.mean", [tally.total(), float(tally.count)])
         count = sum(int(part[1]) for part in parts)
         if count == 0:
@@ -92,7 +93,7 @@ class Collectives:
                     "`({'loss': losses, 'accuracy': hits} for ...)`, or use run.mean for a single number"
                 )
             for name, values in batch.items():
-                self._add(tallies.setdefault(name, _Tally()), values)
+                self._add_to_mean(tallies.setdefault(name, _Tally()), values)
         mine = {name: (tally.total(), tally.count) for name, tally in tallies.items()}
         parts = self._comm.exchange_objects("run.means", mine)
         # a rank without batches has no names
@@ -171,6 +172,20 @@ class Collectives:
         """Wait until every rank is here."""
         self._comm.exchange("run.barrier", [])
 
+    def _add_to_mean(self, tally: "_Tally", values: Values) -> "_Tally":
+        for value in _iterate(values):
+            # a number may be a time or a count of the batch; a tensor without dimensions is a mean over its rows
+            if isinstance(value, torch.Tensor) and not value.dim() and self._padding.batch_rows > 1 and self.is_main:
+                self._warnings.warn_once(
+                    f"run.mean or run.means got a single value for a batch of {self._padding.batch_rows} rows: every "
+                    "batch then has the same weight, so the result depends on the batch size and the number of ranks; "
+                    "pass one value per sample, as in run.mean(cross_entropy(net(x), y, reduction='none') for x, y in "
+                    "test)",
+                    subject="the mean of a batch",
+                )
+            tally.add(self._padding.drop(_to_tensor(value)))
+        return tally
+
     def _add(self, tally: "_Tally", values: Values) -> "_Tally":
         for value in _iterate(values):
             tally.add(self._padding.drop(_to_tensor(value)))
@@ -189,11 +204,13 @@ class PaddingFilter:
         self._in_batch = False  # whether the user has a batch; False after the loop over the micro-batches of a step
         self._micro_batches = 0  # of the current step; 0 outside of a step
         self._dropped = False
+        self.batch_rows = 0  # samples of the current batch of an evaluation; 0 outside of one
 
     @contextmanager
-    def batch(self, padding_rows: int) -> Generator[None]:
-        """While the user has an evaluation batch of this many padding rows (0: a batch of samples)."""
-        outer = self._rows, self._in_batch, self._micro_batches
+    def batch(self, samples: int) -> Generator[None]:
+        """While the user has an evaluation batch of this many samples (0: of one padding row)."""
+        outer, padding_rows = (self._rows, self._in_batch, self._micro_batches, self.batch_rows), int(not samples)
+        self.batch_rows = samples
         self._rows, self._in_batch, self._micro_batches = [(padding_rows, 0)] if padding_rows else [], True, 0
         self._dropped = False
         try:
@@ -206,7 +223,7 @@ class PaddingFilter:
                     "test)"
                 )
         finally:
-            self._rows, self._in_batch, self._micro_batches = outer
+            self._rows, self._in_batch, self._micro_batches, self.batch_rows = outer
 
     def set_step_rows(self, rows: list[tuple[int, int]], in_batch: bool, micro_batches: int) -> None:
         """Set (rows, samples among them): of the current micro-batch, or after the loop of all of the step's."""

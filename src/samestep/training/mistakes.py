@@ -224,6 +224,13 @@ DATA_HINTS = {
     **dict.fromkeys(("seed", "generator"), "Run(seed=...) is the source of the order"),
     "device": _DEVICE,
 }
+LOG_HINTS = {
+    "epoch": "leave it out, since every record has its step and its epoch",
+    **dict.fromkeys(("global_step", "iteration"), "use step=, or leave it out for the current step"),
+    **dict.fromkeys(
+        ("commit", "sync_dist", "on_step", "on_epoch", "prog_bar"), "remove it, or use now=True to write at once"
+    ),
+}
 WRAP_HINTS = {
     "find_unused_parameters": "use unused_parameters='allow'",
     **dict.fromkeys(("device", "device_ids", "device_id"), _DEVICE),

@@ -22,7 +22,7 @@ from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
 from samestep.training.lifecycle import Lifecycle
-from samestep.training.mistakes import DATA_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
+from samestep.training.mistakes import DATA_HINTS, LOG_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
 from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
@@ -250,6 +250,7 @@ class Run(Collectives):
         needs_all_ranks = any(teacher.lockstep for teacher in self._lifecycle.teachers)
         return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
+    @explain_keywords("run.log(...)", LOG_HINTS)
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:
         """Log numbers by name; averaged over the ranks about once per second, or immediately with `now=True`.
 

@@ -135,7 +135,7 @@ class Shard(TrainingData):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
             keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
-            with context.padding.batch(padding_rows=0 if rows.real else 1), evaluation_batch(samples, keys):
+            with context.padding.batch(rows.real), evaluation_batch(samples, keys):
                 yield from self._evaluate_batch(data, k, keys)
             if self._ledger:
                 self._ledger.record_evaluation(number, k, rows.start, rows.real)

@@ -105,7 +105,7 @@ class Stream(TrainingData):
                 samples, positions = part.samples[start : start + rows], part.positions[start : start + rows]
                 epoch = evaluation_epoch(self._context.progress.epoch)
                 keys = partial(self._keys, epoch, np.asarray(positions))
-                with evaluation_batch(None, keys):
+                with self._context.padding.batch(len(samples)), evaluation_batch(None, keys):
                     yield from self._evaluate_batch(self._make_batch(samples, 0, positions[0]), start, keys)
 
     def state_dict(self) -> dict[str, object]:
