@@ -75,7 +75,10 @@ def matrix_product_shape(node: torch.autograd.graph.Node) -> tuple[int, int] | N
     elif node.name() == "MmBackward0":
         first, second = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        first, second = node._saved_self.shape, node._saved_mat2.shape  # pyright: ignore[reportAttributeAccessIssue]
+        operands = node._saved_self, node._saved_mat2  # pyright: ignore[reportAttributeAccessIssue]
+        if operands[0] is None or operands[1] is None:  # torch keeps no operand for the gradient of a frozen one
+            return None
+        first, second = operands[0].shape, operands[1].shape
     return None if len(first) == 3 and first[0] != 1 else (int(first[-2]), int(second[-1]))
 
 

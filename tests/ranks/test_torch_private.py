@@ -119,6 +119,7 @@ def test_the_shape_of_a_matrix_product_is_known_from_its_graph():
     batches = torch.bmm(x.expand(2, 4, 3), y.T.expand(2, 3, 5))
     assert matrix_product_shape(batches.grad_fn) is None
     assert matrix_product_shape(torch.bmm(x[None], y.T[None]).grad_fn) == (4, 5)
+    assert matrix_product_shape(torch.bmm(x[None], y.detach().T[None]).grad_fn) is None  # an operand is not kept
 
 
 def compiled_modules():
