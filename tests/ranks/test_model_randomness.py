@@ -177,3 +177,26 @@ def compile_with_a_graph_break():
 @pytest.mark.slow
 def test_a_compiled_model_with_graph_breaks_draws_the_same(ranks):
     assert max(ranks(1, compile_with_a_graph_break)[0]) < 1e-12
+
+
+class Hidden(nn.Module):
+    """Moves torch's generator without a torch function."""
+
+    def forward(self, x):
+        torch.default_generator.set_state(torch.Generator().manual_seed(99).get_state())
+        return x
+
+
+def warnings_of_a_compiled_model(micro_batches):
+    warnings, model = [], nn.Sequential(Hidden())
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append, always=True)
+    randomness.add_model(model, None)
+    for step in range(micro_batches):
+        with randomness.micro_batch("training", step, 0, partial(torch.arange, 4)):
+            model(torch.ones(4, 3))
+    return warnings
+
+
+def test_an_unseen_draw_of_a_compiled_model_is_reported_after_the_compiler_is_done(ranks):
+    assert ranks(1, warnings_of_a_compiled_model, 3)[0] == []
+    assert "random numbers are drawn in a compiled model in a way" in ranks(1, warnings_of_a_compiled_model, 5)[0][0]

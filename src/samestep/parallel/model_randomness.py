@@ -24,6 +24,7 @@ _STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is 
 _FIRST_DRAW: Final = 0x44524157 << 16  # far from the salts 1, 2, 3, ... of step.random and step.normal
 _DRAWS_PER_PASS: Final = 1 << 20
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
+_COMPILED_CHECKS: Final = 4
 _CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
 _CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare
 _FREE_MEMORY_SHARE: Final = 0.5  # of the free memory, for the attention weights of all layers
@@ -62,6 +63,7 @@ class ModelRandomness:
         self._before: _GeneratorStates | None = None
         self._step_key = 0
         self._probe: _DrawProbe | None = None
+        self._unseen_draws = 0  # micro-batches in a row that drew what no torch function showed
 
     def add_model(self, model: nn.Module, batch_dim: int | None) -> None:
         """Register a model: a model with dropout layers draws, and some layers have the batch in dimension 1."""
@@ -83,8 +85,8 @@ class ModelRandomness:
         """
         self._kind = kind
         self._seen[kind] += 1
-        self._watching = self._seen[kind] <= _WATCHED or self._always
-        self._active = self._watching or self._draws[kind]
+        self._watching = self._seen[kind] <= _WATCHED
+        self._active = self._watching or self._draws[kind] or self._always
         self._before = None
         if self._active:
             self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
@@ -126,9 +128,12 @@ class ModelRandomness:
             self._draws[self._kind] = True
         if self._python_is_seeded and before.python_moved_from_seed(self._step_key):
             self._python_draws = True
-        check = self._watching or self._probe is not None or self._seen[self._kind] % _CHECK_EVERY == 0
-        if check and before.torch_moved_unseen(self._step_key, self._mode.distinct_draws):
-            self._report_unseen()
+        check = self._watching or self._unseen_draws > 0 or self._seen[self._kind] % _CHECK_EVERY == 0
+        if check:
+            moved = before.torch_moved_unseen(self._step_key, self._mode.distinct_draws)
+            self._unseen_draws = self._unseen_draws + 1 if moved else 0
+            if moved:
+                self._report_unseen()
         before.restore_cuda()
         if not self._mode.draws:
             before.restore(python=not self._python_draws)
@@ -144,11 +149,16 @@ class ModelRandomness:
         )
 
     def _report_unseen(self) -> None:
-        """Name the module that draws in a way that cannot be keyed: at once if it is known, else after a probe."""
-        if self._probe is None:
-            self._draws[self._kind], self._probe = True, _DrawProbe()
+        """Name the module that draws in a way that cannot be keyed, after a second micro-batch has shown which it is.
+
+        The compiler draws too, while it measures kernels, so a compiled model must draw in several micro-batches.
+        """
+        if self._unseen_draws < (_COMPILED_CHECKS if self._always else 2):
+            self._draws[self._kind] = True
+            self._probe = None if self._always else _DrawProbe()
         elif "unseen" not in self._warned:
-            where = self._probe.found or "outside of the modules of the wrapped models"
+            found = self._probe.found if self._probe is not None else "in a compiled model"
+            where = found or "outside of the modules of the wrapped models"
             self._warned.add("unseen")
             self._warn(
                 f"random numbers are drawn {where} in a way that samestep cannot key by sample (a custom kernel, or "
