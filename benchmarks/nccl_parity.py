@@ -56,7 +56,8 @@ def start(ranks, file) -> None:
         )
         for rank in range(ranks)
     ]
-    if any([process.wait(300) for process in started]):
+    codes = [process.wait(300) for process in started]
+    if any(codes):
         sys.exit(f"training on {ranks} ranks failed")
 
 
