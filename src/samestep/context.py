@@ -105,6 +105,7 @@ class RunContext:
             self.config.seed, self.world.rank, self.device, self.warn_once, always=self.config.compile
         )
         """Keys what models draw by sample."""
+        self.on_close.append(self.randomness.close)
         self.replicas = ReplicaCheck(self.comm, self.models, self.config.replica_check_every)
         """Compares weights, buffers and optimizer state of the ranks."""
         self._printed: set[str] = set()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep import Run
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws, Layout, LayoutMemory, candidate_layouts
 from samestep.parallel.model_randomness import ModelRandomness
@@ -256,3 +257,16 @@ def test_torch_asks_for_overrides_by_the_names_that_are_replaced():
         assert "has_torch_function" in {
             name.removesuffix("_unary").removesuffix("_variadic") for name in function.__code__.co_names
         }
+
+
+def test_a_loop_that_an_exception_left_open_ends_with_its_run():
+    held = []
+    with Run(global_batch=4) as run:
+        step = next(iter(next(run.shard(list(range(8))).epochs(1))))
+        held.append(iter(step))
+        next(held[0])
+        assert _modes() == 1
+    assert _modes() == 0
+    with pytest.raises(StopIteration):
+        next(held[0])
+    assert _modes() == 0

@@ -305,7 +305,7 @@ def test_what_if_accepts_device_descriptions_and_presets(lab, capsys):
         (
             "plan planlap --global-batch 8",
             "planlap is neither a function nor a recipe. Pass the module or file, a colon and the function, for "
-            "example train.py:build or mypackage.models:build, or one of the recipes cfg_diffusion, digits, ",
+            "example train.py:build or mypackage.models:build, or one of the recipes cfg_diffusion, contrastive, ",
         ),
         (
             "plan planlab:build --global-batch 8 --gpus x1",

@@ -59,7 +59,7 @@ class ModelRandomness:
         self._draws: dict[str, bool] = {"training": False, "evaluation": False}
         self._python_draws = False
         self._kind: Kind = "training"
-        self._active = self._watching = False
+        self._active = self._watching = self._entered = False
         self._before: _GeneratorStates | None = None
         self._step_key = 0
         self._probe: _DrawProbe | None = None
@@ -106,10 +106,10 @@ class ModelRandomness:
             if self._probe is not None:
                 self._probe.start(self._models, self._mode)
             self._mode.__enter__()
+            self._entered = True
 
     def __exit__(self, *error: object) -> None:
-        if self._active:
-            self._mode.__exit__(*error)
+        self.close()
         if self._before is not None and error[0] is None:
             if self._active:
                 self._end_active(self._before)
@@ -117,6 +117,12 @@ class ModelRandomness:
                 self._start_late()
         if self._probe is not None:
             self._probe.stop()
+
+    def close(self) -> None:
+        """Stop replacing draws; at the end of a run, a loop that was left by an exception may still hold its batch."""
+        if self._entered:
+            self._entered = False
+            self._mode.__exit__(None, None, None)
 
     @property
     def _python_is_seeded(self) -> bool:
