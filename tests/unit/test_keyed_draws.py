@@ -259,6 +259,44 @@ def test_torch_asks_for_overrides_by_the_names_that_are_replaced():
         }
 
 
+def open_batches():
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), pytest.fail)
+    randomness.add_model(nn.Dropout(0.5), None)
+    return lambda kind, step: randomness.micro_batch(kind, step, 0, lambda: torch.arange(4))
+
+
+def test_a_loop_around_an_evaluation_continues_with_its_own_numbers():
+    batch = open_batches()
+    with batch("training", 0):
+        alone = [torch.rand(4, 2), torch.rand(3)]
+    with batch("training", 0):
+        around = [torch.rand(4, 2)]
+        with batch("evaluation", 0):
+            torch.rand(5, 2)
+        assert _modes() == 1
+        around.append(torch.rand(3))
+    assert _modes() == 0
+    assert torch.equal(around[0], alone[0])
+    assert torch.equal(around[1], alone[1])
+
+
+def test_loops_that_end_out_of_order_leave_nothing_open():
+    batch = open_batches()
+    first = second = None
+    for step in range(5):  # as zip(first, second) does
+        for name in ("first", "second"):
+            previous = first if name == "first" else second
+            if previous is not None:
+                previous.__exit__(None, None, None)
+            opened = batch("training", step)
+            opened.__enter__()
+            first, second = (opened, second) if name == "first" else (first, opened)
+        assert _modes() == 1
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert _modes() == 0
+
+
 def test_a_loop_that_an_exception_left_open_ends_with_its_run():
     held = []
     with Run(global_batch=4) as run:

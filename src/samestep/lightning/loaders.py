@@ -13,6 +13,7 @@ of one rank, whatever a predict_step returns. Callbacks that write predictions s
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -163,7 +164,7 @@ class BatchRandomness:
         self._warnings = WarnOnce()
         self._keys: Callable[[], torch.Tensor] | None = None
         self._draws = 0
-        self._is_open = False
+        self._batch: AbstractContextManager[None] | None = None
 
     def begin(self, trainer: Trainer, kind: Kind, step: int, number: int, keys: Callable[[], torch.Tensor]) -> None:
         """Start a batch: the `number`-th of this rank in its step, or in the evaluation of an epoch."""
@@ -174,14 +175,14 @@ class BatchRandomness:
             self._randomness.add_model(trainer.lightning_module, batch_dim=None)
         self._keys, self._draws = keys, 0
         set_micro_batch(keys)
-        self._randomness.micro_batch(kind, step, number, keys).__enter__()
-        self._is_open = True
+        batch = self._batch = self._randomness.micro_batch(kind, step, number, keys)
+        batch.__enter__()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the batch, if one has begun."""
-        if self._randomness is not None and self._is_open:
-            self._is_open = False
-            self._randomness.__exit__(error if error is None else type(error), error, None)
+        if self._batch is not None:
+            self._batch.__exit__(error if error is None else type(error), error, None)
+            self._batch = None
             set_micro_batch(None)
             self._keys = None
 

@@ -29,6 +29,8 @@ Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # th
 
 
 _SKIPPED_FILES = (__file__, str(Path(__file__).with_name("draw_rules.py")), str(Path(torch.__file__).parent))
+# the attributes of KeyedDraws that belong to one micro-batch
+_OF_A_BATCH = ("_keys", "_step_keys", "_rows", "_step_key", "_fused_seed", "_count", "_numbers", "draws", "_tiled")
 _FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
 
 
@@ -200,6 +202,16 @@ class KeyedDraws(TorchFunctionMode):
         torch.default_generator.manual_seed(step_key)
         prepare_for_graphs(keys.device)
         self.default_device = torch.get_default_device()
+
+    def suspend(self) -> tuple[dict[str, Any], Tensor]:
+        """The state of the current micro-batch, so that another one can begin before it has ended."""
+        return {name: getattr(self, name) for name in _OF_A_BATCH}, torch.default_generator.get_state()
+
+    def resume(self, saved: tuple[dict[str, Any], Tensor]) -> None:
+        """Continue with a micro-batch that was suspended."""
+        for name, value in saved[0].items():
+            setattr(self, name, value)
+        torch.default_generator.set_state(saved[1])
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -4,9 +4,10 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import numpy as np
 import psutil
@@ -58,10 +59,7 @@ class ModelRandomness:
         self._seen: Counter[str] = Counter()  # micro-batches of each kind
         self._draws: dict[str, bool] = {"training": False, "evaluation": False}
         self._python_draws = False
-        self._kind: Kind = "training"
-        self._active = self._watching = self._entered = False
-        self._before: _GeneratorStates | None = None
-        self._step_key = 0
+        self._current: _OpenBatch | None = None
         self._probe: _DrawProbe | None = None
         self._unseen_draws = 0  # micro-batches in a row that drew what no torch function showed
 
@@ -78,89 +76,108 @@ class ModelRandomness:
         attention = sum("attention" in type(module).__name__.lower() for module in modules)
         self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE / max(attention, 1)
 
-    def micro_batch(self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0) -> Self:
+    def micro_batch(
+        self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0
+    ) -> "_OpenBatch":
         """A context for a micro-batch: the `number`-th of this rank in its step, with the keys of its rows.
 
         A step that reads its micro-batches several times draws other numbers in each pass.
         """
-        self._kind = kind
         self._seen[kind] += 1
-        self._watching = self._seen[kind] <= _WATCHED
-        self._active = self._watching or self._draws[kind] or self._always
-        self._before = None
-        if self._active:
-            self._step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
-            self._before = _GeneratorStates(self._device, python=self._python_is_seeded)
-            fused_seed = key64(_FUSED_SEED, self._step_key, self._rank, number) % (1 << 63)
-            self._before.seed_cuda(fused_seed)
-            self._mode.begin(keys(), self._step_key, fused_seed, _FIRST_DRAW + passes_done * _DRAWS_PER_PASS)
-            if self._python_is_seeded:
-                random.seed(self._step_key)
-                np.random.seed(self._step_key % (1 << 32))
+        watched = self._seen[kind] <= _WATCHED
+        batch = _OpenBatch(self, kind, watched, keyed=watched or self._draws[kind] or self._always)
+        if batch.keyed:
+            batch.step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
+            fused_seed = key64(_FUSED_SEED, batch.step_key, self._rank, number) % (1 << 63)
+            first_draw = _FIRST_DRAW + passes_done * _DRAWS_PER_PASS
+            batch.begin = partial(self._begin, batch, keys, fused_seed, first_draw)
         elif self._seen[kind] % _CHECK_EVERY == 0:
-            self._before = _GeneratorStates(self._device, python=self._seen[kind] % _CHECK_PYTHON_EVERY == 0)
-        return self
-
-    def __enter__(self) -> None:
-        if self._active:
-            if self._probe is not None:
-                self._probe.start(self._models, self._mode)
-            self._mode.__enter__()
-            self._entered = True
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-        if self._before is not None and error[0] is None:
-            if self._active:
-                self._end_active(self._before)
-            elif self._before.moved():
-                self._start_late()
-        if self._probe is not None:
-            self._probe.stop()
+            batch.before = _GeneratorStates(self._device, python=self._seen[kind] % _CHECK_PYTHON_EVERY == 0)
+        return batch
 
     def close(self) -> None:
         """Stop replacing draws; at the end of a run, a loop that was left by an exception may still hold its batch."""
-        if self._entered:
-            self._entered = False
+        while self._current is not None:
+            self._current.__exit__(RuntimeError, None, None)
+
+    def open(self, batch: "_OpenBatch") -> None:
+        """Enter a micro-batch; one that is still open, such as that of a loop around an evaluation, waits."""
+        batch.outer = self._current
+        while batch.outer is not None and batch.outer.closed:
+            batch.outer = batch.outer.outer
+        if batch.outer is not None and batch.outer.keyed:
+            batch.outer.suspended = self._mode.suspend()
             self._mode.__exit__(None, None, None)
+        self._current = batch
+        if batch.begin is not None:
+            batch.begin()
+            if self._probe is not None:
+                self._probe.start(self._models, self._mode)
+            self._mode.__enter__()
 
-    @property
-    def _python_is_seeded(self) -> bool:
-        return self._watching or self._python_draws
+    def leave(self, batch: "_OpenBatch", failed: bool) -> None:
+        """Leave a micro-batch, and continue with the one around it."""
+        batch.closed = True
+        if self._current is not batch:  # zip(first, second) ends the micro-batch of `first` inside that of `second`
+            return
+        if batch.keyed:
+            self._mode.__exit__(None, None, None)
+        if batch.before is not None and not failed:
+            if batch.keyed:
+                self._learn(batch, batch.before)
+            elif batch.before.moved():
+                self._start_late(batch.kind)
+        if self._probe is not None:
+            self._probe.stop()
+        self._current = batch.outer
+        while self._current is not None and self._current.closed:
+            self._current = self._current.outer
+        if self._current is not None and self._current.suspended is not None:
+            self._mode.resume(self._current.suspended)
+            self._mode.__enter__()
 
-    def _end_active(self, before: "_GeneratorStates") -> None:
+    def _begin(self, batch: "_OpenBatch", keys: Callable[[], Tensor], fused_seed: int, first_draw: int) -> None:
+        """Seed the generators and start to key draws."""
+        python = batch.watched or self._python_draws
+        batch.before = _GeneratorStates(self._device, python)
+        batch.before.seed_cuda(fused_seed)
+        self._mode.begin(keys(), batch.step_key, fused_seed, first_draw)
+        if python:
+            random.seed(batch.step_key)
+            np.random.seed(batch.step_key % (1 << 32))
+
+    def _learn(self, batch: "_OpenBatch", before: "_GeneratorStates") -> None:
         """Learn whether the micro-batch has drawn; if not, leave no trace in the generators."""
         if self._mode.draws:
-            self._draws[self._kind] = True
-        if self._python_is_seeded and before.python_moved_from_seed(self._step_key):
+            self._draws[batch.kind] = True
+        if (batch.watched or self._python_draws) and before.python_moved_from_seed(batch.step_key):
             self._python_draws = True
-        check = self._watching or self._unseen_draws > 0 or self._seen[self._kind] % _CHECK_EVERY == 0
-        if check:
-            moved = before.torch_moved_unseen(self._step_key, self._mode.distinct_draws)
+        if batch.watched or self._unseen_draws > 0 or self._seen[batch.kind] % _CHECK_EVERY == 0:
+            moved = before.torch_moved_unseen(batch.step_key, self._mode.distinct_draws)
             self._unseen_draws = self._unseen_draws + 1 if moved else 0
             if moved:
-                self._report_unseen()
+                self._report_unseen(batch.kind)
         before.restore_cuda()
         if not self._mode.draws:
             before.restore(python=not self._python_draws)
 
-    def _start_late(self) -> None:
+    def _start_late(self, kind: Kind) -> None:
         """A model that drew nothing at first draws now."""
-        self._draws[self._kind] = self._python_draws = True
+        self._draws[kind] = self._python_draws = True
         self._warn_once(
             "late",
-            f"the model has started to draw random numbers in {self._kind}, which it did not in the first "
+            f"the model has started to draw random numbers in {kind}, which it did not in the first "
             f"{_WATCHED} micro-batches: in the last {_CHECK_EVERY} micro-batches they depended on the number of ranks, "
             "from now on they are keyed by sample",
         )
 
-    def _report_unseen(self) -> None:
+    def _report_unseen(self, kind: Kind) -> None:
         """Name the module that draws in a way that cannot be keyed, after a second micro-batch has shown which it is.
 
         The compiler draws too, while it measures kernels, so a compiled model must draw in several micro-batches.
         """
         if self._unseen_draws < (_COMPILED_CHECKS if self._always else 2):
-            self._draws[self._kind] = True
+            self._draws[kind] = True
             self._probe = None if self._always else _DrawProbe()
         elif "unseen" not in self._warned:
             found = self._probe.found if self._probe is not None else "in a compiled model"
@@ -176,6 +193,28 @@ class ModelRandomness:
         if topic not in self._warned:
             self._warned.add(topic)
             self._warn(f"{text}{_place(self._models)}")
+
+
+class _OpenBatch:
+    """A micro-batch that the user's loop body computes."""
+
+    def __init__(self, randomness: ModelRandomness, kind: Kind, watched: bool, keyed: bool) -> None:
+        self._randomness = randomness
+        self.kind: Kind = kind
+        self.watched, self.keyed = watched, keyed  # whether to look for draws of any kind, and whether to key draws
+        self.step_key = 0
+        self.begin: Callable[[], None] | None = None
+        self.before: _GeneratorStates | None = None
+        self.outer: _OpenBatch | None = None  # the micro-batch that was open before
+        self.suspended: tuple[dict[str, Any], Tensor] | None = None  # the draws of this one, while it waits
+        self.closed = False
+
+    def __enter__(self) -> None:
+        self._randomness.open(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.closed:
+            self._randomness.leave(self, failed=kind is not None)
 
 
 class _GeneratorStates:
