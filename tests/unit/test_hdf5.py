@@ -105,9 +105,12 @@ def test_samples_share_no_memory(path):
 
 @pytest.fixture
 def stop_forkserver() -> Iterator[None]:
-    """Stop the server process of forkserver after the test."""
+    """Stop the server process of forkserver after the test, unless it served others before: warm ranks come from it."""
+    server = multiprocessing.forkserver._forkserver
+    served_others = server._forkserver_pid is not None
     yield
-    multiprocessing.forkserver._forkserver._stop()
+    if not served_others:
+        server._stop()
 
 
 @pytest.mark.usefixtures("stop_forkserver")

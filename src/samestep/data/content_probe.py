@@ -24,7 +24,10 @@ FIRST_RECORDS: Final = 4
 """Records of a stream that are compared."""
 
 _KEYED_SAMPLES: Final = 4  # besides the first and the last
-_TOLERANCE: Final = 0.01  # rounding changes a sketch by less than 0.002 even in bfloat16, other data by about 1
+_TOLERANCE: Final = 0.01  # of a sketch: other data changes it by about 1, rounding to float16 by less than 0.007
+_COARSE_WEIGHT: Final = (
+    0.15  # of values with fewer bits than float16: rounding to bfloat16 changes theirs by up to 0.055
+)
 _MAX_VALUES: Final = 1 << 16  # floating-point values of an array that are summarized
 _MAX_LEAVES: Final = 10_000  # values of a record that are read
 _PREVIEW: Final = 60  # characters
@@ -122,20 +125,24 @@ class _Content:
             return
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         self.hash.update(str(tensor.dtype).encode())
-        self._add_array((tensor.double() if tensor.is_floating_point() else tensor).numpy())
+        if tensor.is_floating_point():
+            coarse = sys.modules["torch"].finfo(tensor.dtype).eps > np.finfo(np.float16).eps
+            self._add_array(tensor.double().numpy(), _COARSE_WEIGHT if coarse else 1.0)
+        else:
+            self._add_array(tensor.numpy())
 
-    def _add_array(self, array: npt.NDArray[Any]) -> None:
+    def _add_array(self, array: npt.NDArray[Any], weight: float = 1.0) -> None:
         shown = np.array2string(array.reshape(-1)[:3], precision=4, separator=", ", threshold=3)[1:-1]
         more = "" if array.size <= 3 else f", ... of shape {array.shape}"
         if array.dtype.kind in "fc":
             self._add_exact(f"{array.dtype} {array.shape}".encode(), f"{shown}{more}")
-            self._add_floats(array.reshape(-1))
+            self._add_floats(array.reshape(-1), weight)
         elif array.dtype.kind == "O":
             self._add_parts("objects", array.reshape(-1).tolist())
         else:
             self._add_exact(f"{array.dtype} {array.shape}".encode() + array.tobytes(), f"{shown}{more}")
 
-    def _add_floats(self, values: npt.NDArray[Any]) -> None:
+    def _add_floats(self, values: npt.NDArray[Any], weight: float) -> None:
         """Add two random projections of the values, which small changes of them hardly change."""
         values = values[:: -(-values.size // _MAX_VALUES) or 1]
         values = values.astype(np.complex128).view(np.float64) if values.dtype.kind == "c" else values
@@ -147,8 +154,10 @@ class _Content:
         words = keyed_words(key64(_SIGNS, self._leaves), np.arange(values.size))
         for number in range(2):
             signs = ((words >> np.uint64(number)) & np.uint64(1)).astype(np.float64) * 2 - 1
-            self.sketch[number] += float((values / norm) @ signs) / math.sqrt(values.size)
-        self.sketch[1] += math.log(norm) * (1 + keyed_word(_SIGNS, self._leaves) % 7)  # the scale of this array
+            self.sketch[number] += weight * float((values / norm) @ signs) / math.sqrt(values.size)
+        self.sketch[1] += (
+            weight * math.log(norm) * (1 + keyed_word(_SIGNS, self._leaves) % 7)
+        )  # the scale of this array
 
 
 def check_same_samples(dataset: object, by_rank: Sequence[Sequence[Probe]], remedy: str = "run.shard does") -> None:
