@@ -2,9 +2,11 @@
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 _PACKAGE = "samestep"
 
@@ -20,6 +22,14 @@ def warn(text: str) -> None:
     while frame is not None and _is_internal(frame.f_globals):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, SamestepWarning, stacklevel=level)
+
+
+def calling_frame(skipped: tuple[str, ...]) -> FrameType:
+    """The nearest frame on the stack whose file has none of these prefixes, or the outermost frame."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # inspect.stack reads source files: far too slow
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    return frame
 
 
 class WarnOnce:

@@ -82,6 +82,11 @@ def matrix_product_shape(node: torch.autograd.graph.Node) -> tuple[int, int] | N
     return None if len(first) == 3 and first[0] != 1 else (int(first[-2]), int(second[-1]))
 
 
+def class_labels(node: torch.autograd.graph.Node) -> torch.Tensor | None:
+    """The labels of the cross entropy that this node of the autograd graph computed; None for another operation."""
+    return node._saved_target if node.name() == "NllLossBackward0" else None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def drop_gathered_gradients(model: nn.Module) -> None:
     """Drop the gradients that FSDP keeps on unsharded parameters until the last micro-batch reduces them."""
     for param in _fsdp_parameters(model):

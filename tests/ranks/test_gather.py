@@ -249,3 +249,18 @@ def test_a_loss_that_compares_rows_without_gather_warns_once(ranks, loss, size, 
 @pytest.mark.parametrize(("loss", "size"), [(local_clip, 1), (clip, 2), (simclr, 2), (row_by_row, 2)])
 def test_other_losses_do_not_warn(ranks, loss, size):
     assert ranks(size, warnings_of, loss) == [[]] * size
+
+
+def own_labels(run, step, model, one, two, labels):
+    """The labels of one process, 0, 1, 2, ..., on every rank."""
+    scores = model(one) @ run.gather(model(two)).T
+    return cross_entropy(scores, torch.arange(len(scores)), reduction="none")
+
+
+def test_labels_that_count_from_0_on_every_rank_raise(ranks):
+    expected = (
+        "the loss compares rows with run.gather(...) and has the labels 0 to 3, but the first row of this rank is row "
+        "4 of the global batch: use step.rows instead of torch.arange(...), as in "
+        "`cross_entropy(z1 @ run.gather(z2).T, step.rows, reduction='none')`"
+    )
+    assert any(expected in text for text in ranks.errors(2, train, own_labels, "ddp"))

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep import Run
 from samestep.torch_private import (
     after_this_backward,
+    class_labels,
     ignore_in_ddp,
     is_compiled,
     matrix_product_shape,
@@ -120,6 +121,13 @@ def test_the_shape_of_a_matrix_product_is_known_from_its_graph():
     assert matrix_product_shape(batches.grad_fn) is None
     assert matrix_product_shape(torch.bmm(x[None], y.T[None]).grad_fn) == (4, 5)
     assert matrix_product_shape(torch.bmm(x[None], y.detach().T[None]).grad_fn) is None  # an operand is not kept
+
+
+def test_the_labels_of_a_cross_entropy_are_found_in_the_graph():
+    labels = torch.tensor([2, 0, 1])
+    losses = torch.nn.functional.cross_entropy(torch.zeros(3, 4, requires_grad=True), labels, reduction="none")
+    assert torch.equal(class_labels(losses.grad_fn), labels)
+    assert class_labels((losses + 1).grad_fn) is None
 
 
 def compiled_modules():

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from samestep.data import global_rng
-from samestep.data.global_rng import READ_SAMPLE, KeyedCalls, keyed_globals
+from samestep.data.global_rng import KeyedCalls, keyed_globals
+from samestep.data.permutation import Purpose
 
 DRAWS = (lambda: float(torch.rand(1)), random.random, lambda: float(np.random.rand()))
 
 
 @pytest.fixture(autouse=True)
 def _restore():
-    with keyed_globals(READ_SAMPLE, 0, 0):
+    with keyed_globals(Purpose.READ_SAMPLE, 0, 0):
         yield
 
 
@@ -40,7 +41,7 @@ def test_another_bit_generator_of_numpy_is_restored():
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         expected = np.random.Generator(np.random.PCG64(3)).bit_generator.random_raw()
-        with keyed_globals(READ_SAMPLE, 0, 0) as seed:
+        with keyed_globals(Purpose.READ_SAMPLE, 0, 0) as seed:
             seed(5)
             drawn = np.random.rand()
             seed(5)
@@ -51,7 +52,7 @@ def test_another_bit_generator_of_numpy_is_restored():
 
 
 def test_only_generators_that_are_used_are_seeded_and_a_late_one_reads_again():
-    calls, reads, late = KeyedCalls(READ_SAMPLE), [], False
+    calls, reads, late = KeyedCalls(Purpose.READ_SAMPLE), [], False
 
     def read(seed):
         numbers = []
@@ -83,12 +84,12 @@ def test_an_error_restores_the_generators_too():
         raise KeyError
 
     with pytest.raises(KeyError):
-        KeyedCalls(READ_SAMPLE).call(0, 0, fail)
+        KeyedCalls(Purpose.READ_SAMPLE).call(0, 0, fail)
     assert random.random() == expected
 
 
 def test_the_numbers_of_a_sample_are_fixed_for_all_versions():
-    with keyed_globals(READ_SAMPLE, 0, 0) as seed:
+    with keyed_globals(Purpose.READ_SAMPLE, 0, 0) as seed:
         seed(3)
         drawn = [round(draw(), 6) for draw in DRAWS]
     assert drawn == [0.047322, 0.767475, 0.753982]

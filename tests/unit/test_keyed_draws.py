@@ -1,5 +1,9 @@
 """Which rows a draw belongs to, and what is said if that cannot be known."""
 
+import random
+import sys
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -225,6 +229,34 @@ def test_an_unseen_draw_names_its_module():
             model(torch.ones(4, 3))
     assert len(warnings) == 1
     assert "random numbers are drawn in 1 (Hidden) in a way that samestep cannot key by sample" in warnings[0]
+
+
+def per_row_with_numpy(rows):
+    np.random.randn(rows, 2)
+
+
+def per_row_with_random(rows):
+    [random.uniform(0, 1) for _ in range(rows)]
+
+
+def per_step(rows):
+    random.random(), np.random.rand(2)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(per_row_with_numpy, "numpy.random"), (per_row_with_random, "random"), (per_step, None)]
+)
+@pytest.mark.parametrize("rows", [2, 9, 700])
+def test_a_number_of_python_or_numpy_for_each_row_is_reported_with_its_line(draw, name, rows):
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    for step in range(6):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(rows)):
+            draw(max(rows, 8))
+    assert sys.gettrace() is None
+    line = draw.__code__.co_firstlineno + 1
+    expected = f"{name} at {__file__}:{line} draws at least one number for each of the {rows} rows of a micro-batch"
+    assert [text.startswith(expected) for text in warnings] == ([True] if name else [])
 
 
 def test_a_model_that_draws_nothing_is_left_alone_and_leaves_no_trace():

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.permutation import key64, keyed_word, keyed_words
+from samestep.data.permutation import Purpose, key64, keyed_word, keyed_words
 from samestep.errors import DataError
 
 FIRST_RECORDS: Final = 4
@@ -31,7 +31,6 @@ _COARSE_WEIGHT: Final = (
 _MAX_VALUES: Final = 1 << 16  # floating-point values of an array that are summarized
 _MAX_LEAVES: Final = 10_000  # values of a record that are read
 _PREVIEW: Final = 60  # characters
-_INDICES, _SIGNS = 13, 14  # what a key is for; see sample_rng.py
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Probe:
 
 def probe_indices(n: int, seed: int) -> list[int]:
     """Return the samples to compare: the first, the last and some in between, the same on any number of ranks."""
-    key = key64(_INDICES, seed, n)
+    key = key64(Purpose.PROBE_INDICES, seed, n)
     return list(dict.fromkeys([0, n - 1, *(keyed_word(key, k) % n for k in range(_KEYED_SAMPLES))]))
 
 
@@ -151,12 +150,12 @@ class _Content:
         if not scale:
             return
         norm = scale * math.sqrt(float(np.square(values / scale).mean()))
-        words = keyed_words(key64(_SIGNS, self._leaves), np.arange(values.size))
+        words = keyed_words(key64(Purpose.PROBE_SIGNS, self._leaves), np.arange(values.size))
         for number in range(2):
             signs = ((words >> np.uint64(number)) & np.uint64(1)).astype(np.float64) * 2 - 1
             self.sketch[number] += weight * float((values / norm) @ signs) / math.sqrt(values.size)
         self.sketch[1] += (
-            weight * math.log(norm) * (1 + keyed_word(_SIGNS, self._leaves) % 7)
+            weight * math.log(norm) * (1 + keyed_word(Purpose.PROBE_SIGNS, self._leaves) % 7)
         )  # the scale of this array
 
 

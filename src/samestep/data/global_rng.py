@@ -22,15 +22,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
 
-from samestep.data.permutation import key64
+from samestep.data.permutation import Purpose, key64
 from samestep.data.sample_rng import low_word
 
 T = TypeVar("T")
 Seed = Callable[[int], None]
 """Seeds the global generators for the sample with this dataset index or position."""
-
-# What a call of user code is for: samples, batches and openings of a stream draw different numbers.
-READ_SAMPLE, COLLATE, OPEN_STREAM = 7, 8, 9
 
 _LEGACY: Final[Any] = np.random  # numpy has no types for get_bit_generator and set_bit_generator
 _SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCH_VALUES = 5, 100, 5_000  # how far transforms are searched in a dataset
@@ -226,7 +223,7 @@ def find_seedable(dataset: object) -> list[Any]:
 
 def seed_transforms(transforms: Sequence[Any], seed: int, epoch: int, index: int) -> None:
     """Seed what `find_seedable` found for a sample."""
-    word = low_word(key64(READ_SAMPLE, seed, epoch, len(_GENERATORS)), index)
+    word = low_word(key64(Purpose.READ_SAMPLE, seed, epoch, len(_GENERATORS)), index)
     for number, transform in enumerate(transforms):
         transform.set_random_seed((word + number) & 0x7FFFFFFF)
 
@@ -259,7 +256,7 @@ def keyed_globals(purpose: int, seed: int, epoch: int) -> Generator[Seed]:
 class KeyedCalls:
     """Calls code of the user with the global generators seeded, as far as the code uses them.
 
-    >>> calls = KeyedCalls(READ_SAMPLE)
+    >>> calls = KeyedCalls(Purpose.READ_SAMPLE)
     >>> def read(seed_sample: Seed) -> list[int]:
     ...     numbers = []
     ...     for index in (4, 7, 4):

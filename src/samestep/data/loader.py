@@ -28,14 +28,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from samestep.data.content_probe import Probe, failed_probe, make_probe
 from samestep.data.global_rng import (
-    COLLATE,
-    READ_SAMPLE,
     KeyedCalls,
     Seed,
     draws_nothing,
     find_seedable,
     seed_transforms,
 )
+from samestep.data.permutation import Purpose
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
 from samestep.messages import WarnOnce
@@ -160,7 +159,7 @@ class _KeyedDataset:
 
     def __init__(self, dataset: MapDataset, seed: int, rank: int) -> None:
         self._dataset, self._seed, self._rank = dataset, seed, rank
-        self._calls = None if draws_nothing(dataset) else KeyedCalls(READ_SAMPLE)
+        self._calls = None if draws_nothing(dataset) else KeyedCalls(Purpose.READ_SAMPLE)
         self._transforms = [] if self._calls is None else find_seedable(dataset)
         self._at_once = _reads_batches(dataset) and not self._transforms
         self._warning: str | None = None
@@ -254,7 +253,7 @@ class KeyedCollate:
 
     def __init__(self, collate_fn: CollateFn | None, seed: int, rank: int) -> None:
         self._collate_fn, self._seed, self._rank = collate_fn or default_collate, seed, rank
-        self._calls = None if self._collate_fn is default_collate else KeyedCalls(COLLATE)
+        self._calls = None if self._collate_fn is default_collate else KeyedCalls(Purpose.COLLATE)
         self._check = _CollateCheck()
 
     def __call__(self, samples: list[object], epoch: int, first: int) -> object:

@@ -8,6 +8,7 @@ network, which computes any element without storing the others.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,6 @@ MAX_SAMPLES: Final = 1 << 62
 """Both halves of a Feistel network, and the sum of two halves, must fit into 32 bits."""
 
 _CACHED_EPOCHS: Final = 2  # while the last steps of an epoch are used, the loader already prefetches the next epoch
-_SHUFFLE, _DRAW = 1, 2  # the first word of a key says what the key is for; sample_rng.py has the others
 
 _Indices = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.float64]
@@ -80,12 +80,12 @@ class SampleOrder:
         if epoch < 0:
             raise DataError(f"epoch {epoch} does not exist: epochs are counted from 0")
         if self._cumulative is not None:
-            return _draw_weighted(self._cumulative, key64(_DRAW, self.seed, epoch), positions)
+            return _draw_weighted(self._cumulative, key64(Purpose.WEIGHTED_DRAW, self.seed, epoch), positions)
         if not self.shuffle:
             return positions.astype(np.int64)
         permutation = self._permutations.get(epoch)
         if permutation is None:
-            key = key64(_SHUFFLE, self.seed, epoch)
+            key = key64(Purpose.SHUFFLE, self.seed, epoch)
             small = self.n <= TABLE_LIMIT
             permutation = _table_permutation(self.n, key) if small else FeistelPermutation(self.n, key).at
             for oldest in list(self._permutations)[: 1 - _CACHED_EPOCHS]:
@@ -308,6 +308,25 @@ MASK64: Final = (1 << 64) - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
 FACTORS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS: Final = (30, 27, 31)
+
+
+class Purpose(IntEnum):
+    """What a key is for: the first word of every key, so that no two uses share random numbers."""
+
+    SHUFFLE = 1
+    WEIGHTED_DRAW = 2
+    SAMPLE = 3  # everything that belongs to one sample of one epoch
+    ELEMENT = 4  # the elements of one draw for a sample
+    NUMPY_STREAM = 5
+    TORCH_STREAM = 6
+    READ_SAMPLE = 7  # the global generators while a sample is read
+    COLLATE = 8
+    OPEN_STREAM = 9
+    DIMENSION = 10  # the indices of an element in a draw
+    STEP = 11  # draws that belong to a step instead of a sample
+    FUSED_KERNEL = 12  # draws that cannot be keyed
+    PROBE_INDICES = 13
+    PROBE_SIGNS = 14
 
 
 def mix64(word: int) -> int:

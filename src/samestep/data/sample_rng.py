@@ -18,13 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, key64, keyed_word, keyed_words
+from samestep.data.permutation import FACTORS, GOLDEN, SHIFTS, Purpose, key64, keyed_word, keyed_words
 from samestep.errors import DataError
-
-# The first word of every key says what the key is for. 1 and 2 belong to the sample order (permutation.py), 7 to 9 to
-# the global generators (global_rng.py), 11 and 12 to the draws of models (parallel/model_randomness.py),
-# 13 and 14 to comparisons (content_probe.py).
-_SAMPLE, _ELEMENT, _NUMPY_STREAM, _TORCH_STREAM, _DIMENSION = 3, 4, 5, 6, 10
 
 _LOW_24: Final = (1 << 24) - 1
 _LOW_32: Final = (1 << 32) - 1
@@ -63,7 +58,7 @@ def sample_numpy_rng() -> np.random.Generator:
     """Return the numpy generator of the sample being read, which is independent of its torch generator."""
     context, index = _current_sample("sample_numpy_rng()")
     if context.numpy_rng is None:
-        key = np.array([sample_key(context.seed, context.epoch, index), _NUMPY_STREAM], dtype=np.uint64)
+        key = np.array([sample_key(context.seed, context.epoch, index), Purpose.NUMPY_STREAM], dtype=np.uint64)
         context.numpy_rng = np.random.Generator(np.random.Philox(key=key))
     return context.numpy_rng
 
@@ -155,7 +150,7 @@ def sample_key_tensor(seed: int, epoch: int, indices: Tensor) -> Tensor:
 
 
 def _epoch_key(seed: int, epoch: int) -> int:
-    return key64(_SAMPLE, seed, epoch)
+    return key64(Purpose.SAMPLE, seed, epoch)
 
 
 def generator_seed(seed: int, epoch: int, index: int) -> int:
@@ -165,7 +160,7 @@ def generator_seed(seed: int, epoch: int, index: int) -> int:
     pairs of equal generators among a million samples. Here the lower bits are a bijection of the index, so no two of
     the first 2**32 samples of an epoch share a generator.
     """
-    return sample_key(seed, epoch, index) >> 32 << 32 | low_word(key64(_TORCH_STREAM, seed, epoch), index)
+    return sample_key(seed, epoch, index) >> 32 << 32 | low_word(key64(Purpose.TORCH_STREAM, seed, epoch), index)
 
 
 def low_word(key: int, index: int) -> int:
@@ -236,7 +231,7 @@ def row_starts(keys: Tensor, salt: int) -> Tensor:
 
 def salt_word(salt: int) -> int:
     """Return what a salt adds to a key, as a signed 64-bit number."""
-    return _signed(key64(_ELEMENT, salt))
+    return _signed(key64(Purpose.ELEMENT, salt))
 
 
 def _random_words(keys: Tensor, shape: Sequence[int], salt: int, per_word: int = 1) -> Tensor:
@@ -274,7 +269,7 @@ def dimension_strides(dimensions: int) -> list[int]:
     """Return how much the counter of a word grows along each dimension, as signed 64-bit numbers."""
     strides = [GOLDEN]
     for number in range(1, dimensions):
-        strides.append(key64(_DIMENSION, number) | 1)
+        strides.append(key64(Purpose.DIMENSION, number) | 1)
     return [_signed(stride) for stride in reversed(strides)]
 
 

@@ -28,9 +28,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from samestep.data.content_probe import FIRST_RECORDS, Probe, make_probe
-from samestep.data.global_rng import OPEN_STREAM, READ_SAMPLE, Seed, keyed_globals
+from samestep.data.global_rng import Seed, keyed_globals
 from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
+from samestep.data.permutation import Purpose
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, StateError
 from samestep.messages import info
@@ -223,7 +224,7 @@ class StreamPartition(IterableDataset[StreamStep]):
                 dataset.seek(position)
             elif _is_stateful(dataset) and self.start_state is not None:
                 dataset.load_state_dict(self.start_state)
-            with keyed_globals(OPEN_STREAM, self.seed, self.epoch) as seed_globals, hide_worker():
+            with keyed_globals(Purpose.OPEN_STREAM, self.seed, self.epoch) as seed_globals, hide_worker():
                 seed_globals(0)
                 return iter(self.dataset)
         except Exception as error:
@@ -242,7 +243,7 @@ class StreamPartition(IterableDataset[StreamStep]):
         kept, position = list[object](), positions.start
         try:
             # Every process that reads these positions reads all of them in order: one seed makes all draws the same.
-            with keyed_globals(READ_SAMPLE, self.seed, self.epoch) as seed_globals, hide_worker():
+            with keyed_globals(Purpose.READ_SAMPLE, self.seed, self.epoch) as seed_globals, hide_worker():
                 seed_globals(position)
                 for offset, position in enumerate(positions):
                     with SampleContext(self.seed, self.epoch, position):
@@ -267,7 +268,7 @@ class StreamPartition(IterableDataset[StreamStep]):
     ) -> StreamStep:
         samples, padding_sample = records, padding[0] if padding and not records else None
         if self.decode is not None:
-            with keyed_globals(READ_SAMPLE, self.seed, self.epoch) as seed_globals:
+            with keyed_globals(Purpose.READ_SAMPLE, self.seed, self.epoch) as seed_globals:
                 decode = partial(self._decode, self.decode, seed_globals)
                 samples = [decode(record, position) for record, position in zip(records, positions, strict=True)]
                 padding_sample = decode(*padding) if padding and not samples else None

@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from samestep.errors import RankMissing
+from samestep.messages import calling_frame
 
 ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)"
 _NOT_USER_CODE = (str(Path(__file__).parent.parent), contextlib.__file__)
@@ -110,9 +110,7 @@ class StatusBoard:
 
 def call_site() -> str:
     """The nearest line outside samestep on the stack, as `train.py:31`."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # inspect.stack reads source files: far too slow here
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
-        frame = frame.f_back
+    frame = calling_frame(_NOT_USER_CODE)
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 

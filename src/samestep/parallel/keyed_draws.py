@@ -9,7 +9,6 @@ restores this state before it computes a layer again, so the layer draws the sam
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.data.sample_rng import prepare_for_graphs, uniform
+from samestep.messages import calling_frame
 from samestep.parallel.keyed_dropout import dropout
 from samestep.torch_private import never_compile_alone
 
 Warn = Callable[[str, str], None]
 Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row, number of the draw
 Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # the mode, the function and its arguments
-
 
 _SKIPPED_FILES = (__file__, str(Path(__file__).with_name("draw_rules.py")), str(Path(torch.__file__).parent))
 # the attributes of KeyedDraws that belong to one micro-batch
@@ -375,7 +374,5 @@ def _call(rule: Rule, *args: Any) -> Any:
 
 def _calling_line() -> tuple[object, int]:
     """The line outside of torch that leads to a torch function, as (code, line number)."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
-        frame = frame.f_back
+    frame = calling_frame(_SKIPPED_FILES)
     return frame.f_code, frame.f_lineno

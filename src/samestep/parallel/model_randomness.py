@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.data.permutation import key64
+from samestep.data.permutation import Purpose, key64
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws
 
 Kind = Literal["training", "evaluation"]
 
-_STEP_KEY, _FUSED_SEED = 11, 12  # the first word of a key says what the key is for; sample_rng.py has the others
 _FIRST_DRAW: Final = 0x44524157 << 16  # far from the salts 1, 2, 3, ... of step.random and step.normal
 _DRAWS_PER_PASS: Final = 1 << 20
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
 _COMPILED_CHECKS: Final = 16  # micro-batches in a row; each of the first ones may compile another graph
 _CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
 _CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare
+_FEW_WORDS: Final = 8  # of 32 bits: fewer may be decisions for the whole step, such as random.random() < 0.5
+_PERIOD: Final = 624  # words that a Mersenne Twister computes at a time
+_MANY_WORDS: Final = 1 << 20  # counting ends there
 _FREE_MEMORY_SHARE: Final = 0.5  # of the free memory, for the attention weights of all layers
 _DROPS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RECURRENT_OR_ATTENTION: Final = (
@@ -61,6 +63,8 @@ class ModelRandomness:
         self._python_draws = False
         self._current: _OpenBatch | None = None
         self._probe: _DrawProbe | None = None
+        self._python_per_row: Counter[str] = Counter()  # micro-batches with a number of Python or numpy for each row
+        self._python_line = _PythonDrawLine()
         self._unseen_draws = 0  # micro-batches in a row that drew what no torch function showed
 
     def add_model(self, model: nn.Module, batch_dim: int | None) -> None:
@@ -87,8 +91,8 @@ class ModelRandomness:
         watched = self._seen[kind] <= _WATCHED
         batch = _OpenBatch(self, kind, watched, keyed=watched or self._draws[kind] or self._always)
         if batch.keyed:
-            batch.step_key = key64(_STEP_KEY, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
-            fused_seed = key64(_FUSED_SEED, batch.step_key, self._rank, number) % (1 << 63)
+            batch.step_key = key64(Purpose.STEP, self._seed, step, kind == "evaluation", passes_done) % (1 << 63)
+            fused_seed = key64(Purpose.FUSED_KERNEL, batch.step_key, self._rank, number) % (1 << 63)
             first_draw = _FIRST_DRAW + passes_done * _DRAWS_PER_PASS
             batch.begin = partial(self._begin, batch, keys, fused_seed, first_draw)
         elif self._seen[kind] % _CHECK_EVERY == 0:
@@ -114,16 +118,21 @@ class ModelRandomness:
             if self._probe is not None:
                 self._probe.start(self._models, self._mode)
             self._mode.__enter__()
+        if self._python_per_row[batch.kind] and batch.watched:
+            self._python_line.start()
 
     def leave(self, batch: "_OpenBatch", failed: bool) -> None:
         """Leave a micro-batch, and continue with the one around it."""
         batch.closed = True
         if self._current is not batch:  # zip(first, second) ends the micro-batch of `first` inside that of `second`
             return
+        self._python_line.stop()
         if batch.keyed:
             self._mode.__exit__(None, None, None)
-        if batch.before is not None and not failed:
-            if batch.keyed:
+        if batch.before is not None:
+            if failed:
+                batch.before.restore_cuda()
+            elif batch.keyed:
                 self._learn(batch, batch.before)
             elif batch.before.moved():
                 self._start_late(batch.kind)
@@ -141,7 +150,9 @@ class ModelRandomness:
         python = batch.watched or self._python_draws
         batch.before = _GeneratorStates(self._device, python)
         batch.before.seed_cuda(fused_seed)
-        self._mode.begin(keys(), batch.step_key, fused_seed, first_draw)
+        row_keys = keys()
+        batch.rows = len(row_keys)
+        self._mode.begin(row_keys, batch.step_key, fused_seed, first_draw)
         if python:
             random.seed(batch.step_key)
             np.random.seed(batch.step_key % (1 << 32))
@@ -152,6 +163,7 @@ class ModelRandomness:
             self._draws[batch.kind] = True
         if (batch.watched or self._python_draws) and before.python_moved_from_seed(batch.step_key):
             self._python_draws = True
+            self._report_python(batch, before)
         if batch.watched or self._unseen_draws > 0 or self._seen[batch.kind] % _CHECK_EVERY == 0:
             moved = before.torch_moved_unseen(batch.step_key, self._mode.distinct_draws)
             self._unseen_draws = self._unseen_draws + 1 if moved else 0
@@ -189,6 +201,20 @@ class ModelRandomness:
                 "use torch.rand, torch.randn, torch.bernoulli or F.dropout there, or step.random and step.normal"
             )
 
+    def _report_python(self, batch: "_OpenBatch", before: "_GeneratorStates") -> None:
+        """Warn if each watched micro-batch draws a number for each row from Python or numpy, and name the line."""
+        if not batch.watched or before.python_words(batch.step_key) < max(batch.rows, _FEW_WORDS):
+            return
+        self._python_per_row[batch.kind] += 1
+        if self._python_per_row[batch.kind] == _WATCHED and "python" not in self._warned:
+            self._warned.add("python")
+            self._warn(
+                f"{self._python_line.found or 'random or numpy.random'} draws at least one number for each of the "
+                f"{batch.rows} rows of a micro-batch, and samestep cannot tell which number belongs to which sample: "
+                "all micro-batches of a step draw the same numbers, so the result depends on the number of ranks; use "
+                "torch.rand or torch.randn, which samestep keys by sample, or draw in __getitem__ of the dataset"
+            )
+
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
@@ -202,7 +228,7 @@ class _OpenBatch:
         self._randomness = randomness
         self.kind: Kind = kind
         self.watched, self.keyed = watched, keyed  # whether to look for draws of any kind, and whether to key draws
-        self.step_key = 0
+        self.step_key = self.rows = 0
         self.begin: Callable[[], None] | None = None
         self.before: _GeneratorStates | None = None
         self.outer: _OpenBatch | None = None  # the micro-batch that was open before
@@ -257,6 +283,16 @@ class _GeneratorStates:
             np.random.get_state(legacy=False), numpy_state
         )
 
+    def python_words(self, seed: int) -> int:
+        """How many words of 32 bits Python's or numpy's generator has given since it was seeded."""
+        numpy, python = np.random.RandomState(seed % (1 << 32)), random.Random(seed)
+        by_numpy = _words(
+            lambda: np.random.get_state(legacy=False)["state"], lambda: numpy.get_state(legacy=False)["state"],
+            lambda: numpy.bytes(4 * _PERIOD),
+        )  # fmt: skip
+        by_python = _words(lambda: _twister(random), lambda: _twister(python), lambda: python.getrandbits(32 * _PERIOD))
+        return max(by_numpy, by_python)
+
     def restore_cuda(self) -> None:
         """Set the CUDA generator back."""
         if self._cuda is not None:
@@ -272,6 +308,63 @@ class _GeneratorStates:
 
     def _cuda_moved(self) -> bool:
         return self._cuda is not None and self._cuda.get_offset() != self._cuda_start
+
+
+def _words(current: Callable[[], Any], seeded: Callable[[], Any], advance: Callable[[], object]) -> int:
+    """The words that a Mersenne Twister has given since it was seeded; it computes `_PERIOD` of them at a time."""
+    state = current()
+    for words in range(-_PERIOD, _MANY_WORDS, _PERIOD):
+        if np.array_equal(state["key"], seeded()["key"]):
+            return words + int(state["pos"])
+        advance()
+    return _MANY_WORDS
+
+
+def _twister(generator: Any) -> dict[str, Any]:
+    *key, position = generator.getstate()[1]
+    return {"key": key, "pos": position}
+
+
+class _PythonDrawLine:
+    """Finds the line of the script that moves Python's or numpy's generator, by tracing one micro-batch."""
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+        self._traced: list[FrameType] = []
+        self._before: tuple[Any, ...] = ()
+        self._place: tuple[str, int] = "", 0  # where the script is
+
+    def start(self) -> None:
+        """Trace the lines of this thread outside of samestep and torch, unless a debugger does."""
+        if self.found is None and sys.gettrace() is None:
+            self._before = self._states()
+            self._traced = [frame for frame in _frames() if _is_users(frame)]
+            for frame in self._traced:
+                frame.f_trace = self._trace
+            sys.settrace(self._trace)
+
+    def stop(self) -> None:
+        """Stop tracing."""
+        if self._traced:
+            sys.settrace(None)
+        while self._traced:
+            self._traced.pop().f_trace = None
+
+    @staticmethod
+    def _states() -> tuple[Any, ...]:
+        numpy = np.random.get_state(legacy=False)["state"]
+        return random.getstate()[1][-2:], (int(numpy["key"][-1]), numpy["pos"])
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not _is_users(frame) or frame.f_code.co_filename == random.__file__ or self.found is not None:
+            return None
+        states = self._states()
+        if states != self._before:
+            name = "random" if states[0] != self._before[0] else "numpy.random"
+            self.found = f"{name} at {self._place[0]}:{self._place[1]}"
+        here = frame.f_back if event == "return" and frame.f_back is not None else frame
+        self._place = here.f_code.co_filename, here.f_lineno
+        return self._trace
 
 
 class _DrawProbe:

@@ -9,7 +9,7 @@ import dis
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,8 +28,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.errors import DataError, WrapError
-from samestep.torch_private import is_compiled, matrix_product_shape
+from samestep.errors import DataError, StepError, WrapError
+from samestep.torch_private import class_labels, is_compiled, matrix_product_shape
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -259,21 +259,39 @@ def coupling_warning(losses: torch.Tensor, rows: int, ranks: int, micro_batches:
     )
 
 
+def check_gathered_labels(losses: torch.Tensor, rows: int, first_row: int) -> None:
+    """Raise if a loss over rows of `run.gather` has the labels 0, 1, 2, ..., which are right on the first rank only."""
+    nodes = list(_nodes(losses)) if first_row and rows > 1 else []
+    if not any(node.name().startswith("_Gather") for node in nodes):
+        return
+    for node in nodes:
+        labels = class_labels(node)
+        if labels is not None and labels.shape == (rows,) and labels.tolist() == list(range(rows)):
+            raise StepError(
+                f"the loss compares rows with run.gather(...) and has the labels 0 to {rows - 1}, but the first row of "
+                f"this rank is row {first_row} of the global batch: use step.rows instead of torch.arange(...), as in "
+                "`cross_entropy(z1 @ run.gather(z2).T, step.rows, reduction='none')`"
+            )
+
+
 def _row_by_row(losses: torch.Tensor, rows: int) -> int | None:
     """The size of a square matrix with the rows of the micro-batch, or two views of them, along both dimensions."""
-    sizes = (rows, 2 * rows)
+    for node in _nodes(losses):
+        shape, operands = matrix_product_shape(node), (each for each, _ in node.next_functions)
+        if shape in ((rows, rows), (2 * rows, 2 * rows)) and not any(map(_is_constant, operands)):
+            return shape[0]
+    return None
+
+
+def _nodes(losses: torch.Tensor) -> Iterator[Node]:
+    """The nodes of the autograd graph that computed `losses`."""
     pending, seen = [losses.grad_fn], set[Node]()
     while pending and len(seen) < _MAX_NODES:
         node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        inputs = [each for each, _ in node.next_functions]
-        shape = matrix_product_shape(node)
-        if shape is not None and shape[0] == shape[1] and shape[0] in sizes and not any(map(_is_constant, inputs)):
-            return shape[0]
-        pending += inputs
-    return None
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [each for each, _ in node.next_functions]
 
 
 def _is_constant(node: Node | None) -> bool:

@@ -17,7 +17,7 @@ from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow, check_metric_name
 from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import multiply_all
-from samestep.training.mistakes import coupling_warning
+from samestep.training.mistakes import check_gathered_labels, coupling_warning
 
 Losses = Sequence[tuple[torch.Tensor, list[int]]]
 _HALF = (torch.float16, torch.bfloat16)
@@ -170,8 +170,10 @@ class StepLoss:
         context, rows = self._context, len(micro_batch.indices)
         _check_losses(losses, mask, lengths, rows)
         first = not context.progress.steps_of_process  # the search would take time in every step
-        if first and (warning := coupling_warning(losses, rows, context.world.size, self._position.micro_batches)):
-            context.warn_once(warning)
+        if first:
+            check_gathered_labels(losses, rows, self._position.first_row)
+            if warning := coupling_warning(losses, rows, context.world.size, self._position.micro_batches):
+                context.warn_once(warning)
 
     def _warn_if_padded(self, micro_batch: MicroBatch, shape: torch.Size) -> None:
         """Warn once if losses have another number of columns than before in this epoch: they may contain padding."""
