@@ -186,7 +186,9 @@ class KeyedDraws(TorchFunctionMode):
         self._kind = ""
         self._numbers: dict[int, int] = {}
         self._tiled: set[int] = set()
-        self.ambiguous: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
+        self._unclear: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
+        self._unclear_dim = 0  # the dimension that was chosen; -1 if other draws do not show whether that is right
+        self._dims_in_graphs = 0  # a bit for each dimension in which activations of compiled graphs have their rows
         self.row_dims: set[int] = set()  # where activations have shown to have their rows
         self._batches = 0
         self._length_readers: set[object] = set()  # code of functions that called len() of a tensor with one row
@@ -204,7 +206,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def begin(self, keys: Tensor, step_key: int, fused_seed: int, first_number: int = 0, kind: str = "") -> None:
         """Start a micro-batch: `keys` of its rows, the key of its step, and a seed that belongs to it alone."""
-        self._kind, self.ambiguous = kind, None
+        self._kind, self._unclear, self._dims_in_graphs = kind, None, 0
         self._batches += 1
         self.attention_layers, self._attention_calls = max(self.attention_layers, self._attention_calls), 0
         self._keys, self._step_keys = {keys.device: keys}, {}
@@ -285,9 +287,7 @@ class KeyedDraws(TorchFunctionMode):
         tiled = len(shape) > 0 and shape[0] in self._tiled
         found = candidate_layouts(shape, self._rows, self.batch_dim, like is not None and not fresh, tiled)
         if torch.compiler.is_compiling():
-            if len(found) > 1 and self.batch_dim is None and (more_dims or found[0].dim):
-                self.ambiguous = tuple(shape)
-            return found[0] if found else None
+            return self._layout_in_graph(found, shape, like is None or fresh or more_dims)
         line = _calling_line()
         if self._rows > 1 and self.batch_dim is None:
             found = self._most_likely_first(found, shape, like is None or fresh or more_dims)
@@ -298,6 +298,20 @@ class KeyedDraws(TorchFunctionMode):
         if self._rows == 1 and found:
             return found[0] if self._single_row_draws(line, shape, like) else None
         return self._memory.choose(line, self._rows, tuple(shape), found)
+
+    def _layout_in_graph(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> Layout | None:
+        """The layout of a draw in a graph, which is compiled once: what is unclear is noted, and judged afterwards."""
+        if len(found) == 1 and not own_shape:
+            self._dims_in_graphs |= 1 << found[0].dim
+        elif len(found) > 1 and self.batch_dim is None:
+            self._unclear, self._unclear_dim = tuple(shape), -1 if own_shape else found[0].dim
+        return found[0] if found else None
+
+    @property
+    def unclear_in_graphs(self) -> tuple[int, ...] | None:
+        """The shape of a draw in a compiled graph whose rows may be in another dimension than it was assumed."""
+        shown = self._dims_in_graphs == 1 << max(self._unclear_dim, 0) or self.row_dims == {self._unclear_dim}
+        return None if self._unclear_dim >= 0 and shown else self._unclear
 
     def _most_likely_first(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> list[Layout]:
         """The layouts that a draw may have, first those that activations have shown, which it need not share."""

@@ -214,10 +214,10 @@ class ModelRandomness:
 
     def _report_compiled(self, batch: "_OpenBatch") -> None:
         """Warn of what a compiled graph cannot learn from other micro-batches."""
-        if self._mode.ambiguous is not None:
+        if (shape := self._mode.unclear_in_graphs) is not None:
             self._warn_once(
                 "ambiguous in a graph",
-                f"a draw of shape {self._mode.ambiguous} in a compiled model may have the {batch.rows} rows of the "
+                f"a draw of shape {shape} in a compiled model may have the {batch.rows} rows of the "
                 "micro-batch in more than one dimension: if samestep takes the wrong one, the numbers depend on the "
                 "number of ranks; declare it with run.wrap(model, batch_dim=0) or batch_dim=1",
             )
