@@ -1,7 +1,9 @@
 """Fixtures for all tests: warm ranks, and checks for what a test leaves behind."""
 
+import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         modules = list(collection_path.glob("test_*.py"))
         return (bool(modules) and all(map(has_slow_tests_only, modules))) or None
     return has_slow_tests_only(collection_path) or None
+
+
+def pytest_collection_finish() -> None:
+    """Keep torch's objects out of later garbage collections, and its operations from competing for the cores."""
+    gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def has_slow_tests_only(path: Path) -> bool:
