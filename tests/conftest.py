@@ -57,8 +57,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[warm.Ranks]:
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, as XDG_CACHE_HOME, in which this session unpacks models once for all tests."""
-    return tmp_path_factory.mktemp("cache")
+    """The folder, as XDG_CACHE_HOME, in which the workers of this session unpack models once for all tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "model-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
