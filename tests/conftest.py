@@ -18,9 +18,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 hypothesis.settings.register_profile(
     "samestep", deadline=None, database=None, derandomize="CI" in os.environ, print_blob=True
 )
-hypothesis.settings.load_profile("samestep")
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("samestep"), max_examples=25)
 
 warm.replace_environment(warm.without_launcher_variables(os.environ))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without slow tests, draw a quarter of hypothesis' examples."""
+    hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "samestep")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -59,7 +59,7 @@ def train(loss, strategy, micro_batch=None):
         return torch.cat([p.flatten() for p in full]).tolist()
 
 
-@pytest.mark.parametrize("loss", [clip, simclr, supcon])
+@pytest.mark.parametrize("loss", [clip, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (simclr, supcon))])
 def test_a_contrastive_loss_trains_as_on_one_rank(ranks, loss):
     (expected,) = ranks(1, train, loss, None)
     for size, strategy in ((2, "ddp"), (3, "fsdp"), (4, "ddp")):
