@@ -69,7 +69,7 @@ def assert_independent(first, second, p):
     assert_plausible(both, WIDTH, p * p)
 
 
-@pytest.fixture(scope="module", params=[0.1, 0.5])
+@pytest.fixture(scope="module", params=[0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def probability(request):
     return request.param
 
