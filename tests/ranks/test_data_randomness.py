@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from samestep import Run
+from samestep.errors import SampleError
 from samestep.messages import SamestepWarning
 
 N = 22
@@ -87,6 +88,34 @@ def test_a_dataset_that_draws_late_or_for_many_samples_at_once_is_keyed_too(rank
         key: row for key, row in merged(ranks(1, train, Augmented())).items() if row[0] >= dataset.from_sample
     }
     assert merged(ranks(2, train, dataset, 2, 1)) == alone
+
+
+class Fails(Augmented):
+    """Draws for few samples, and one of those fails."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        if index == N - 1:
+            raise ValueError(f"drew {float(torch.rand(1)):.6f}")
+        return row
+
+
+def read_failing(workers):
+    with Run(global_batch=6, seed=3) as run:
+        shard = run.shard(Fails(from_sample=20), micro_batch=3, num_workers=workers)
+        try:
+            for _ in shard:
+                pass
+        except SampleError as error:
+            return str(error)
+
+
+def test_a_late_draw_before_an_error_is_keyed_and_the_error_names_the_sample(ranks):
+    (alone,) = ranks(1, read_failing, 0)
+    assert alone.startswith("sample 21 could not be read on rank 0, in the training process: ValueError: drew 0.")
+    (in_worker,) = ranks(1, read_failing, 2)
+    assert alone.split("ValueError")[1] in in_worker  # the same number
+    assert "sample 21 could not be read on rank 0, worker" in in_worker
 
 
 def draw_without_data():
