@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -180,7 +181,8 @@ class Shuffled(IterableDataset):
 
 
 def augment(record):
-    return torch.tensor([*record, random.random(), np.random.randn(), float(torch.randn(1))], dtype=torch.float64)
+    drawn = [random.random(), np.random.randn(), float(torch.randn(1)), *GLOBAL(0.0)]
+    return torch.tensor([*record, *drawn], dtype=torch.float64)
 
 
 def train_stream(workers=0):
@@ -255,6 +257,66 @@ class Transformed(Dataset):
     def __getitem__(self, index):
         first, second = (transform(float(index)) for transform in self.transform.transforms)
         return torch.tensor([*first, *second[1:]], dtype=torch.float64)
+
+
+GLOBAL = OwnGenerator()
+
+
+def use_global(value):
+    return GLOBAL(value)
+
+
+def use_default():
+    def use(value, *, transform=GLOBAL):
+        return transform(value)
+
+    return use
+
+
+def use_enclosing():
+    def use(value):
+        return transform(value) if value >= 0 else unknown
+
+    transform = OwnGenerator()
+    if transform is None:
+        unknown = 0  # so that it has no value
+    return use
+
+
+FORMS = {
+    "bound method": lambda: OwnGenerator().__call__,
+    "partial": lambda: partial(OwnGenerator()),
+    "function with a global variable": lambda: use_global,
+    "function in a function": use_enclosing,
+    "default": use_default,
+}
+
+
+class CallsFunction(Dataset):
+    def __init__(self, form):
+        self.transform = FORMS[form]()
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.tensor(self.transform(float(index)), dtype=torch.float64)
+
+
+class UsesGlobal(CallsFunction):
+    def __getitem__(self, index):
+        return torch.tensor(GLOBAL(float(index)), dtype=torch.float64)
+
+
+def train_form(form):
+    return train(UsesGlobal("partial") if form == "__getitem__ with a global variable" else CallsFunction(form))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "__getitem__ with a global variable"])
+def test_transforms_that_a_function_of_the_dataset_uses_are_found(ranks, form):
+    alone = merged(ranks(1, train_form, form))
+    assert len({row[1] for row in alone.values()}) == 2 * N
+    assert merged(ranks(2, train_form, form)) == alone
 
 
 def test_transforms_with_generators_of_their_own_are_seeded_by_sample(ranks):

@@ -21,7 +21,8 @@ import struct
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -295,7 +296,8 @@ def draws_nothing(dataset: Any) -> bool:
 def find_seedable(dataset: object) -> list[Any]:
     """Return the transforms of a dataset that have generators of their own and `set_random_seed`, as in albumentations.
 
-    Found are attributes of the dataset and of the datasets, transforms, lists and dicts in it.
+    Found are attributes of the dataset and of datasets, transforms, lists and dicts in it, and what its `__getitem__`
+    and the functions in it refer to: global variables, defaults and variables of an enclosing function.
     """
     found, known = list[Any](), set[int]()
     level: list[Any] = [dataset]
@@ -311,13 +313,29 @@ def find_seedable(dataset: object) -> list[Any]:
             known.add(id(value))
             if callable(getattr(type(value), "set_random_seed", None)):
                 found.append(value)  # it seeds those inside it
-            elif isinstance(value, list | tuple | dict):
-                parts = list(value.values()) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-                below += parts[:_SEARCH_WIDTH]  # pyright: ignore[reportUnknownVariableType]
             else:
-                below += list(getattr(value, "__dict__", {}).values())[:_SEARCH_WIDTH]
+                below += _values_in(value)[:_SEARCH_WIDTH]
         level = below
     return found
+
+
+def _values_in(value: Any) -> list[Any]:
+    """Return the objects that a value contains, or that a function uses."""
+    if isinstance(value, list | tuple):
+        return list(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, dict):
+        return list(value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        enclosing = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # those with a value
+        used = [value.__globals__.get(name) for name in value.__code__.co_names]
+        return [*enclosing, *used, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    reading = [getattr(type(value), name, None) for name in ("__getitem__", "__call__")]
+    functions = [function for function in reading if isinstance(function, FunctionType)]
+    return [*list(getattr(value, "__dict__", {}).values()), *functions]
 
 
 def seed_transforms(transforms: Sequence[Any], seed: int, epoch: int, index: int) -> None:
