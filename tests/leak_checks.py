@@ -25,22 +25,50 @@ class Snapshot:
 
     variables: dict[str, str]
     threads: frozenset[threading.Thread]
+    tree: "Tree"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The files under a folder, and when each of its folders last got or lost an entry, in ns."""
+
     files: frozenset[str]
+    changed: dict[Path, int]
+
+    def is_current(self) -> bool:
+        """Whether no folder has got or lost an entry since."""
+        try:
+            return all(folder.stat().st_mtime_ns == moment for folder, moment in self.changed.items())
+        except FileNotFoundError:
+            return False
+
+
+_trees: dict[Path, Tree] = {}  # the last one read of each repository
+_helpers: set[int] = set()  # processes of multiprocessing that were found before
 
 
 def take_snapshot(repository: Path) -> Snapshot:
     """Record the state before a test."""
-    return Snapshot(dict(os.environ), frozenset(threading.enumerate()), frozenset(files_under(repository)))
+    return Snapshot(dict(os.environ), frozenset(threading.enumerate()), read_tree(repository))
 
 
-def files_under(folder: Path | str) -> Iterator[str]:
-    """Find files that a test could have written."""
+def read_tree(folder: Path) -> Tree:
+    """Find files that a test could have written; read the folders again only if one has changed."""
+    if folder not in _trees or not _trees[folder].is_current():
+        changed = {path: path.stat().st_mtime_ns for path in folders_under(folder)}
+        entries = (entry for path in changed for entry in os.scandir(path))
+        files = (entry.path for entry in entries if not entry.is_dir(follow_symlinks=False))
+        _trees[folder] = Tree(frozenset(path for path in files if not path.endswith(IGNORED_SUFFIXES)), changed)
+    return _trees[folder]
+
+
+def folders_under(folder: Path) -> Iterator[Path]:
+    """Find the folders in which a test could write, the given one included."""
+    yield folder
     for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name not in IGNORED_FOLDERS and not entry.name.endswith(".egg-info"):
-                yield from files_under(entry.path)
-        elif not entry.name.endswith(IGNORED_SUFFIXES):
-            yield entry.path
+        ignored = entry.name in IGNORED_FOLDERS or entry.name.endswith(".egg-info")
+        if entry.is_dir(follow_symlinks=False) and not ignored:
+            yield from folders_under(Path(entry.path))
 
 
 def leftovers(before: Snapshot, repository: Path, known_processes: set[int]) -> list[str]:
@@ -69,7 +97,7 @@ def threads(before: Snapshot) -> Iterator[str]:
 
 def processes(known: set[int]) -> Iterator[str]:
     """Name descendants of this process that still run, except the two helper processes of multiprocessing."""
-    for pid in descendants(os.getpid()) - known:
+    for pid in descendants(os.getpid()) - known - _helpers:
         try:
             child = psutil.Process(pid)
             command = " ".join(child.cmdline())
@@ -77,7 +105,9 @@ def processes(known: set[int]) -> Iterator[str]:
             helper = child.ppid() == os.getpid() and any(name in command for name in MULTIPROCESSING_HELPERS)
         except psutil.NoSuchProcess:
             continue
-        if running and not helper:
+        if helper:
+            _helpers.add(pid)
+        elif running:
             yield f"the process {child.pid} is still running: {command[:200]}"
 
 
@@ -100,7 +130,7 @@ def descendants(pid: int) -> set[int]:
 
 def written_files(before: Snapshot, repository: Path) -> Iterator[str]:
     """Name files that are new in the repository."""
-    for path in sorted(set(files_under(repository)) - before.files):
+    for path in sorted(read_tree(repository).files - before.tree.files):
         yield f"the file {os.path.relpath(path, repository)} was left in the repository: write to tmp_path"
 
 

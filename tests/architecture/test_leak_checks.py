@@ -84,6 +84,7 @@ def test_a_process_group_is_named_and_closed(leftovers, tmp_path):
     assert leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails(tmp_path):
     (tmp_path / "test_leak.py").write_text("import os\ndef test_leak():\n    os.environ['LEFT_BEHIND'] = '1'\n")
     (tmp_path / "conftest.py").write_text(

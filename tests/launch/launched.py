@@ -103,8 +103,9 @@ def variable(process: psutil.Process, name: str) -> str | None:
         return None
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float, describe: Callable[[], str] = str) -> None:
+    """Poll a condition; after `seconds` fail with what `describe` returns."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"timed out after {seconds} s"
+        assert time.monotonic() < end, f"timed out after {seconds} s\n{describe()}"
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from samestep import Run
+from samestep.errors import SampleError
 from samestep.messages import SamestepWarning
 
 N = 22
@@ -89,6 +91,34 @@ def test_a_dataset_that_draws_late_or_for_many_samples_at_once_is_keyed_too(rank
     assert merged(ranks(2, train, dataset, 2, 1)) == alone
 
 
+class Fails(Augmented):
+    """Draws for few samples, and one of those fails."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        if index == N - 1:
+            raise ValueError(f"drew {float(torch.rand(1)):.6f}")
+        return row
+
+
+def read_failing(workers):
+    with Run(global_batch=6, seed=3) as run:
+        shard = run.shard(Fails(from_sample=20), micro_batch=3, num_workers=workers)
+        try:
+            for _ in shard:
+                pass
+        except SampleError as error:
+            return str(error)
+
+
+def test_a_late_draw_before_an_error_is_keyed_and_the_error_names_the_sample(ranks):
+    (alone,) = ranks(1, read_failing, 0)
+    assert alone.startswith("sample 21 could not be read on rank 0, in the training process: ValueError: drew 0.")
+    (in_worker,) = ranks(1, read_failing, 2)
+    assert alone.split("ValueError")[1] in in_worker  # the same number
+    assert "sample 21 could not be read on rank 0, worker" in in_worker
+
+
 def draw_without_data():
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     own = [(random.gauss(0, 1), np.random.randn(), float(torch.randn(1))) for _ in range(8)]
@@ -151,7 +181,8 @@ class Shuffled(IterableDataset):
 
 
 def augment(record):
-    return torch.tensor([*record, random.random(), np.random.randn(), float(torch.randn(1))], dtype=torch.float64)
+    drawn = [random.random(), np.random.randn(), float(torch.randn(1)), *GLOBAL(0.0)]
+    return torch.tensor([*record, *drawn], dtype=torch.float64)
 
 
 def train_stream(workers=0):
@@ -226,6 +257,66 @@ class Transformed(Dataset):
     def __getitem__(self, index):
         first, second = (transform(float(index)) for transform in self.transform.transforms)
         return torch.tensor([*first, *second[1:]], dtype=torch.float64)
+
+
+GLOBAL = OwnGenerator()
+
+
+def use_global(value):
+    return GLOBAL(value)
+
+
+def use_default():
+    def use(value, *, transform=GLOBAL):
+        return transform(value)
+
+    return use
+
+
+def use_enclosing():
+    def use(value):
+        return transform(value) if value >= 0 else unknown
+
+    transform = OwnGenerator()
+    if transform is None:
+        unknown = 0  # so that it has no value
+    return use
+
+
+FORMS = {
+    "bound method": lambda: OwnGenerator().__call__,
+    "partial": lambda: partial(OwnGenerator()),
+    "function with a global variable": lambda: use_global,
+    "function in a function": use_enclosing,
+    "default": use_default,
+}
+
+
+class CallsFunction(Dataset):
+    def __init__(self, form):
+        self.transform = FORMS[form]()
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.tensor(self.transform(float(index)), dtype=torch.float64)
+
+
+class UsesGlobal(CallsFunction):
+    def __getitem__(self, index):
+        return torch.tensor(GLOBAL(float(index)), dtype=torch.float64)
+
+
+def train_form(form):
+    return train(UsesGlobal("partial") if form == "__getitem__ with a global variable" else CallsFunction(form))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "__getitem__ with a global variable"])
+def test_transforms_that_a_function_of_the_dataset_uses_are_found(ranks, form):
+    alone = merged(ranks(1, train_form, form))
+    assert len({row[1] for row in alone.values()}) == 2 * N
+    assert merged(ranks(2, train_form, form)) == alone
 
 
 def test_transforms_with_generators_of_their_own_are_seeded_by_sample(ranks):

@@ -83,7 +83,10 @@ def largest_difference(one, other):
     return max(float((one[name].double() - value.double()).abs().max()) for name, value in other.items())
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [pytest.param(2, "ddp", marks=pytest.mark.slow), (3, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
+)
 def test_a_script_without_dtypes_trains_the_same_in_float64_on_any_number_of_ranks(
     ranks, size, strategy, tmp_path, monkeypatch
 ):

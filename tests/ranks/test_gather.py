@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from samestep import Run, SamestepWarning
 from tests.ranks.models import Mlp
+from tests.warm import RankFailed
 
 N = 17  # with a global batch of 7: steps of 7, 7 and 3 samples, fewer than four ranks
 
@@ -58,7 +59,7 @@ def train(loss, strategy, micro_batch=None):
         return torch.cat([p.flatten() for p in full]).tolist()
 
 
-@pytest.mark.parametrize("loss", [clip, simclr, supcon])
+@pytest.mark.parametrize("loss", [clip, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (simclr, supcon))])
 def test_a_contrastive_loss_trains_as_on_one_rank(ranks, loss):
     (expected,) = ranks(1, train, loss, None)
     for size, strategy in ((2, "ddp"), (3, "fsdp"), (4, "ddp")):
@@ -263,4 +264,6 @@ def test_labels_that_count_from_0_on_every_rank_raise(ranks):
         "4 of the global batch: use step.rows instead of torch.arange(...), as in "
         "`cross_entropy(z1 @ run.gather(z2).T, step.rows, reduction='none')`"
     )
-    assert any(expected in text for text in ranks.errors(2, train, own_labels, "ddp"))
+    with pytest.raises(RankFailed) as failed:  # only rank 1 raises, and rank 0 waits for it
+        ranks(2, train, own_labels, "ddp")
+    assert expected in failed.value.errors[1]

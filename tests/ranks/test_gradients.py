@@ -11,7 +11,12 @@ from samestep import Run
 from samestep.errors import StepError
 
 N = 10
-SPREADS = [(1, None), (1, 2), (2, None), (2, 2), (3, 1), (4, None)]
+SPREADS = [
+    (1, 2),
+    (2, 2),
+    (3, 1),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, None), (2, None), (4, None)]),
+]
 
 
 def rows():

@@ -115,7 +115,9 @@ def expected(ranks):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("size", "strategy", "micro_batch"), [(2, None, None), (3, "fsdp", 2)])
+@pytest.mark.parametrize(
+    ("size", "strategy", "micro_batch"), [(2, None, None), pytest.param(3, "fsdp", 2, marks=pytest.mark.slow)]
+)
 def test_what_a_model_draws_does_not_depend_on_the_ranks(ranks, expected, name, size, strategy, micro_batch):
     one = expected(name)
     for result in ranks(size, train, name, strategy, micro_batch):

@@ -73,6 +73,48 @@ def test_a_gan_trains_as_on_one_rank(ranks, tmp_path, size, strategy, micro_batc
         assert mine == pytest.approx(expected, rel=1e-12)
 
 
+def train_on_two_shards(strategy, micro_batch):
+    """Translate samples of one shard into those of another: the weights of both models after two epochs."""
+    with Run(global_batch=7, seed=1) as run:
+        drop = nn.Dropout(0.3)
+        generator = run.wrap(nn.Sequential(network(2, 2), drop), strategy)
+        discriminator = run.wrap(nn.Sequential(network(2, 4), drop, nn.Linear(4, 1)).double(), strategy)
+        d_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+        g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+        sources = run.shard(data(), shuffle=True, micro_batch=micro_batch, passes=2)
+        targets = run.shard(data()[:15] - 3, shuffle=True, micro_batch=micro_batch)
+        for source_epoch, target_epoch in zip(sources.epochs(2), targets.epochs(2), strict=True):
+            for source_step, target_step in zip(source_epoch, target_epoch, strict=True):
+                for target in target_step:
+                    target_step.mean(softplus(-discriminator(target + 0.1 * torch.randn_like(target)))).backward()
+                for source in source_step:
+                    with torch.no_grad():
+                        fake = generator(source + 0.1 * source_step.normal(2))
+                    source_step.mean(softplus(discriminator(fake))).backward()
+                d_optimizer.step()
+                d_optimizer.zero_grad()
+                for source in source_step:
+                    source_step.mean(softplus(-discriminator(generator(source)))).backward()
+                g_optimizer.step()
+                g_optimizer.zero_grad()
+                d_optimizer.zero_grad()
+        parameters = [*generator.parameters(), *discriminator.parameters()]
+        return torch.cat([getattr(p, "full_tensor", p.detach)().detach().flatten() for p in parameters]).tolist()
+
+
+@pytest.fixture(scope="module")
+def translated(ranks, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("one"))
+        return ranks(1, train_on_two_shards, None, None)[0]
+
+
+@pytest.mark.parametrize(("size", "strategy", "micro_batch"), LAYOUTS)
+def test_two_shards_and_two_optimizers_train_as_on_one_rank(ranks, translated, size, strategy, micro_batch):
+    for weights in ranks(size, train_on_two_shards, strategy, micro_batch):
+        assert weights == pytest.approx(translated, rel=1e-12, abs=1e-14)
+
+
 def test_samples_count_once_draw_new_numbers_and_a_third_loop_raises(tmp_path):
     with Run(global_batch=7, folder=tmp_path) as run:
         for epoch in run.shard(data(), passes=2, micro_batch=2).epochs(1):

@@ -119,6 +119,7 @@ def test_less_memory_means_a_smaller_micro_batch_and_the_same_weights(ranks):
             assert torch.allclose(weights, plain, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_fits_says_so_and_trains_anyway(ranks):
     (_, largest, (plan,), log), *_ = ranks(1, train, EXAMPLE, 1000)
     assert "plan: nothing fits by this estimate, single" in log

@@ -198,6 +198,40 @@ def test_shards_that_differ_between_ranks_are_an_error(ranks):
         assert "the stream Sharded differs between ranks: record 0 is 0 on rank 0 and 1000 on rank 1" in error
 
 
+def differs_on_rank_2():
+    return [number + (rank() == 2) for number in range(N)]
+
+
+def shorter_on_rank_2():
+    return list(range(N - (rank() == 2)))
+
+
+class OtherOnRank2(IterableDataset):
+    def __iter__(self):
+        return iter(range(5 * (rank() == 2), N))
+
+
+class ShorterOnRank2(IterableDataset):
+    def __iter__(self):
+        return iter(range(N if rank() < 2 else 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "stream", "message"),
+    [
+        (differs_on_rank_2, False, "list differs between ranks: sample 0 is 0 on rank 0 and 1 on rank 2 (6 of 6"),
+        (shorter_on_rank_2, False, "same length on all ranks: 100 on rank 0, 100 on rank 1, 99 on rank 2; pass the"),
+        (OtherOnRank2, True, "OtherOnRank2 differs between ranks: record 0 is 0 on rank 0 and 5 on rank 2."),
+        (ShorterOnRank2, True, "4 records are not there on every rank: 4 on rank 0, 4 on rank 1, 3 on rank 2."),
+        (SplitsItself, True, "SplitsItself differs between ranks: record 0 is 0 on rank 0 and 1 on rank 1."),
+    ],
+)
+def test_of_three_ranks_the_one_that_differs_is_named(ranks, build, stream, message):
+    for error in errors(ranks, train, build, None, 0, stream, size=3):
+        assert error.startswith("samestep.errors.DataError: ")
+        assert message in error
+
+
 def evaluate_unseeded():
     with Run(global_batch=10, seed=0) as run:
         return run.mean(inputs for inputs, _ in run.shard(unseeded()))

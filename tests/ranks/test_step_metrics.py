@@ -21,18 +21,31 @@ def reduced(micro_batch, where):
                 inside, rows = [], []
                 for x in step:
                     rows.append(x)
-                    inside.append((run.sum(x), run.max(torch.stack([x, -x], dim=1)), run.means([{"x": x[:, None]}])))
+                    largest = run.max(torch.stack([x, -x], dim=1))
+                    inside.append((run.sum(x), largest, run.mean(x), run.means([{"x": x[:, None], "y": 2 * x}])))
                 if where == "after the loop":
                     seen.append((run.sum(torch.cat(rows)), run.mean(torch.cat(rows).double()), run.mean(step.samples)))
                 else:
-                    seen.append((sum(part[0] for part in inside), max(part[1] for part in inside)))
+                    seen += inside
         return seen
 
 
-@pytest.mark.parametrize(("size", "micro_batch"), [(1, 3), (2, None), (3, None)])
-def test_padding_rows_do_not_count_inside_the_loop(ranks, size, micro_batch):
+@pytest.mark.parametrize(
+    ("size", "micro_batch", "batches"),
+    [
+        (1, 3, [[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]]),
+        (2, None, [range(7), range(7, N)]),
+        (2, 2, [[0, 1, 4, 5], [2, 3, 6], [7, 8, 9]]),
+        (3, None, [range(7), range(7, N)]),
+    ],
+)
+def test_padding_rows_do_not_count_inside_the_loop(ranks, size, micro_batch, batches):
+    means = [sum(batch) / len(batch) for batch in batches]
+    expected = [
+        (sum(batch), max(batch), mean, {"x": mean, "y": 2 * mean}) for batch, mean in zip(batches, means, strict=True)
+    ]
     for seen in ranks(size, reduced, micro_batch, "inside"):
-        assert seen == [(sum(range(7)), 6), (7 + 8 + 9, 9)]
+        assert seen == expected
 
 
 @pytest.mark.parametrize(("size", "micro_batch"), LAYOUTS)

@@ -140,6 +140,29 @@ def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
         assert set(ranks(size, evaluate, kind(11))) == {(5.0, 11)}
 
 
+def evaluate_with_noise(dataset, micro_batch):
+    """For each record of this rank what the stream and torch draw for it; then the mean of a noisy metric."""
+    with Run(global_batch=4, seed=3) as run:
+        test, drawn = run.stream(dataset, micro_batch=micro_batch), {}
+        for _ in range(2):  # another loop over the stream repeats its noise, as it should in the same epoch
+            for x in test:
+                rows = torch.cat([test.normal(2), test.random(3), test.normal(2), torch.randn(x.shape[0], 2)], dim=1)
+                for record, row in zip(x.tolist(), rows.tolist(), strict=True):
+                    assert drawn.setdefault(record, row) == row
+        return drawn, run.mean((x + test.normal()).double() * test.random() for x in test)
+
+
+@pytest.mark.parametrize("kind", [Count, Parts])
+def test_the_noise_of_an_evaluation_belongs_to_the_record(ranks, kind):
+    ((expected, mean),) = ranks(1, evaluate_with_noise, kind(11), None)
+    assert expected.keys() == set(range(11))
+    assert len({number for row in expected.values() for number in row}) == 11 * 9
+    for size, micro_batch in ((1, 3), (2, None), (3, 1)):
+        found = ranks(size, evaluate_with_noise, kind(11), micro_batch)
+        assert {record: row for drawn, _ in found for record, row in drawn.items()} == expected
+        assert [value for _, value in found] == pytest.approx([mean] * size, rel=1e-12)
+
+
 def sort_rows(samples):
     return torch.stack(sorted(samples, key=lambda sample: -float(sample[0])))
 

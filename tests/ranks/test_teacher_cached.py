@@ -66,7 +66,7 @@ def cached_rows(cache):
 
 
 @pytest.mark.parametrize("inner", [None, "sharded", "served"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_student_trains_the_same_and_each_sample_is_computed_once(ranks, weights, cache, size, inner):
     ((wanted,), by_rank) = ranks(1, train_with_copy, weights), ranks(size, train_cached, weights, cache, 2, inner)
     for trained, _ in by_rank:

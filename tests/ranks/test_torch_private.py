@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from samestep import Run
 from samestep.torch_private import (
@@ -17,6 +18,7 @@ from samestep.torch_private import (
     matrix_product_shape,
     no_buffer_broadcast,
     set_group_timeout,
+    trace_draws_with_modes,
 )
 from tests.launch.launched import wait_for
 
@@ -138,6 +140,31 @@ def compiled_modules():
 
 def test_a_compiled_module_is_recognized(ranks):
     assert ranks(1, compiled_modules) == [[False, True, True]]
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def draw_all(x):
+    return torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 5) + torch.normal(x, 1.0)
+
+
+def seen_while_compiled():
+    trace_draws_with_modes()
+    with SeenFunctions() as mode:
+        torch.compile(draw_all, backend="eager", fullgraph=True)(torch.ones(3))
+    return {"rand_like", "randn_like", "randint_like", "normal"} & {*mode.seen}
+
+
+def test_a_mode_sees_draws_in_compiled_code(ranks):
+    assert ranks(1, seen_while_compiled) == [{"rand_like", "randn_like", "randint_like", "normal"}]
 
 
 def gradient_after_backward(strategy):

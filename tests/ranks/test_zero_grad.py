@@ -62,16 +62,18 @@ def after_backward_with_zeros(model, optimizer, step, batch):
 RESETS = [before_the_loss, before_backward_with_zeros, after_backward, after_backward_with_zeros]
 
 
-@pytest.mark.parametrize(("reset", "size"), [*((reset, 1) for reset in RESETS), (RESETS[0], 2), (RESETS[3], 2)])
+@pytest.mark.parametrize(
+    ("reset", "size"), [*((reset, 1) for reset in RESETS), (RESETS[0], 2), (RESETS[3], 2), (RESETS[1], 3)]
+)
 def test_a_reset_between_micro_batches_raises_and_names_the_line(ranks, reset, size):
-    line = next(n for n in range(1, 4) if "zero_grad" in source_line(reset, n)) + reset.__code__.co_firstlineno
-    expected = f"test_zero_grad.py:{line} resets the gradients " + MESSAGE.format(count=4 // size, why="")
+    expected = line_of(reset) + " resets the gradients " + MESSAGE.format(count={1: 4, 2: 2, 3: 2}[size], why="")
     for text in ranks.errors(size, train, reset):
         assert f"StepError: {expected}" in text
 
 
-def source_line(function, offset):
-    return Path(function.__code__.co_filename).read_text().splitlines()[function.__code__.co_firstlineno - 1 + offset]
+def line_of(reset):
+    first, lines = reset.__code__.co_firstlineno, Path(reset.__code__.co_filename).read_text().splitlines()
+    return f"test_zero_grad.py:{next(n for n in range(first, first + 4) if 'zero_grad' in lines[n - 1])}"
 
 
 def in_the_loop():
@@ -97,8 +99,10 @@ def test_the_line_is_the_one_inside_the_loop(ranks):
 def test_the_micro_batch_that_ran_out_of_memory_is_part_of_the_message(monkeypatch, ranks):
     monkeypatch.setenv("SAMESTEP_OOM_RETRIES", "1")
     why = " (samestep has halved the micro-batch, which ran out of memory)"
-    (text,) = ranks.errors(1, train, before_the_loss, None, None)
-    assert MESSAGE.format(count=2, why=why) in text
+    for size in (1, 3):
+        for text in ranks.errors(size, train, before_the_loss, None, None):
+            assert f"StepError: {line_of(before_the_loss)} resets the gradients " in text
+            assert MESSAGE.format(count=2, why=why) in text
 
 
 def first_only(model, optimizer, step, batch):
@@ -140,6 +144,17 @@ def test_fsdp_keeps_the_gradients_of_earlier_micro_batches(ranks, strategy, rese
 @pytest.mark.parametrize(("strategy", "reset"), [("fsdp", RESETS[2]), ("zero2", RESETS[3])])
 def test_a_reset_after_the_last_backward_pass_of_fsdp_raises(ranks, strategy, reset):
     for text in ranks.errors(2, train, reset, strategy):
+        assert f"StepError: {line_of(reset)} resets the gradients " + MESSAGE.format(count=2, why="") in text
+
+
+def drop_gradients(model, optimizer, step, batch):
+    loss_of(model, step, batch).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def test_a_reset_without_zero_grad_raises_too(ranks):
+    for text in ranks.errors(2, train, drop_gradients, "fsdp"):
         assert "StepError: the gradients were reset (by zero_grad()?) " + MESSAGE.format(count=2, why="") in text
 
 

@@ -17,11 +17,11 @@ from samestep.data.sample_rng import SampleContext
 from samestep.nn import saliency_metrics
 from tests.recipes.trained import FASHION_MNIST, TIMEOUT, assert_same_metrics, small_run, train, train_on_one_and_two
 
+pytestmark = pytest.mark.slow  # importing the recipes takes a second
 LIMIT = 1e-6
 NEED_DATA = "SAMESTEP_TESTS_NEED_DATA"  # set in CI, so that a missing dataset fails the test
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_cfg_diffusion_generates_the_prompts_and_guidance_helps(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("cfg_diffusion"), tmp_path)
@@ -34,7 +34,6 @@ def test_cfg_diffusion_generates_the_prompts_and_guidance_helps(ranks, tmp_path)
         assert grid.size == (4 * 10 * 22, 4 * 10 * 5)  # frames of one pixel, and a gap after each block
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_progressive_images_learns_digits(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("progressive_images"), tmp_path)
@@ -45,7 +44,6 @@ def test_progressive_images_learns_digits(ranks, tmp_path):
         assert (tmp_path / "two" / name).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_contrastive_learns_digits_without_labels(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("contrastive"), tmp_path)
@@ -55,7 +53,6 @@ def test_contrastive_learns_digits_without_labels(ranks, tmp_path):
     assert two["epoch/accuracy"] > 0.78
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_saliency_predicts_the_fixations_of_synthetic_scenes(ranks, tmp_path):
     scenes = tmp_path / "one" / "synthetic"  # the run on one rank writes the scenes, the other one reads them
@@ -100,7 +97,6 @@ def test_mixup_and_crops_are_keyed_by_sample():
     assert not torch.equal(read(3, 0)[0], read(3, 1)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_progressive_images_learns_fashion_mnist(ranks, tmp_path):
     if not FASHION_MNIST.is_dir() and NEED_DATA in os.environ:

@@ -100,6 +100,8 @@ def truncated_models(cache: Path) -> dict[int, Path]:
 
 def with_smaller_vocabulary(folder: Path, target: Path) -> Path:
     """Copy a model with its most frequent tokens only, which have the lowest numbers in byte-pair encoding."""
+    if target.is_dir():
+        return target
     shutil.copytree(folder, target)
     state = load_file(folder / "model.safetensors")
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"][:VOCABULARY].clone()

@@ -69,7 +69,7 @@ def assert_independent(first, second, p):
     assert_plausible(both, WIDTH, p * p)
 
 
-@pytest.fixture(scope="module", params=[0.1, 0.5])
+@pytest.fixture(scope="module", params=[0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def probability(request):
     return request.param
 
@@ -142,3 +142,44 @@ def dropped_in_two_loops(p):
 def test_a_second_loop_over_a_step_draws_other_masks(ranks, probability):
     ((first, second),) = ranks(1, dropped_in_two_loops, probability)
     assert_independent(first.double(), second.double(), probability)
+
+
+class SharedNoise(nn.Module):
+    """Draws numbers that all samples of a step share, in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        uniforms = torch.rand(WIDTH)
+        ones = torch.bernoulli(torch.full((WIDTH,), 0.1))
+        return x * self.scale, uniforms, ones
+
+
+def shared_by_steps(micro_batch=None):
+    """(step, draw) -> which of the numbers that the rows of a step share are small, for each micro-batch."""
+    drawn = {}
+    with Run(global_batch=8, seed=0) as run:
+        model = run.wrap(SharedNoise())
+        for epoch in run.shard(list(torch.ones(SAMPLES, 1)), micro_batch=micro_batch).epochs(EPOCHS * 2):
+            for step in epoch:
+                for x in step:
+                    values, uniforms, ones = model(x)
+                    step.mean(values.squeeze(1)).backward()
+                    drawn.setdefault((step.number, 0), []).append(uniforms < 0.1)
+                    drawn.setdefault((step.number, 1), []).append(ones == 1)
+    return drawn
+
+
+def test_numbers_that_a_step_shares_are_the_same_on_all_ranks_and_independent_between_steps(ranks):
+    (one,) = ranks(1, shared_by_steps)
+    assert len(one) == EPOCHS * 2 * SAMPLES // 8 * 2
+    for size, micro_batch in ((1, 3), (2, None), (3, 1)):
+        for drawn in ranks(size, shared_by_steps, micro_batch):
+            assert all(torch.equal(other, one[key][0]) for key, others in drawn.items() for other in others)
+            assert drawn.keys() == one.keys()
+    everything = torch.stack([drawn for (drawn,) in one.values()]).double()
+    assert_plausible(everything.sum(1), WIDTH, 0.1)
+    assert_plausible(everything.sum(0), len(everything), 0.1)  # the same rate at every position
+    assert_independent(everything, everything, 0.1)  # between steps, and between the draws of a step

@@ -102,13 +102,22 @@ class Cluster:
 
     def wait_until(self, job: str, states: set[str], seconds: float = 100.0) -> dict[str, str]:
         """Poll until a job is in one of these states."""
-        wait_for(lambda: self.job(job)["JobState"] in states, seconds)
+        wait_for(lambda: self.job(job)["JobState"] in states, seconds, lambda: self.describe(job))
         return self.job(job)
+
+    def describe(self, job: str) -> str:
+        """The records of a job and of the nodes, and the end of the job's log, for a test that fails."""
+        record = self.run("scontrol", "show", "job", job).stdout
+        log = Path(self.job(job).get("StdOut", ""))
+        end = log.read_text()[-4000:] if log.is_file() else f"no log {log}"
+        return "\n".join([record, self.run("sinfo", "--Node", "--long").stdout, f"the end of {log}:", end])
 
     def end_jobs(self) -> None:
         """Cancel all jobs."""
         self.run("scancel", "--user=root")
-        wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), 60)
+        wait_for(
+            lambda: not self.run("squeue", "--noheader").stdout.strip(), 60, lambda: self.run("squeue", "--long").stdout
+        )
 
 
 @contextmanager

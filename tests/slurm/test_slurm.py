@@ -105,11 +105,11 @@ TRAINING = """
     from torch.utils.data import TensorDataset
     from samestep import Run
 
-    pause = 0.1 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "SLURM_JOB_ID" in os.environ else 0.0
+    pause = 0.2 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "SLURM_JOB_ID" in os.environ else 0.0
     with Run(global_batch=4, seed=0) as run:
         model = run.wrap(nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        data = run.shard(TensorDataset(torch.arange(8000.0).view(-1, 4) / 2000), shuffle=True, num_workers=1)
+        data = run.shard(TensorDataset(torch.arange(4000.0).view(-1, 4) / 1000), shuffle=True, num_workers=1)
         run.checkpoint("out", model=model, optimizer=optimizer, train=data)
         for epoch in data.epochs(2):
             for step in epoch:
@@ -139,14 +139,17 @@ def undisturbed(ranks, tmp_path_factory) -> list[torch.Tensor]:
 def resume_and_compare(cluster: Cluster, folder: Path, job: str, weights: list[torch.Tensor]) -> None:
     """Wait until a job that has saved is requeued, let it resume, and compare its final weights."""
     cluster.wait_until(job, FINAL | {"PENDING"})
-    wait_for(lambda: cluster.job(job)["Reason"] in ("BeginTime", "Resources", "Priority"), 60)
+    pending = ("BeginTime", "Resources", "Priority")
+    wait_for(lambda: cluster.job(job)["Reason"] in pending, 60, lambda: cluster.describe(job))
     assert cluster.job(job)["Restarts"] == "1"
     assert job_record(cluster, folder, job)["state"] == "PENDING"
     step = (folder / "out" / "latest").read_text().strip()
-    assert step < "step-00001000"
+    assert step < "step-00000500"
     # SLURM would wait two minutes. Two seconds are needed: a node starts no job in the second in which it ended it.
     time.sleep(2)
-    cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    # With the time limit of the first start, a job that takes longer than 10 s would be warned and requeued again.
+    updated = cluster.run("scontrol", "update", f"jobid={job}", "TimeLimit=60", "StartTime=now")
+    assert updated.returncode == 0, updated.stderr
     assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
     text = log(folder, job)
     assert f"saved {step}; the run ends here, start it again to resume" in text
@@ -163,7 +166,7 @@ def test_a_warned_job_saves_is_requeued_and_ends_with_the_weights_of_an_undistur
     # SLURM checks time limits twice a minute, and warns half a minute early. This warning is due after 10 s: one that
     # is due at once may be sent before the job's shell handles it, and is not sent again.
     job = submit(cluster, tmp_path, "--nproc-per-node", "2", "--time", "3m", "--signal-before", "140", "train.py")
-    wait_for((tmp_path / "started").exists, 60)
+    wait_for((tmp_path / "started").exists, 60, lambda: cluster.describe(job))
     assert job_record(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
     resume_and_compare(cluster, tmp_path, job, undisturbed)
     text = log(tmp_path, job)
@@ -175,7 +178,7 @@ def test_a_warned_job_saves_is_requeued_and_ends_with_the_weights_of_an_undistur
 def test_a_preempted_job_saves_and_ends_with_the_weights_of_an_undisturbed_one(cluster, tmp_path, undisturbed):
     write(tmp_path, TRAINING)
     job = submit(cluster, tmp_path, "--nodes", "2", "--nproc-per-node", "1", "train.py")
-    wait_for((tmp_path / "started").exists, 60)
+    wait_for((tmp_path / "started").exists, 60, lambda: cluster.describe(job))
     # SLURM sends SIGTERM to every process of the job, data workers too, and the launchers also forward it.
     urgent = cluster.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", seconds=100)
     assert urgent.returncode == 0, urgent.stderr
@@ -196,7 +199,7 @@ def test_a_cancelled_job_ends_and_is_not_requeued(cluster, tmp_path):
         """,
     )
     job = submit(cluster, tmp_path, "--nproc-per-node", "1", "train.py")
-    wait_for((tmp_path / "started").exists, 60)
+    wait_for((tmp_path / "started").exists, 60, lambda: cluster.describe(job))
     cluster.run("scancel", job)
     state = cluster.wait_until(job, FINAL)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")

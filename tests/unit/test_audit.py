@@ -83,7 +83,7 @@ def resume_each(drawn: list[Generation]) -> list[Generation]:
 
 
 @given(descriptions, st.lists(generations, min_size=1, max_size=5), st.integers(0, 7))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_a_run_has_no_faults_after_kills_and_changes_of_world_size(description, drawn, evaluate_every):
     run = resume_each(drawn)
     with tempfile.TemporaryDirectory(dir=FAST_FOLDER) as folder:
@@ -123,7 +123,7 @@ def live_counts(paths: list[Path]) -> Counter:
     st.sampled_from(["remove", "repeat", "move", "widen"]),
     st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_a_changed_record_is_a_fault_exactly_if_counting_every_position_finds_one(description, drawn, change, data):
     run = [*resume_each(drawn)[:-1], replace(resume_each(drawn)[-1], ending="success")]
     with tempfile.TemporaryDirectory(dir=FAST_FOLDER) as name:
@@ -552,6 +552,7 @@ def train_until(end: int | None, folder: Path, rank: int, size: int, generation:
     ledger.close()
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_at_any_moment_leave_a_ledger_without_faults():
     fork, begin = multiprocessing.get_context("fork"), 0
     with tempfile.TemporaryDirectory(dir=FAST_FOLDER) as name:

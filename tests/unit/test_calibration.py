@@ -22,9 +22,10 @@ def _torch_cache_elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_cpu_is_measured():
-    reported = []
+def test_the_cpu_is_measured_and_the_fp32_matmul_precision_restored():
+    reported, before = [], torch.get_float32_matmul_precision()
     found = calibrate(torch.device("cpu"), reported.append)
+    assert torch.get_float32_matmul_precision() == before
     assert (found.device, found.device_count, found.all_reduce_bandwidth) == ("cpu", 1, None)
     works = [work for work, _ in found.matmul_flops["float32"]]
     assert works == sorted(works)
@@ -34,13 +35,6 @@ def test_the_cpu_is_measured():
     assert 1e8 < found.host_bandwidth < 1e13
     assert 1e-8 < found.launch_seconds < 1e-2
     assert reported == ["matrix products", "copies"]
-
-
-@pytest.mark.slow
-def test_calibration_restores_the_fp32_matmul_precision():
-    before = torch.get_float32_matmul_precision()
-    calibrate(torch.device("cpu"))
-    assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.mark.slow

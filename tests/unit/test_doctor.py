@@ -425,6 +425,7 @@ def test_the_command_finds_incomplete_variables_and_exits_with_1(cache):
     assert record["hardware"]["cores"]["usable"] >= 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_text_and_exits_with_0_without_errors(cache):
     done = doctor(cache)
     assert done.stderr == ""

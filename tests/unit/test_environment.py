@@ -240,6 +240,7 @@ def test_nccl_uses_its_own_order(interfaces, value, interface, reason):
     assert (choice.interface, choice.reason) == (interface, reason)
 
 
+@pytest.mark.slow
 def test_gloo_listens_on_the_predicted_address(tmp_path):
     script = (
         "import json, sys, psutil, torch.distributed as dist\n"

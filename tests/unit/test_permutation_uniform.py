@@ -11,6 +11,8 @@ from scipy import stats
 
 from samestep.data.permutation import TABLE_LIMIT, FeistelPermutation, SampleOrder, key64
 
+pytestmark = pytest.mark.slow
+
 MIN_P = 1e-4
 Permutations = npt.NDArray[np.int64]
 

@@ -460,6 +460,7 @@ def compiled_and_not(check):
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_keeps_its_names_and_is_evaluated_as_compiled():
     def check(wrapped, net):

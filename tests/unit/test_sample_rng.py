@@ -99,6 +99,7 @@ def test_the_number_of_workers_does_not_change_the_numbers(workers: int) -> None
     assert torch.equal(read, torch.stack([Augmented()[index] for index in range(12)]))
 
 
+@pytest.mark.slow
 def test_no_two_samples_of_an_epoch_share_a_torch_generator() -> None:
     """torch uses 32 bits of a seed, so a plain hash would make pairs equal: 4.7 expected among 200,000."""
     same = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7 + (1 << 40))

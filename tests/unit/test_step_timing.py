@@ -97,6 +97,7 @@ def test_operations_that_do_not_fit_in_memory_are_estimated():
     )
 
 
+@pytest.mark.slow
 def test_measured_operations_add_up_to_the_time_of_a_step():
     build = lambda: (nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(256, 512))  # noqa: E731
     profile = trace_model(build, precision="fp32", target="cpu")
@@ -136,7 +137,9 @@ def test_a_model_that_needs_values_is_not_timed():
     assert time_model(profile, build, parse_cluster_spec("cpu:1"), CPU, 4, FP32) == profile
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize(
+    "micro_batch", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_batch_norm_is_timed_with_more_than_one_sample(micro_batch):
     profile = trace_model(images, precision="fp32", target="cpu")
     timed = time_model(profile, images, parse_cluster_spec("cpu:1"), CPU, micro_batch, FP32).measured_time

@@ -126,7 +126,9 @@ def test_global_batches_are_the_same_on_any_world_size_and_from_any_step(n, glob
 
 
 @pytest.mark.filterwarnings(MORE_WORKERS_THAN_CORES)
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("n", "start"), [(23, 0), (24, 0), (3, 0), (0, 0), (23, 2), (23, 6)])
 def test_the_number_of_workers_does_not_change_the_steps(n, start, workers):
     for size in (1, 2):

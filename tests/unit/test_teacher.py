@@ -18,7 +18,7 @@ from tests.teachers import TinyLM, random_tokens, save, tiny_lm
 
 CPU = torch.device("cpu")
 LOCAL_PLACEMENTS = ("gpu", "cpu", "balanced", "sequential", "custom", "offload", "disk")
-FILE_FORMATS = ("one.safetensors", "one.pt", "shards")
+FILE_FORMATS = ("shards", *(pytest.param(form, marks=pytest.mark.slow) for form in ("one.safetensors", "one.pt")))
 
 
 @pytest.fixture(autouse=True)

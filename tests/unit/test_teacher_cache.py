@@ -263,6 +263,7 @@ def test_a_class_without_source_is_identified_by_its_name():
         open_cached(lambda: nn.Linear(3, 3), "net.safetensors")
 
 
+@pytest.mark.slow
 def test_a_folder_is_identified_by_its_configuration_in_any_layout(tmp_path):
     folder = tmp_path / "folder"
     with torch.random.fork_rng():

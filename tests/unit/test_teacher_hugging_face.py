@@ -40,7 +40,9 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Llama", "Gemma"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ["GPT2", "Bert", "Gemma"])]
+)
 def test_a_folder_gives_the_outputs_of_from_pretrained(run, tmp_path, kind, dtype):
     folder = tmp_path / "teacher"
     with torch.random.fork_rng():
@@ -161,7 +163,7 @@ def outputs_of_two_epochs(run, teacher, **more):
                 yield ids, teacher(input_ids=ids, **more)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placement", ALL_PLACEMENTS)
 def test_every_placement_keeps_the_output_class_of_the_model(run, tmp_path, kind, placement):
     with torch.random.fork_rng():
@@ -183,6 +185,7 @@ def test_every_placement_keeps_the_output_class_of_the_model(run, tmp_path, kind
                 assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ALL_PLACEMENTS)
 def test_top_k_logits_keep_the_output_class_of_the_model(run, tmp_path, placement):
     with torch.random.fork_rng():

@@ -144,7 +144,7 @@ def profile_of_words(precision, target):
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_trace_predicts_the_memory_of_real_tensors(precision, checkpointed, target):
     """The same tracker over a real step of 24 samples finds the memory that was predicted from 4 and 8 samples."""
     from contextlib import nullcontext

@@ -27,13 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.content_probe import Probe, failed_probe, make_probe
-from samestep.data.global_rng import (
-    KeyedCalls,
-    Seed,
-    draws_nothing,
-    find_seedable,
-    seed_transforms,
-)
+from samestep.data.global_rng import KeyedCalls, Seed, draws_nothing, find_seedable, seed_transforms
 from samestep.data.permutation import Purpose
 from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, SampleError
@@ -274,9 +268,10 @@ class KeyedCollate:
         return batch
 
     def _collate(self, samples: list[object], epoch: int, first: int) -> object:
-        def collate(seed_sample: Seed) -> object:
-            seed_sample(first)
-            return self._collate_fn(samples)
+        def collate(seed_sample: Seed | None) -> object:
+            if seed_sample is not None:
+                seed_sample(first)
+            return self._collate_fn(list(samples))  # a copy, since it may be called again
 
         return self._collate_fn(samples) if self._calls is None else self._calls.call(self._seed, epoch, collate)
 

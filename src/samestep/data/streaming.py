@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from samestep.data.content_probe import FIRST_RECORDS, Probe, make_probe
-from samestep.data.global_rng import Seed, keyed_globals
+from samestep.data.global_rng import Seed, find_seedable, keyed_globals, seed_transforms
 from samestep.data.loader import sample_error
 from samestep.data.partition import Partition, PositionRange, split_evenly
 from samestep.data.permutation import Purpose
@@ -144,6 +144,11 @@ class StreamPartition(IterableDataset[StreamStep]):
         if is_sharded(self.dataset):
             return self._read_by_shards(self.dataset, worker, workers)
         return self._read_by_position(worker, workers)
+
+    @cached_property
+    def _transforms(self) -> list[Any]:
+        """The transforms of `decode` that have generators of their own."""
+        return find_seedable(self.decode)
 
     @property
     def _replayed_steps(self) -> int:
@@ -281,6 +286,7 @@ class StreamPartition(IterableDataset[StreamStep]):
         try:
             with SampleContext(self.seed, self.epoch, position):
                 seed_globals(position)
+                seed_transforms(self._transforms, self.seed, self.epoch, position)
                 return decode(record)
         except Exception as error:
             raise sample_error(f"decode failed at position {position}", self.rank, error) from error

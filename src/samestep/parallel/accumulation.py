@@ -1,12 +1,14 @@
 """Gradients that accumulate over the micro-batches of a step: detect that the script resets them in between."""
 
 import ast
+import inspect
 import linecache
 import sys
 import threading
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,8 +18,9 @@ from samestep.errors import StepError
 from samestep.parallel.fsdp import local_tensor
 from samestep.torch_private import after_this_backward
 
-_PACKAGE = str(Path(__file__).parent.parent)
-_RESET = "zero_grad"
+_PACKAGE: Final = str(Path(__file__).parent.parent)
+_OTHER_CODE: Final = (_PACKAGE, str(Path(torch.__file__).parent))
+_RESET: Final = "zero_grad"
 
 
 class AccumulationWatch:
@@ -88,33 +91,65 @@ def _reset_line(step: Sized, thread: int) -> str | None:
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]  # public in spite of its name
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_PACKAGE):
-            path = Path(frame.f_code.co_filename)
             loop = _loop_over(step, frame)
-            region = loop if loop is not None else _function(frame)
-            for node in ast.walk(region) if region is not None else ():
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == _RESET:
-                    return f"{path.name}:{node.lineno}"
+            region = loop if loop is not None else _definition(frame.f_code, frame.f_lineno)
+            found = _reset_in(region, frame.f_code) if region is not None else None
             if loop is not None:
-                return None
+                return found or _reset_in_callees(loop, frame)
+            if found is not None:
+                return found
         frame = frame.f_back
     return None
 
 
-def _enclosing(frame: FrameType) -> Iterator[ast.AST]:
-    """The statements of the frame's file that contain its current line."""
+def _reset_in(region: ast.AST, code: CodeType) -> str | None:
+    """The first line of a region of the code's file that calls zero_grad."""
+    for call in _calls(region):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == _RESET:
+            return f"{Path(code.co_filename).name}:{call.lineno}"
+    return None
+
+
+def _reset_in_callees(loop: ast.For, frame: FrameType) -> str | None:
+    """The same in functions of the script that the loop calls; they have returned if the loop has ended."""
+    values = frame.f_globals | frame.f_locals
+    for call in _calls(loop):
+        called: Any = None
+        if isinstance(call.func, ast.Name):
+            called = values.get(call.func.id)
+        elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            called = inspect.getattr_static(values.get(call.func.value.id), call.func.attr, None)
+        if inspect.isfunction(called) and not called.__code__.co_filename.startswith(_OTHER_CODE):
+            definition = _definition(called.__code__, called.__code__.co_firstlineno)
+            if definition is not None and (found := _reset_in(definition, called.__code__)):
+                return found
+    return None
+
+
+def _calls(region: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(region) if isinstance(node, ast.Call))
+
+
+def _enclosing(code: CodeType, line: int) -> Iterator[ast.stmt]:
+    """The statements of the code's file that contain a line."""
     try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except SyntaxError:  # not Python source, such as a frame of a compiled function
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno):
+        if isinstance(node, ast.stmt) and _first_line(node) <= line <= (node.end_lineno or node.lineno):
             yield node
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return min(each.lineno for each in (node, *decorators))
 
 
 def _loop_over(step: object, frame: FrameType) -> ast.For | None:
     """The `for` loop around the frame's current line whose iterable names the step: `step`, or `enumerate(step)`."""
     values = frame.f_globals | frame.f_locals
-    for node in _enclosing(frame):
+    for node in _enclosing(frame.f_code, frame.f_lineno):
         if isinstance(node, ast.For):
             names = (name.id for name in ast.walk(node.iter) if isinstance(name, ast.Name))
             if any(values.get(name) is step for name in names):
@@ -122,7 +157,9 @@ def _loop_over(step: object, frame: FrameType) -> ast.For | None:
     return None
 
 
-def _function(frame: FrameType) -> ast.AST | None:
-    """The function of a frame, such as one that the loop calls."""
-    name = frame.f_code.co_name
-    return next((node for node in _enclosing(frame) if isinstance(node, ast.FunctionDef) and node.name == name), None)
+def _definition(code: CodeType, line: int) -> ast.FunctionDef | None:
+    """The function with this code, such as one that the loop calls; `line` is one of its lines."""
+    for node in _enclosing(code, line):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            return node
+    return None

@@ -20,7 +20,7 @@ from samestep.parallel.replica_check import check_replicas
 from samestep.parallel.submodules import checkpoint_activations, frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.parallel.unused_parameters import SearchCost, UsedParameters
 from samestep.parallel.wrapped_model import WrappedModel, refuse_direct_calls
-from samestep.torch_private import ignore_in_ddp, is_compiled, no_buffer_broadcast
+from samestep.torch_private import ignore_in_ddp, is_compiled, no_buffer_broadcast, trace_draws_with_modes
 
 Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 UnusedParameters = Literal["error", "allow"]
@@ -153,10 +153,11 @@ def _add_forward_hooks(
     """Register hooks on `core`, outside of compiled code; FSDP casts by itself, except for frozen parts."""
     if precision.dtype is not None and cast:
         compute_in(core, device, precision.dtype)
-    if precision.compile or any(
-        map(is_compiled, model.modules())
-    ):  # compiled code needs keys that exist, not a function that makes them
-        core.register_forward_pre_hook(_make_keys)
+    if precision.compile or any(map(is_compiled, model.modules())):
+        trace_draws_with_modes()
+        core.register_forward_pre_hook(
+            _make_keys
+        )  # compiled code needs keys that exist, not a function that makes them
     if options.channels_last:
         use_channels_last(model, core)
 
