@@ -223,15 +223,3 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code  # not above: importing Dynamo takes seconds
 
     skip_code(function.__code__)
-
-
-def trace_draws_with_modes() -> None:
-    """Let Dynamo show a TorchFunctionMode the random functions that it would put into a graph unseen.
-
-    Outside of compiled code a mode sees them. Dynamo has a list of functions that it passes to modes, without these.
-    """
-    from torch._dynamo.variables.torch import get_overridable_functions  # importing Dynamo takes seconds
-
-    get_overridable_functions().update(
-        (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal, torch.dropout_)
-    )

@@ -65,7 +65,7 @@ def warned(part, evaluate=False):
     """The warnings of this rank, in an evaluation or in a training of 2 epochs with several steps."""
     with Run(global_batch=ROWS, seed=0) as run:
         model = run.wrap(Model(part))
-        run._lifecycle.context.randomness._mode.attention_limit = 100.0  # bytes
+        run._lifecycle.context.randomness._mode.attention_layers = 1 << 60  # whose weights do not fit
         shard = run.shard(list(torch.ones(4 * ROWS, TIME, WIDTH)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

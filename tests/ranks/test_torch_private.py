@@ -13,12 +13,12 @@ from samestep import Run
 from samestep.torch_private import (
     after_this_backward,
     class_labels,
+    dispatch_in_graphs,
     ignore_in_ddp,
     is_compiled,
     matrix_product_shape,
     no_buffer_broadcast,
     set_group_timeout,
-    trace_draws_with_modes,
 )
 from tests.launch.launched import wait_for
 
@@ -157,7 +157,7 @@ def draw_all(x):
 
 
 def seen_while_compiled():
-    trace_draws_with_modes()
+    dispatch_in_graphs([torch.rand_like, torch.randn_like, torch.randint_like, torch.normal])
     with SeenFunctions() as mode:
         torch.compile(draw_all, backend="eager", fullgraph=True)(torch.ones(3))
     return {"rand_like", "randn_like", "randint_like", "normal"} & {*mode.seen}

@@ -14,13 +14,14 @@ from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.messages import format_list, warn
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
+from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
 from samestep.parallel.precision import ComputePrecision, check_weights, compute_in, use_channels_last
 from samestep.parallel.replica_check import check_replicas
 from samestep.parallel.submodules import checkpoint_activations, frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.parallel.unused_parameters import SearchCost, UsedParameters
 from samestep.parallel.wrapped_model import WrappedModel, refuse_direct_calls
-from samestep.torch_private import ignore_in_ddp, is_compiled, no_buffer_broadcast, trace_draws_with_modes
+from samestep.torch_private import dispatch_in_graphs, ignore_in_ddp, is_compiled, no_buffer_broadcast
 
 Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 UnusedParameters = Literal["error", "allow"]
@@ -154,10 +155,9 @@ def _add_forward_hooks(
     if precision.dtype is not None and cast:
         compute_in(core, device, precision.dtype)
     if precision.compile or any(map(is_compiled, model.modules())):
-        trace_draws_with_modes()
-        core.register_forward_pre_hook(
-            _make_keys
-        )  # compiled code needs keys that exist, not a function that makes them
+        dispatch_in_graphs(DRAW_RULES)
+        # compiled code needs keys that exist, not a function that makes them
+        core.register_forward_pre_hook(_make_keys)
     if options.channels_last:
         use_channels_last(model, core)
 
