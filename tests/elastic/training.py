@@ -1,4 +1,4 @@
-"""A small training that records what it is doing: training.py OUT EPOCHS [SECONDS_PER_STEP [STEP_TIMEOUT]].
+"""A small training with dropout that records what it does: training.py OUT EPOCHS [SECONDS_PER_STEP [STEP_TIMEOUT]].
 
 Each process appends a line `PHASE STEP RANK SIZE` to OUT/phases/PID at every step, before it saves and while it
 restores, so that tests can kill it in a chosen phase. Steps no longer pause once the file OUT/hurry exists.
@@ -54,7 +54,8 @@ def main(out: Path, epochs: int, pause: float, step_timeout: float) -> None:
     timeouts = {"start_timeout": 60.0, "step_timeout": step_timeout}
     with Run(global_batch=GLOBAL_BATCH, seed=3, folder=out, ledger=True, precision="fp32", **timeouts) as run:
         phases.rank, phases.size = run.rank, run.size
-        model = run.wrap(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)))
+        layers = torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 2)
+        model = run.wrap(torch.nn.Sequential(*layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.995**step)
         train, test = (
@@ -71,7 +72,8 @@ def main(out: Path, epochs: int, pause: float, step_timeout: float) -> None:
                 if pause and not (out / "hurry").exists():
                     time.sleep(pause)
                 for inputs, labels in step:
-                    step.mean(cross_entropy(model(inputs), labels, reduction="none")).backward()
+                    noisy = inputs + 0.1 * torch.randn_like(inputs)  # a step that is trained again draws the same
+                    step.mean(cross_entropy(model(noisy), labels, reduction="none")).backward()
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
