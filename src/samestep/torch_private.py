@@ -26,6 +26,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+GAMMA_DRAWS = torch._standard_gamma, torch._sample_dirichlet  # pyright: ignore[reportPrivateUsage]
+"""What torch.distributions draws for Gamma, Beta, Dirichlet, Chi2 and StudentT."""
+
 
 def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     """Change the timeout of later collectives of `group`; the public API sets it only at creation."""
@@ -206,6 +209,13 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_override(*_: object) -> bool:
     return False
+
+
+def dispatch_in_graphs(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let Dynamo ask a TorchFunctionMode for these functions too, as eager torch does; its own list lacks some."""
+    from torch._dynamo.variables.torch import get_overridable_functions  # pyright: ignore[reportPrivateImportUsage]
+
+    get_overridable_functions().update(functions)
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:

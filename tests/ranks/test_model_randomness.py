@@ -1,18 +1,20 @@
 """What a model draws: the same on any number of ranks and any micro-batch size, and a warning for what cannot be."""
 
 import random
+import warnings
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from samestep import Run
+from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.model_randomness import ModelRandomness
 
 FEATURES, TIME = 6, 5
@@ -190,15 +192,69 @@ class Hidden(nn.Module):
 
 
 def warnings_of_a_compiled_model(micro_batches):
-    warnings, model = [], nn.Sequential(Hidden())
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append, always=True)
+    said, model = [], nn.Sequential(Hidden())
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), said.append, always=True)
     randomness.add_model(model, None)
     for step in range(micro_batches):
         with randomness.micro_batch("training", step, 0, partial(torch.arange, 4)):
             model(torch.ones(4, 3))
-    return warnings
+    return said
 
 
 def test_an_unseen_draw_of_a_compiled_model_is_reported_after_the_compiler_is_done(ranks):
     assert ranks(1, warnings_of_a_compiled_model, 15)[0] == []
     assert "random numbers are drawn in a compiled model in a way" in ranks(1, warnings_of_a_compiled_model, 17)[0][0]
+
+
+def compile_each_function():
+    """For each function that draws: whether the compiled one draws the same, and what is left of it in a graph."""
+    from tests.unit.test_keyed_draws import FUNCTIONS, Draws
+
+    drawing = {function for function in DRAW_RULES if function not in (Tensor.backward, torch.autograd.grad)}
+    plain = {torch.cat, torch.concat, torch.empty, torch.zeros, torch.ones, torch.full, Tensor.size, Tensor.repeat}
+    names = {function.__name__ for function in drawing - plain} - {"__get__", "__len__", "new_ones", "new_empty"}
+    names -= {"fractional_max_pool2d"}  # torch's operation of this name is given its random numbers
+    results = {}
+    for name, function in FUNCTIONS.items():
+        torch.compiler.reset()
+        left = []
+
+        def keep(graph, inputs, left=left):
+            left.extend(getattr(node.target, "__name__", node.target) for node in graph.graph.nodes)
+            return graph
+
+        draws, eager = Draws(), Draws()
+        draws.mode.expect_compiled_models()
+        with warnings.catch_warnings():  # Dynamo makes an autograd.Function for Dirichlet, which is deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            compiled = draws(torch.compile(function, backend=keep), 0, 8)
+        results[name] = torch.equal(compiled, eager(function, 0, 8)), sorted(set(left) & names)
+    return results
+
+
+@pytest.mark.slow
+def test_every_function_draws_the_same_in_a_compiled_graph(ranks):
+    (results,) = ranks(1, compile_each_function)
+    assert {name: result for name, result in results.items() if result != (True, [])} == {}
+
+
+def warnings_of_unclear_layouts(rows):
+    """What a compiled model says about torch.randn_like of (rows, 4, 3)."""
+    said = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), said.append, always=True)
+    model = torch.compile(torch.randn_like, backend="eager")
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, partial(torch.arange, rows)):
+            model(torch.ones(rows, 4, 3))
+    return said
+
+
+@pytest.mark.slow
+def test_a_compiled_model_reports_draws_that_it_may_assign_to_the_wrong_rows(ranks):
+    assert ranks(1, warnings_of_unclear_layouts, 3) == [[]]
+    ((unclear,),) = ranks(1, warnings_of_unclear_layouts, 4)
+    assert unclear.startswith(
+        "a draw of shape (4, 4, 3) in a compiled model may have the 4 rows of the micro-batch in more than one"
+    )
+    ((single,),) = ranks(1, warnings_of_unclear_layouts, 1)
+    assert single.startswith("a compiled model draws random numbers in micro-batches of one row, where samestep cannot")

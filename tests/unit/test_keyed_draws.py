@@ -89,6 +89,16 @@ FUNCTIONS = {
     "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(x.unsqueeze(-1), 0.5, True),
     "rand": lambda x: torch.rand(x.shape[0], 3),
     "randn": lambda x: torch.randn((x.size(0), 3)),
+    "rand size": lambda x: torch.rand(size=(x.shape[0], 3)),
+    "randn size": lambda x: torch.randn(size=x.shape),
+    "dropout train": lambda x: torch.dropout(x, p=0.5, train=True),
+    "dropout inplace": lambda x: functional.dropout(x.clone(), 0.5, inplace=True),
+    "dropout3d": lambda x: functional.dropout3d(x.view(-1, 3, 2, 1, 1), 0.5),
+    "feature_dropout": lambda x: torch.feature_dropout(x.view(-1, 3, 2), 0.5, train=True),
+    "feature_dropout_": lambda x: torch.feature_dropout_(x.view(-1, 3, 2), 0.5, True),
+    "alpha_dropout": lambda x: torch.alpha_dropout(x, 0.5, train=True),
+    "alpha_dropout_": lambda x: torch.alpha_dropout_(x, 0.5, True),
+    "feature_alpha_dropout_": lambda x: torch.feature_alpha_dropout_(x.view(-1, 3, 2), 0.5, True),
     "out": lambda x: torch.rand(x.shape[0], 2, out=torch.empty(x.shape[0], 2)),
     "randint": lambda x: torch.randint(5, 1000, (x.shape[0],)),
     "randint high": lambda x: torch.randint(high=1000, size=(x.shape[0], 2)),
@@ -106,8 +116,19 @@ FUNCTIONS = {
     "binomial": lambda x: torch.binomial(x * 100, x * 0.5),
     "poisson": lambda x: torch.poisson(x * 20),
     "rrelu": lambda x: functional.rrelu(-x, training=True),
+    "torch.rrelu": lambda x: torch.rrelu(-x, training=True),
+    "rrelu_": lambda x: torch.rrelu_(-x, training=True),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "gamma": lambda x: torch.distributions.Gamma(x, x).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
+    "beta": lambda x: torch.distributions.Beta(x, x).rsample(),
+    "student": lambda x: torch.distributions.StudentT(x + 2).rsample(),
+    "fractional_max_pool2d": lambda x: functional.fractional_max_pool2d(
+        torch.arange(256.0).expand(x.shape[0], 1, 256).view(-1, 1, 16, 16), 2, output_size=6
+    ),
     "gumbel": functional.gumbel_softmax,
     "distribution": lambda x: torch.distributions.Normal(x, x).rsample(),
+    "several samples": lambda x: torch.distributions.Normal(x, x).rsample((5,)).transpose(0, 1),
 }
 
 
@@ -176,7 +197,13 @@ def test_a_permutation_of_the_rows_is_reported():
         (lambda x: torch.flip(x, (0, 1)), True),
         (lambda x: x.roll(1, 0), True),
         (lambda x: torch.roll(x, shifts=1, dims=0), True),
+        (lambda x: torch.flip(input=x, dims=(0,)), True),
+        (lambda x: torch.roll(input=x, shifts=1), True),
+        (lambda x: x.flip(-2), True),
+        (lambda x: x.roll(1), True),
+        (lambda x: x.roll(shifts=(1, 1), dims=(1, 0)), True),
         (lambda x: x.flip(1), False),
+        (lambda x: x.flip(-1), False),
         (lambda x: x.roll(1, 1), False),
         (lambda x: torch.ones(3).flip(0), False),
     ],
@@ -202,6 +229,24 @@ def test_attention_that_does_not_fit_is_fused_and_reported():
     assert (
         "computes in a fused kernel, since its attention weights of 0.0 GiB per layer do not fit" in draws.warnings[0]
     )
+
+
+def test_attention_fits_if_the_weights_of_all_layers_do():
+    draws = Draws()
+    draws.mode.attention_limit = 8 * 4 * 8 * 2  # of 8 rows with 2 x 2 weights of 8 bytes, twice
+
+    def attend(x, layers):
+        heads = x.view(-1, 1, 2, 3)
+        for _ in range(layers):
+            heads = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+        return heads
+
+    for _ in range(3):
+        draws(lambda x: attend(x, 2), 0, 8)
+    assert not draws.warnings
+    for _ in range(2):  # what the first micro-batch with more layers has shown holds for the second
+        draws(lambda x: attend(x, 3), 0, 8)
+    assert len(draws.warnings) == 3
 
 
 def test_a_packed_sequence_with_dropout_is_reported():
@@ -257,6 +302,115 @@ def test_a_number_of_python_or_numpy_for_each_row_is_reported_with_its_line(draw
     line = draw.__code__.co_firstlineno + 1
     expected = f"{name} at {__file__}:{line} draws at least one number for each of the {rows} rows of a micro-batch"
     assert [text.startswith(expected) for text in warnings] == ([True] if name else [])
+
+
+class HiddenBesideDropout(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
+def test_an_unseen_draw_beside_a_keyed_one_names_its_module():
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), HiddenBesideDropout())
+    randomness.add_model(model, None)
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            model(torch.ones(4, 3))
+    assert len(warnings) == 1
+    assert "random numbers are drawn in 2 (HiddenBesideDropout) in a way that samestep cannot key" in warnings[0]
+
+
+def evaluate_after_training(evaluate, rows, kinds=("training", "evaluation")):
+    """What `evaluate` draws for 8 samples in micro-batches of `rows`, after dropout of (rows, 6) in training."""
+    warnings, drawn = [], []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    for step in range(2):
+        for number, first in enumerate(range(0, 8, rows)):
+            for kind in kinds:
+                with randomness.micro_batch(kind, step, number, lambda: torch.arange(first, first + rows) * 7919):  # noqa: B023
+                    if kind == "training":
+                        functional.dropout(torch.ones(rows, 6), 0.5)
+                    else:
+                        drawn.append(evaluate(torch.ones(rows, 6)))
+    return torch.cat(drawn), warnings
+
+
+def in_second_dimension(x):
+    return torch.randn_like(x.expand(5, *x.shape)).transpose(0, 1)
+
+
+def flattened(x):
+    return functional.dropout(x.repeat_interleave(5, 0), 0.5).view(-1, 30)
+
+
+@pytest.mark.parametrize("evaluate", [in_second_dimension, flattened])
+def test_an_evaluation_may_have_another_layout_than_training(evaluate):
+    (whole, said), (parts, also_said) = (evaluate_after_training(evaluate, rows) for rows in (8, 4))
+    assert torch.equal(whole, parts)
+    assert said == also_said == []
+
+
+def test_branches_may_have_different_layouts():
+    results = []
+    for rows in (8, 4):
+        draws, drawn = Draws(), []
+        for step in range(4):
+            branch = in_second_dimension if step % 2 else flattened
+            drawn.append(torch.cat([draws(branch, first, rows, step).flatten(1) for first in range(0, 8, rows)]))
+        results.append(torch.cat([each.flatten() for each in drawn]))
+        assert not draws.warnings
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("batch_dim", [None, 0, 1])
+def test_a_draw_that_fits_in_two_ways_is_reported_unless_declared(batch_dim):
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    randomness.add_model(nn.Linear(1, 1), batch_dim)
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            torch.distributions.Normal(torch.ones(4, 3), 1.0).sample((4,))
+    expected = "a draw of shape (4, 4, 3) may have the 4 rows of the micro-batch in its first dimension or in its"
+    assert [expected in text for text in warnings] == [True] * (batch_dim is None)
+
+
+def test_attention_with_as_many_heads_as_rows_is_not_reported_if_another_draw_shows_where_the_rows_are():
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            functional.dropout(torch.ones(4, 7, 3))
+            functional.dropout(torch.ones(4, 4, 7, 7))
+    assert not warnings
+
+
+def test_dropout_that_fits_in_two_ways_is_reported_if_nothing_shows_where_the_rows_are():
+    warnings = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    for step in range(3):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            functional.dropout(torch.ones(4, 4, 3))
+            functional.dropout2d(torch.ones(4, 4, 3, 3))  # its rows are always in the first dimension
+    assert len(warnings) == 1
+    assert warnings[0].startswith("a draw of shape (4, 4, 3) may have the 4 rows of the micro-batch in its first dim")
+
+
+@pytest.mark.parametrize(("period", "first"), [(2, 4), (4, 4), (8, 3), (16, 4), (10, 7)])
+def test_a_model_that_starts_to_draw_is_noticed_at_once(period, first):
+    warnings, noticed = [], []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
+    for step in range(60):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
+            if step >= first and step % period == first % period:
+                torch.rand(4)
+        noticed.append(bool(warnings))
+    assert noticed.index(True) == first
+    assert "the model has started to draw random numbers in training" in warnings[0]
 
 
 def test_a_model_that_draws_nothing_is_left_alone_and_leaves_no_trace():

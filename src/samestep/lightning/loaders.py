@@ -158,8 +158,8 @@ class BatchInfo:
 class BatchRandomness:
     """Keys the draws of the current batch."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, batch_dim: int | None) -> None:
+        self._seed, self._batch_dim = seed, batch_dim
         self._randomness: ModelRandomness | None = None
         self._warnings = WarnOnce()
         self._keys: Callable[[], torch.Tensor] | None = None
@@ -172,7 +172,7 @@ class BatchRandomness:
         if self._randomness is None:
             device, warn = trainer.strategy.root_device, self._warnings.warn_once if trainer.is_global_zero else _ignore
             self._randomness = ModelRandomness(self._seed, trainer.global_rank, device, warn)
-            self._randomness.add_model(trainer.lightning_module, batch_dim=None)
+            self._randomness.add_model(trainer.lightning_module, self._batch_dim)
         self._keys, self._draws = keys, 0
         set_micro_batch(keys)
         batch = self._batch = self._randomness.micro_batch(kind, step, number, keys)

@@ -31,7 +31,8 @@ class SameStep(Callback):
 
     `global_batch` is the number of samples in an optimizer step over all ranks. The batch_size of the DataLoader and
     accumulate_grad_batches of the Trainer no longer change the result. `training_step` must return a mean over the rows
-    of its batch, as losses do by default.
+    of its batch, as losses do by default. `batch_dim=1` says that the module has the batch in dimension 1,
+    which matters for random numbers if the sequence is as long as the batch.
 
     ```python
     same = SameStep(global_batch=256, seed=0)
@@ -49,6 +50,7 @@ class SameStep(Callback):
         drop_last: bool = False,
         epoch_settings: EpochSettings | None = None,
         unused_parameters: UnusedParameters = "error",
+        batch_dim: int | None = None,
     ) -> None:
         if unused_parameters not in get_args(UnusedParameters):
             raise WrapError(
@@ -56,7 +58,7 @@ class SameStep(Callback):
                 f"{', '.join(map(repr, get_args(UnusedParameters)))}"
             )
         self.unused_parameters = unused_parameters
-        self.randomness = BatchRandomness(seed)
+        self.randomness = BatchRandomness(seed, batch_dim)
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings, self.randomness)
         self._losses: dict[int, Tensor | float] = {}
         self._watch: GradientWatch | None = None

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from samestep.data.sample_rng import SampleGenerator, normal, uniform
 from samestep.parallel.keyed_draws import Draw, KeyedDraws, RowCount, Rule
-from samestep.torch_private import without_override_check
+from samestep.torch_private import GAMMA_DRAWS, without_override_check
 
 
 def _own_generator(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,12 +61,12 @@ def _finish(values: Tensor, requires_grad: bool) -> Tensor:
 
 def _factory(draw: Callable[..., Tensor]) -> Rule:
     def rule(
-        mode: KeyedDraws, func: Any, *size: Any, dtype: torch.dtype | None = None, device: Any = None,
-        requires_grad: bool = False, layout: Any = None, pin_memory: bool = False, names: Any = None,
+        mode: KeyedDraws, func: Any, *sizes: Any, size: Any = None, dtype: torch.dtype | None = None,
+        device: Any = None, requires_grad: bool = False, **unused: Any,
     ) -> Tensor:  # fmt: skip
-        del func, layout, pin_memory, names
+        del func, unused  # layout and the like
         where, dtype = _device(mode, device), dtype or torch.get_default_dtype()
-        values = mode.fill(_of(draw, dtype), _sizes(size), where)
+        values = mode.fill(_of(draw, dtype), _sizes(sizes) if size is None else tuple(size), where)
         return _finish(values, requires_grad)
 
     return _drawing(rule)
@@ -106,12 +106,14 @@ def _normal(
 ) -> Tensor:  # fmt: skip
     del layout, pin_memory
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
-    like = max(tensors, key=Tensor.numel) if tensors else None
+    like = tensors[0] if tensors else None
+    if len(tensors) == 2 and tensors[1].numel() > tensors[0].numel():
+        like = tensors[1]
     if like is None:
         shape, kind, where = tuple(size), dtype or torch.get_default_dtype(), _device(mode, device)
     else:
         shape, kind, where = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)), like.dtype, like.device
-    values = mode.fill(_of(normal, kind), shape, where, like)
+    values = mode.fill(_of(normal, kind), shape, where, like, more_dims=True)  # torch.distributions add dimensions
     return _finish(values * std + mean, requires_grad)
 
 
@@ -139,17 +141,25 @@ def _uniforms(mode: KeyedDraws, like: Tensor, fresh: bool = False) -> Tensor:
     return mode.fill(_of(uniform, torch.float32), like.shape, like.device, like, fresh)
 
 
-def _dropout(
-    mode: KeyedDraws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0.0:
-        return func(input, p, training, inplace) if inplace else func(input, p, training)
-    dropped = mode.drop(input, p)
-    return input.copy_(dropped) if inplace else dropped
+def _dropping(drop: Callable[[KeyedDraws, Any, Tensor, float], Tensor | None]) -> Rule:
+    """A variant of dropout; torch.dropout says `train` for `training`, and torch.dropout_ works in place."""
+
+    def rule(
+        mode: KeyedDraws, func: Any, input: Tensor, p: float = 0.5, training: bool | None = None,
+        inplace: bool = False, train: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        by_default = func not in (functional.alpha_dropout, functional.feature_alpha_dropout)
+        active = next((each for each in (training, train) if each is not None), by_default)
+        dropped = drop(mode, func, input, p) if active and p else None
+        if dropped is None:
+            return func(input, p, active, inplace) if inplace else func(input, p, active)
+        return input.copy_(dropped) if inplace or func in _IN_PLACE else dropped
+
+    return _drawing(rule)
 
 
-def _dropout_(mode: KeyedDraws, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-    return input.copy_(mode.drop(input, p)) if train and p else func(input, p, train)
+def _dropout(mode: KeyedDraws, _: Any, input: Tensor, p: float) -> Tensor:
+    return mode.drop(input, p)
 
 
 def _native_dropout(mode: KeyedDraws, func: Any, input: Tensor, p: float, train: bool | None) -> Any:
@@ -159,34 +169,25 @@ def _native_dropout(mode: KeyedDraws, func: Any, input: Tensor, p: float, train:
     return input * kept, kept != 0
 
 
-def _feature_dropout(
-    mode: KeyedDraws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _feature_dropout(mode: KeyedDraws, func: Any, input: Tensor, p: float) -> Tensor | None:
     """Dropout of whole channels."""
     batched = input.dim() > 2 or func not in (functional.dropout1d, functional.dropout3d)
-    if not training or not p or not batched:
-        return func(input, p, training, inplace) if inplace else func(input, p, training)
-    noise = mode.drop(_ones_per_channel(input), p)
-    return input.mul_(noise) if inplace else input * noise
+    with mode.rows_in(0):
+        return input * mode.drop(_ones_per_channel(input), p) if batched else None
 
 
 def _ones_per_channel(input: Tensor) -> Tensor:
     return input.new_ones(*input.shape[:2], *[1] * (input.dim() - 2))
 
 
-def _alpha_dropout(
-    mode: KeyedDraws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
+def _alpha_dropout(mode: KeyedDraws, func: Any, input: Tensor, p: float) -> Tensor:
     """Dropout that keeps mean and variance of SELU activations: a dropped value becomes SELU's lower limit."""
-    if not training or not p:
-        return func(input, p, training, inplace) if inplace else func(input, p, training)
-    by_channel = func in (functional.feature_alpha_dropout, torch.feature_alpha_dropout)
+    by_channel = "feature" in func.__name__
     ones = _ones_per_channel(input) if by_channel else torch.ones_like(input)
     kept = (mode.drop(ones, p) != 0).to(input.dtype)
     limit = -1.7580993408473766  # of SELU: -scale * alpha
     scale = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * limit**2))
-    result = (input * kept + limit * (1 - kept)) * scale - scale * limit * p
-    return input.copy_(result) if inplace else result
+    return (input * kept + limit * (1 - kept)) * scale - scale * limit * p
 
 
 def _rrelu(
@@ -197,7 +198,7 @@ def _rrelu(
         return func(input, lower, upper, training, inplace) if inplace else func(input, lower, upper, training)
     slopes = _uniforms(mode, input).to(input.dtype) * (upper - lower) + lower
     result = torch.where(input < 0, input * slopes, input)
-    return input.copy_(result) if inplace else result
+    return input.copy_(result) if inplace or func in _IN_PLACE else result
 
 
 def _by_rows(mode: KeyedDraws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -270,9 +271,11 @@ def _randperm(mode: KeyedDraws, _: Any, n: int, **kwargs: Any) -> Tensor:
 
 
 def _reordering(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Tensor.flip and Tensor.roll: along the rows they couple samples, as in mixup."""
-    tensor, dims = args[0], kwargs.get("dims", args[-1])
-    along_rows = 0 in (dims if isinstance(dims, list | tuple) else (*args[1:],) if func in _FLIPS else (dims,))
+    """Flip and roll: along the rows they couple samples, as in mixup."""
+    tensor = kwargs["input"] if "input" in kwargs else args[0]
+    given = args[1:] if func in _FLIPS else args[2:]  # flip(dims) and roll(shifts, dims)
+    dims = _sizes((kwargs["dims"],) if "dims" in kwargs else given) if given or "dims" in kwargs else ()
+    along_rows = any(dim % max(tensor.dim(), 1) == 0 for dim in dims) or not dims
     if along_rows and tensor.dim() and mode.may_have_rows(tensor.shape[:1]) and not mode.single_row:
         name = getattr(func, "__name__", func)
         mode.warn(
@@ -292,7 +295,7 @@ def _attention(
     if not dropout_p:
         return func(query, key, value, **options)
     weights_bytes = query.shape[:-1].numel() * key.shape[-2] * (query.element_size() + 4)
-    if weights_bytes > mode.attention_limit:
+    if not mode.attention_fits(weights_bytes):
         mode.warn(
             "attention",
             f"scaled_dot_product_attention(dropout_p={dropout_p:g}) computes in a fused kernel, since its attention "
@@ -310,7 +313,8 @@ def _attention(
         scores = scores.masked_fill(~allowed, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return mode.drop(scores.softmax(-1).to(value.dtype), dropout_p) @ value
+    with mode.rows_in(0):
+        return mode.drop(scores.softmax(-1).to(value.dtype), dropout_p) @ value
 
 
 def _recurrent(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,9 +327,8 @@ def _recurrent(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[
     if not train or not p or layers < 2:
         return func(*args)
     directions, per_layer = 1 + bool(bidirectional), len(weights) // layers
-    lstm, before, finals = not isinstance(state, Tensor), mode.batch_dim, list[Any]()
-    mode.batch_dim = None if batch_first else 1
-    try:
+    lstm, finals = not isinstance(state, Tensor), list[Any]()
+    with mode.rows_in(0 if batch_first else 1):
         for layer in range(layers):
             own = slice(layer * directions, (layer + 1) * directions)
             start = tuple(part[own].contiguous() for part in state) if lstm else state[own].contiguous()
@@ -334,8 +337,6 @@ def _recurrent(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[
             finals.append(final)
             if layer < layers - 1:
                 data = mode.drop(data, p)
-    finally:
-        mode.batch_dim = before
     return data, *(torch.cat(parts) for parts in zip(*finals, strict=True))
 
 
@@ -406,7 +407,35 @@ def _entered(function: Callable[..., Any]) -> Rule:
     return rule
 
 
+def _batch_first(function: Callable[..., Any]) -> Rule:
+    """The same for a function that draws for tensors with the rows in the first dimension, whatever its inputs have."""
+    entered = _entered(function)
+
+    def rule(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode.rows_in(0):
+            return entered(mode, func, args, kwargs)
+
+    return rule
+
+
+def _without_indices(function: Callable[..., Any]) -> Rule:
+    """Pooling that returns the values only; torch implements it by the function that returns indices too."""
+    entered = _entered(function)
+
+    def rule(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return entered(mode, func, args, kwargs)[0]
+
+    return rule
+
+
 _FLIPS: Final = (torch.flip, Tensor.flip)
+_IN_PLACE: Final = (
+    torch.dropout_,
+    torch.feature_dropout_,
+    torch.alpha_dropout_,
+    torch.feature_alpha_dropout_,
+    torch.rrelu_,
+)
 DRAW_RULES: Final[dict[Any, Rule]] = {
     torch.rand: _factory(uniform),
     torch.randn: _factory(normal),
@@ -442,25 +471,41 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
         ),
         _creating,
     ),
-    functional.rrelu: _drawing(_rrelu),
+    **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _drawing(_rrelu)),
     functional.scaled_dot_product_attention: _drawing(_attention),
-    functional.multi_head_attention_forward: _entered(functional.multi_head_attention_forward),
+    functional.multi_head_attention_forward: _batch_first(functional.multi_head_attention_forward),
     functional.gumbel_softmax: _entered(functional.gumbel_softmax),
+    functional.fractional_max_pool2d: _without_indices(functional.fractional_max_pool2d_with_indices),
+    functional.fractional_max_pool3d: _without_indices(functional.fractional_max_pool3d_with_indices),
+    functional.fractional_max_pool2d_with_indices: _entered(functional.fractional_max_pool2d_with_indices),
+    functional.fractional_max_pool3d_with_indices: _entered(functional.fractional_max_pool3d_with_indices),
     torch.autograd.grad: _entered(torch.autograd.grad),
     torch.autograd.backward: _entered(torch.autograd.backward),
     Tensor.backward: _entered(Tensor.backward),
-    **dict.fromkeys((functional.dropout, torch.dropout), _drawing(_dropout)),
-    torch.dropout_: _drawing(_dropout_),
+    **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropping(_dropout)),
     torch.native_dropout: _drawing(_native_dropout),
     **dict.fromkeys(
-        (functional.dropout1d, functional.dropout2d, functional.dropout3d, torch.feature_dropout),
-        _drawing(_feature_dropout),
+        (
+            functional.dropout1d,
+            functional.dropout2d,
+            functional.dropout3d,
+            torch.feature_dropout,
+            torch.feature_dropout_,
+        ),
+        _dropping(_feature_dropout),
     ),
     **dict.fromkeys(
-        (functional.alpha_dropout, torch.alpha_dropout, functional.feature_alpha_dropout, torch.feature_alpha_dropout),
-        _drawing(_alpha_dropout),
+        (
+            functional.alpha_dropout,
+            functional.feature_alpha_dropout,
+            torch.alpha_dropout,
+            torch.alpha_dropout_,
+            torch.feature_alpha_dropout,
+            torch.feature_alpha_dropout_,
+        ),
+        _dropping(_alpha_dropout),
     ),
-    **dict.fromkeys((torch.poisson, torch.multinomial, Tensor.multinomial), _drawing(_by_rows)),
+    **dict.fromkeys((torch.poisson, torch.multinomial, Tensor.multinomial, *GAMMA_DRAWS), _drawing(_by_rows)),
     **dict.fromkeys((Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_), _drawing(_by_rows_)),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
 }

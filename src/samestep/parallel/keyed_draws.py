@@ -9,7 +9,8 @@ restores this state before it computes a layer again, so the layer draws the sam
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.data.sample_rng import prepare_for_graphs, uniform
 from samestep.messages import calling_frame
 from samestep.parallel.keyed_dropout import dropout
-from samestep.torch_private import never_compile_alone
+from samestep.torch_private import dispatch_in_graphs, never_compile_alone
 
 Warn = Callable[[str, str], None]
 Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row, number of the draw
@@ -83,7 +84,7 @@ def candidate_layouts(
     found: list[Layout] = []
     if dims and shape[0] == rows:
         found.append(Layout())
-    if dims > 1 and shape[1] == rows and (dims > 2 or batch_dim == 1):
+    if dims > 1 and shape[1] == rows and batch_dim != 0 and (dims > 2 or batch_dim == 1):
         found.insert(0 if batch_dim == 1 and dims > 2 else len(found), Layout(dim=1))
     if dims and shape[0] > rows and shape[0] % rows == 0 and (tiled or activation):
         found.append(Layout(parts=shape[0] // rows, tiled=tiled))
@@ -120,6 +121,8 @@ class LayoutMemory:
             return chosen
         left = [candidate for candidate in candidates if candidate.kind in site.kinds]
         chosen = left[0] if left else None
+        if rows == site.rows and site.kinds and not left and candidates:  # a branch with another layout
+            return candidates[0]
         if rows != site.rows:
             self._learn(key, site, rows, shape, {candidate.kind for candidate in left}, chosen)
         elif not site.kinds and shape != site.shape:
@@ -170,7 +173,9 @@ class KeyedDraws(TorchFunctionMode):
         self._rules = rules
         self._run_rule: Callable[..., Any] | None = None
         self.batch_dim: int | None = None
-        self.attention_limit = math.inf  # bytes that the attention weights of one layer may take
+        self.attention_limit = math.inf  # bytes that the attention weights of all layers may take
+        self._attention_calls = 0  # with dropout, in this micro-batch
+        self.attention_layers = 1  # as many as the model or an earlier micro-batch has shown
         self.default_device = torch.device("cpu")  # of torch.rand and the like, since Dynamo cannot ask torch for it
         self.draws = 0  # of this micro-batch, also those of compiled graphs
         self._warn = warn
@@ -178,8 +183,14 @@ class KeyedDraws(TorchFunctionMode):
         self._step_keys: dict[torch.device, Tensor] = {}
         self._rows = self._step_key = self._fused_seed = 0
         self._count = 0
+        self._kind = ""
         self._numbers: dict[int, int] = {}
         self._tiled: set[int] = set()
+        self._unclear: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
+        self._unclear_dim = 0  # the dimension that was chosen; -1 if other draws do not show whether that is right
+        self._dims_in_graphs = 0  # a bit for each dimension in which activations of compiled graphs have their rows
+        self.row_dims: set[int] = set()  # where activations have shown to have their rows
+        self._batches = 0
         self._length_readers: set[object] = set()  # code of functions that called len() of a tensor with one row
         self._memory = LayoutMemory(self.warn)
 
@@ -193,8 +204,11 @@ class KeyedDraws(TorchFunctionMode):
         """Where the keys of the current micro-batch are; the first is the device of the run."""
         return list(self._keys)
 
-    def begin(self, keys: Tensor, step_key: int, fused_seed: int, first_number: int = 0) -> None:
+    def begin(self, keys: Tensor, step_key: int, fused_seed: int, first_number: int = 0, kind: str = "") -> None:
         """Start a micro-batch: `keys` of its rows, the key of its step, and a seed that belongs to it alone."""
+        self._kind, self._unclear, self._dims_in_graphs = kind, None, 0
+        self._batches += 1
+        self.attention_layers, self._attention_calls = max(self.attention_layers, self._attention_calls), 0
         self._keys, self._step_keys = {keys.device: keys}, {}
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
         self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
@@ -226,10 +240,20 @@ class KeyedDraws(TorchFunctionMode):
 
     def expect_compiled_models(self) -> None:
         """Keep Dynamo from compiling the rules by themselves, after a graph break of a compiled model."""
+        dispatch_in_graphs(self._rules)
         never_compile_alone(type(self).__torch_function__)
         self._run_rule = torch.compiler.disable(_call)
 
     # Draws
+
+    @contextmanager
+    def rows_in(self, batch_dim: int | None) -> Generator[None]:
+        """Inside, the rows are known to be in this dimension."""
+        before, self.batch_dim = self.batch_dim, batch_dim
+        try:
+            yield
+        finally:
+            self.batch_dim = before
 
     def number(self) -> int:
         """The number of the draw that starts now; a layer that is computed again gets its numbers again."""
@@ -250,24 +274,62 @@ class KeyedDraws(TorchFunctionMode):
             self._keys[device] = next(iter(self._keys.values())).to(device)
         return self._keys[device]
 
-    def layout(self, shape: Sequence[int], like: Tensor | None, fresh: bool = False) -> Layout | None:
-        """Where the rows are in a draw of this shape; None for a draw that all ranks share.
+    def layout(
+        self, shape: Sequence[int], like: Tensor | None, number: int, fresh: bool = False, more_dims: bool = False
+    ) -> Layout | None:
+        """Where the rows are in the draw with this shape and number; None for a draw that all ranks share.
 
-        `like` is the tensor whose shape it is, and `fresh` says that it was created for the draw.
+        `like` is the tensor whose shape it is, and `fresh` says that it was created for the draw. `more_dims` says that
+        the draw may have dimensions which the activations of the model do not have.
         """
         if isinstance(like, nn.Parameter):
             return None
         tiled = len(shape) > 0 and shape[0] in self._tiled
         found = candidate_layouts(shape, self._rows, self.batch_dim, like is not None and not fresh, tiled)
         if torch.compiler.is_compiling():
-            return found[0] if found else None
-        # a place is a line of code for torch.rand, and for layers, which share their lines, the number of the draw
-        if like is not None and not fresh:
-            return self._memory.choose(self._count, self._rows, tuple(shape), found)
+            return self._layout_in_graph(found, shape, like is None or fresh or more_dims)
         line = _calling_line()
+        if self._rows > 1 and self.batch_dim is None:
+            found = self._most_likely_first(found, shape, like is None or fresh or more_dims)
+        if like is not None and not fresh:
+            # layers share their lines: the number of the draw tells them apart, in the same kind of loop
+            place = self._kind, number, line, len(shape)
+            return self._memory.choose(place, self._rows, tuple(shape), found)
         if self._rows == 1 and found:
             return found[0] if self._single_row_draws(line, shape, like) else None
         return self._memory.choose(line, self._rows, tuple(shape), found)
+
+    def _layout_in_graph(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> Layout | None:
+        """The layout of a draw in a graph, which is compiled once: what is unclear is noted, and judged afterwards."""
+        if len(found) == 1 and not own_shape:
+            self._dims_in_graphs |= 1 << found[0].dim
+        elif len(found) > 1 and self.batch_dim is None:
+            self._unclear, self._unclear_dim = tuple(shape), -1 if own_shape else found[0].dim
+        return found[0] if found else None
+
+    @property
+    def unclear_in_graphs(self) -> tuple[int, ...] | None:
+        """The shape of a draw in a compiled graph whose rows may be in another dimension than it was assumed."""
+        shown = self._dims_in_graphs == 1 << max(self._unclear_dim, 0) or self.row_dims == {self._unclear_dim}
+        return None if self._unclear_dim >= 0 and shown else self._unclear
+
+    def _most_likely_first(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> list[Layout]:
+        """The layouts that a draw may have, first those that activations have shown, which it need not share."""
+        if len(found) < 2:
+            self.row_dims |= {layout.dim for layout in found if not own_shape}
+            return found
+        likely = [layout for layout in found if {layout.dim} == self.row_dims]
+        later = self._batches > 1  # later draws of the first micro-batch may still show it
+        unclear = own_shape or (later and not likely) or (likely and likely[0] != found[0])
+        found = [*likely, *(layout for layout in found if layout not in likely)]
+        if unclear:
+            self.warn(
+                f"ambiguous {_calling_line()}",
+                f"a draw of shape {tuple(shape)} may have the {self._rows} rows of the micro-batch in its "
+                f"{found[0].kind} or in its {found[1].kind}, and samestep takes its {found[0].kind}: if that is wrong, "
+                "the numbers depend on the number of ranks; declare it with run.wrap(model, batch_dim=0) or 1",
+            )
+        return found
 
     @property
     def single_row(self) -> bool:
@@ -303,6 +365,12 @@ class KeyedDraws(TorchFunctionMode):
         """Remember whether a tensor was created with the number of rows as a size."""
         setattr(tensor, _FROM_ROWS, any(isinstance(size, RowCount) for size in sizes) or self._reads_length())
 
+    def attention_fits(self, weights_bytes: int) -> bool:
+        """Whether the attention weights of all layers fit into memory, if each has as many bytes as this one."""
+        if not torch.compiler.is_compiling():
+            self._attention_calls += 1
+        return weights_bytes * self.attention_layers <= self.attention_limit
+
     def may_have_rows(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape may have one entry per row of the micro-batch."""
         return bool(candidate_layouts(shape, self._rows, self.batch_dim, activation=False, tiled=False))
@@ -313,17 +381,20 @@ class KeyedDraws(TorchFunctionMode):
             self._tiled.add(result.shape[0])
 
     def fill(
-        self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None, fresh: bool = False
-    ) -> Tensor:
+        self, draw: Draw, shape: Sequence[int], device: torch.device, like: Tensor | None = None, fresh: bool = False,
+        more_dims: bool = False,
+    ) -> Tensor:  # fmt: skip
         """What `draw` gives for this shape: for each row of the micro-batch from its key, otherwise from the step's."""
-        layout, number = self.layout(shape, like, fresh), self.number()
+        number = self.number()
+        layout = self.layout(shape, like, number, fresh, more_dims)
         if layout is None:
             return draw(self._shared_key(device), shape, number)[0]
         return layout.back(draw(self.keys(device), layout.row_sizes(shape), number), shape)
 
     def drop(self, tensor: Tensor, p: float) -> Tensor:
         """Dropout of `tensor`, keyed."""
-        layout, number = self.layout(tensor.shape, tensor), self.number()
+        number = self.number()
+        layout = self.layout(tensor.shape, tensor, number)
         if layout is None:
             return dropout(tensor.unsqueeze(0), self._shared_key(tensor.device), number, p)[0]
         if layout == Layout():
@@ -337,7 +408,8 @@ class KeyedDraws(TorchFunctionMode):
         device: torch.device, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """A draw without a formula here: torch's function for each row, with a generator seeded by its key."""
-        layout, number = self.layout(shape, like), self.number()
+        number = self.number()
+        layout = self.layout(shape, like, number)
         keys = self.keys(device) if layout is not None else self._shared_key(device)
         seeds = uniform(keys, (2,), number, torch.float32).double().mul_(1 << 24).long().tolist()
         generators = [torch.Generator(device).manual_seed(high << 24 | low) for high, low in seeds]

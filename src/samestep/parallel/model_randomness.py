@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.data.permutation import Purpose, key64
+from samestep.data.permutation import Purpose, key64, keyed_word
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws
 
@@ -25,8 +25,7 @@ _FIRST_DRAW: Final = 0x44524157 << 16  # far from the salts 1, 2, 3, ... of step
 _DRAWS_PER_PASS: Final = 1 << 20
 _WATCHED: Final = 3  # micro-batches that are watched before a model counts as one that draws nothing
 _COMPILED_CHECKS: Final = 16  # micro-batches in a row; each of the first ones may compile another graph
-_CHECK_EVERY: Final = 8  # micro-batches between two checks that a model still draws nothing
-_CHECK_PYTHON_EVERY: Final = 64  # the same for Python's and numpy's generators, which cost more to compare
+_CHECK_EVERY: Final = 32  # micro-batches, on average, between two checks that take longer
 _FEW_WORDS: Final = 8  # of 32 bits: fewer may be decisions for the whole step, such as random.random() < 0.5
 _PERIOD: Final = 624  # words that a Mersenne Twister computes at a time
 _MANY_WORDS: Final = 1 << 20  # counting ends there
@@ -38,6 +37,7 @@ _RECURRENT_OR_ATTENTION: Final = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
+_BATCH_FIRST: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _OWN_FOLDERS: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
@@ -73,12 +73,14 @@ class ModelRandomness:
         modules = list(model.modules())
         if any(isinstance(module, _DROPS) and module.p > 0 for module in modules):
             self._draws["training"] = True
+        attention = sum("attention" in type(module).__name__.lower() for module in modules)
+        self._mode.attention_layers = max(self._mode.attention_layers, attention)
+        if any(isinstance(module, _BATCH_FIRST) for module in modules):
+            self._mode.row_dims.add(0)
         layers = [module for module in modules if isinstance(module, _RECURRENT_OR_ATTENTION)]
         time_first = bool(layers) and not any(map(_is_batch_first, layers))
         if batch_dim is not None or time_first:
             self._mode.batch_dim = 1 if batch_dim is None else batch_dim
-        attention = sum("attention" in type(module).__name__.lower() for module in modules)
-        self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE / max(attention, 1)
 
     def micro_batch(
         self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0
@@ -95,9 +97,13 @@ class ModelRandomness:
             fused_seed = key64(Purpose.FUSED_KERNEL, batch.step_key, self._rank, number) % (1 << 63)
             first_draw = _FIRST_DRAW + passes_done * _DRAWS_PER_PASS
             batch.begin = partial(self._begin, batch, keys, fused_seed, first_draw)
-        elif self._seen[kind] % _CHECK_EVERY == 0:
-            batch.before = _GeneratorStates(self._device, python=self._seen[kind] % _CHECK_PYTHON_EVERY == 0)
+        else:
+            batch.before = _GeneratorStates(self._device, python=self._is_checked(kind))
         return batch
+
+    def _is_checked(self, kind: Kind) -> bool:
+        """Whether this micro-batch is one of those that get the slower checks; at no fixed interval."""
+        return keyed_word(self._seed, self._seen[kind]) % _CHECK_EVERY == 0
 
     def close(self) -> None:
         """Stop replacing draws; at the end of a run, a loop that was left by an exception may still hold its batch."""
@@ -149,10 +155,13 @@ class ModelRandomness:
         """Seed the generators and start to key draws."""
         python = batch.watched or self._python_draws
         batch.before = _GeneratorStates(self._device, python)
+        # again after the first step, which allocates the optimizer's state; a compiled model would be compiled again
+        if batch.watched and (self._seen[batch.kind] == 1 or not self._always):
+            self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE
         batch.before.seed_cuda(fused_seed)
         row_keys = keys()
         batch.rows = len(row_keys)
-        self._mode.begin(row_keys, batch.step_key, fused_seed, first_draw)
+        self._mode.begin(row_keys, batch.step_key, fused_seed, first_draw, batch.kind)
         if python:
             random.seed(batch.step_key)
             np.random.seed(batch.step_key % (1 << 32))
@@ -164,11 +173,13 @@ class ModelRandomness:
         if (batch.watched or self._python_draws) and before.python_moved_from_seed(batch.step_key):
             self._python_draws = True
             self._report_python(batch, before)
-        if batch.watched or self._unseen_draws > 0 or self._seen[batch.kind] % _CHECK_EVERY == 0:
+        if batch.watched or self._unseen_draws > 0 or self._is_checked(batch.kind):
             moved = before.torch_moved_unseen(batch.step_key, self._mode.distinct_draws)
             self._unseen_draws = self._unseen_draws + 1 if moved else 0
             if moved:
                 self._report_unseen(batch.kind)
+        if self._always:
+            self._report_compiled(batch)
         before.restore_cuda()
         if not self._mode.draws:
             before.restore(python=not self._python_draws)
@@ -179,8 +190,8 @@ class ModelRandomness:
         self._warn_once(
             "late",
             f"the model has started to draw random numbers in {kind}, which it did not in the first "
-            f"{_WATCHED} micro-batches: in the last {_CHECK_EVERY} micro-batches they depended on the number of ranks, "
-            "from now on they are keyed by sample",
+            f"{self._seen[kind] - 1} micro-batches: in this one, and perhaps in a few before, they depended on the "
+            "number of ranks; from now on they are keyed by sample",
         )
 
     def _report_unseen(self, kind: Kind) -> None:
@@ -199,6 +210,22 @@ class ModelRandomness:
                 f"random numbers are drawn {where} in a way that samestep cannot key by sample (a custom kernel, or "
                 "code that reads torch's generator itself): they depend on the number of ranks and on micro_batch; "
                 "use torch.rand, torch.randn, torch.bernoulli or F.dropout there, or step.random and step.normal"
+            )
+
+    def _report_compiled(self, batch: "_OpenBatch") -> None:
+        """Warn of what a compiled graph cannot learn from other micro-batches."""
+        if (shape := self._mode.unclear_in_graphs) is not None:
+            self._warn_once(
+                "ambiguous in a graph",
+                f"a draw of shape {shape} in a compiled model may have the {batch.rows} rows of the "
+                "micro-batch in more than one dimension: if samestep takes the wrong one, the numbers depend on the "
+                "number of ranks; declare it with run.wrap(model, batch_dim=0) or batch_dim=1",
+            )
+        if batch.rows == 1 and self._mode.draws:
+            self._warn_once(
+                "single row in a graph",
+                "a compiled model draws random numbers in micro-batches of one row, where samestep cannot tell a draw "
+                "for the row from one for the whole step, such as torch.rand(1): pass a micro_batch= of at least 2",
             )
 
     def _report_python(self, batch: "_OpenBatch", before: "_GeneratorStates") -> None:
@@ -248,6 +275,7 @@ class _GeneratorStates:
 
     def __init__(self, device: torch.device, python: bool) -> None:
         self._cpu = torch.default_generator.get_state()
+        self._bytes = self._cpu.numpy().tobytes()  # several times quicker to compare than tensors
         self._cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
         self._cuda_seed, self._offset = (
             (0, 0) if self._cuda is None else (self._cuda.initial_seed(), self._cuda.get_offset())
@@ -263,7 +291,7 @@ class _GeneratorStates:
 
     def moved(self) -> bool:
         """Whether a generator has been used since."""
-        if not torch.equal(self._cpu, torch.default_generator.get_state()) or self._cuda_moved():
+        if self._bytes != torch.default_generator.get_state().numpy().tobytes() or self._cuda_moved():
             return True
         return self._python is not None and (
             random.getstate() != self._python[0] or not _same_numpy(np.random.get_state(legacy=False), self._python[1])
@@ -271,7 +299,15 @@ class _GeneratorStates:
 
     def torch_moved_unseen(self, seed: int, draws: int) -> bool:
         """Whether torch's generators have moved by more than one number for each keyed draw since they were seeded."""
-        expected = torch.Generator().manual_seed(seed)
+        return self._moved_from(torch.Generator().manual_seed(seed), draws)
+
+    def torch_moved_beyond(self, draws: int) -> bool:
+        """The same, since these states were taken."""
+        before = torch.Generator()
+        before.set_state(self._cpu)
+        return self._moved_from(before, draws)
+
+    def _moved_from(self, expected: torch.Generator, draws: int) -> bool:
         for _ in range(draws):
             torch.randint(1 << 62, (), generator=expected)
         return self._cuda_moved() or not torch.equal(expected.get_state(), torch.default_generator.get_state())
@@ -387,7 +423,7 @@ class _DrawProbe:
                     *_: object, entered: list[Any] = entered, name: str = name, module: nn.Module = module
                 ) -> None:
                     states, draws = entered.pop()
-                    if self.found is None and draws == mode.distinct_draws and states.moved():
+                    if self.found is None and states.torch_moved_beyond(mode.distinct_draws - draws):
                         self.found = f"in {name or 'the model'} ({type(module).__name__})"
 
                 self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
