@@ -1,10 +1,12 @@
 """Draw docs/images/parity.svg: how far the weights of one rank and of two are apart, step by step.
 
 `python tools/parity_curves.py` trains three models in fp32, bf16 and fp64, all on one rank and then on two, and plots
-the largest difference of any weight after every step. It takes about a minute on two cores.
+the largest difference of any weight after every step. It takes about a minute on two cores. The description in the
+picture has the numbers of the table in docs/parity.md, so that a test can compare them.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -85,7 +87,7 @@ def train(run: Run, net: nn.Module, data: TensorDataset) -> dict[str, torch.Tens
 
 
 def plot(folders: list[Path], to: Path) -> None:
-    """One panel per model, one line per precision."""
+    """One panel per model, one line per precision; the numbers of the table go into the description."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,11 +95,15 @@ def plot(folders: list[Path], to: Path) -> None:
 
     matplotlib.rcParams.update({"svg.hashsalt": "samestep", "svg.fonttype": "none", "font.size": 9})
     figure, panels = pyplot.subplots(1, len(MODELS), figsize=(10, 3.4), sharey=True, layout="constrained")
+    table: dict[str, list[str]] = {}
+    in_losses = dict.fromkeys(PRECISIONS, 0.0)
     for number, (name, panel) in enumerate(zip(MODELS, panels, strict=True)):
         for precision in PRECISIONS:
             one, two = (torch.load(folder / f"{number}-{precision}.pt", weights_only=True) for folder in folders)
             differences = (one["weights"] - two["weights"]).abs().amax(dim=1)
             in_loss = float((one["losses"] - two["losses"]).abs().max())
+            in_losses[precision] = max(in_losses[precision], in_loss)
+            table.setdefault(name, []).append(f"{differences[9]:.1e}")
             panel.plot(range(1, len(differences) + 1), differences, label=precision, color=COLORS[precision])
             last = f"{differences[-1]:.1e} after {len(differences)}"
             print(f"{name:34} {precision}: {differences[9]:.1e} after 10 steps, {last}; losses differ by {in_loss:.1e}")
@@ -105,7 +111,8 @@ def plot(folders: list[Path], to: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("largest difference of a weight,\n1 rank and 2 ranks")
     panels[0].legend(loc="center right", bbox_to_anchor=(1.0, 0.33))
-    figure.savefig(to, metadata={"Date": None})
+    table["losses"] = [f"{difference:.1e}" for difference in in_losses.values()]
+    figure.savefig(to, metadata={"Date": None, "Description": json.dumps(table)})
 
 
 def main() -> None:

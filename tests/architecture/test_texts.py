@@ -1,6 +1,8 @@
 """What no file of the repository may contain: paths of one machine, package indexes, outdated generated parts."""
 
 import fnmatch
+import html
+import json
 import re
 import subprocess
 import sys
@@ -115,3 +117,13 @@ def test_a_page_without_markers_is_an_error(tree):
     code, message, _ = tree("--check", "no tree here\n")
     assert code == 1
     assert message.endswith("PAGE.md has no markers for the tree: add <!-- tree --> and <!-- /tree -->\n")
+
+
+def test_the_table_of_the_parity_page_has_the_numbers_of_its_picture():
+    picture = (REPOSITORY / "docs" / "images" / "parity.svg").read_text()
+    drawn = json.loads(html.unescape(re.search(r"<dc:description>(.*?)</dc:description>", picture, re.DOTALL)[1]))
+    page = (REPOSITORY / "docs" / "parity.md").read_text()
+    table = page[page.index("| largest difference of a weight after 10 steps") :].partition("\n\n")[0]
+    shown = [[cell.strip() for cell in row.strip("|").split("|")[1:]] for row in table.splitlines()[2:]]
+    assert len(drawn) == 4
+    assert shown == list(drawn.values())

@@ -18,5 +18,7 @@ def models(model_cache) -> dict[int, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _separate_folder(tmp_path, monkeypatch):
+def _separate_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # torch sets this permanently when transformers is first imported
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))

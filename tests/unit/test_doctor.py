@@ -435,6 +435,7 @@ def test_the_command_prints_text_and_exits_with_0_without_errors(cache):
         assert label in labels
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_status_line_and_a_pipe_only_the_json(cache):
     master, slave = pty.openpty()
     environ = {**os.environ, "XDG_CACHE_HOME": cache, "TERM": "xterm"}

@@ -264,16 +264,22 @@ class Hidden(nn.Module):
         return x
 
 
+def warnings_of(body, rows=4, micro_batches=3, model=None, batch_dim=None):
+    """What is said while `body(inputs)` runs in some micro-batches."""
+    said = []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), said.append)
+    if model is not None:
+        randomness.add_model(model, batch_dim)
+    for step in range(micro_batches):
+        with randomness.micro_batch("training", step, 0, lambda: torch.arange(rows)):
+            body(torch.ones(rows, 3))
+    return said
+
+
 def test_an_unseen_draw_names_its_module():
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
     model = nn.Sequential(nn.Linear(3, 3), Hidden())
-    randomness.add_model(model, None)
-    for step in range(3):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
-            model(torch.ones(4, 3))
-    assert len(warnings) == 1
-    assert "random numbers are drawn in 1 (Hidden) in a way that samestep cannot key by sample" in warnings[0]
+    (warning,) = warnings_of(model, model=model)
+    assert "random numbers are drawn in 1 (Hidden) in a way that samestep cannot key by sample" in warning
 
 
 def per_row_with_numpy(rows):
@@ -293,11 +299,7 @@ def per_step(rows):
 )
 @pytest.mark.parametrize("rows", [2, 9, 700])
 def test_a_number_of_python_or_numpy_for_each_row_is_reported_with_its_line(draw, name, rows):
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
-    for step in range(6):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(rows)):
-            draw(max(rows, 8))
+    warnings = warnings_of(lambda x: draw(max(rows, 8)), rows, micro_batches=6)
     assert sys.gettrace() is None
     line = draw.__code__.co_firstlineno + 1
     expected = f"{name} at {__file__}:{line} draws at least one number for each of the {rows} rows of a micro-batch"
@@ -314,15 +316,9 @@ class HiddenBesideDropout(Hidden):
 
 
 def test_an_unseen_draw_beside_a_keyed_one_names_its_module():
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), HiddenBesideDropout())
-    randomness.add_model(model, None)
-    for step in range(3):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
-            model(torch.ones(4, 3))
-    assert len(warnings) == 1
-    assert "random numbers are drawn in 2 (HiddenBesideDropout) in a way that samestep cannot key" in warnings[0]
+    (warning,) = warnings_of(model, model=model)
+    assert "random numbers are drawn in 2 (HiddenBesideDropout) in a way that samestep cannot key" in warning
 
 
 def evaluate_after_training(evaluate, rows, kinds=("training", "evaluation")):
@@ -369,35 +365,27 @@ def test_branches_may_have_different_layouts():
 
 @pytest.mark.parametrize("batch_dim", [None, 0, 1])
 def test_a_draw_that_fits_in_two_ways_is_reported_unless_declared(batch_dim):
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
-    randomness.add_model(nn.Linear(1, 1), batch_dim)
-    for step in range(3):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
-            torch.distributions.Normal(torch.ones(4, 3), 1.0).sample((4,))
+    sample = torch.distributions.Normal(torch.ones(4, 3), 1.0).sample
+    warnings = warnings_of(lambda x: sample((4,)), model=nn.Linear(1, 1), batch_dim=batch_dim)
     expected = "a draw of shape (4, 4, 3) may have the 4 rows of the micro-batch in its first dimension or in its"
     assert [expected in text for text in warnings] == [True] * (batch_dim is None)
 
 
 def test_attention_with_as_many_heads_as_rows_is_not_reported_if_another_draw_shows_where_the_rows_are():
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
-    for step in range(3):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
-            functional.dropout(torch.ones(4, 7, 3))
-            functional.dropout(torch.ones(4, 4, 7, 7))
-    assert not warnings
+    def body(x):
+        functional.dropout(torch.ones(4, 7, 3))
+        functional.dropout(torch.ones(4, 4, 7, 7))
+
+    assert warnings_of(body) == []
 
 
 def test_dropout_that_fits_in_two_ways_is_reported_if_nothing_shows_where_the_rows_are():
-    warnings = []
-    randomness = ModelRandomness(0, 0, torch.device("cpu"), warnings.append)
-    for step in range(3):
-        with randomness.micro_batch("training", step, 0, lambda: torch.arange(4)):
-            functional.dropout(torch.ones(4, 4, 3))
-            functional.dropout2d(torch.ones(4, 4, 3, 3))  # its rows are always in the first dimension
-    assert len(warnings) == 1
-    assert warnings[0].startswith("a draw of shape (4, 4, 3) may have the 4 rows of the micro-batch in its first dim")
+    def body(x):
+        functional.dropout(torch.ones(4, 4, 3))
+        functional.dropout2d(torch.ones(4, 4, 3, 3))  # its rows are always in the first dimension
+
+    (warning,) = warnings_of(body)
+    assert warning.startswith("a draw of shape (4, 4, 3) may have the 4 rows of the micro-batch in its first dim")
 
 
 @pytest.mark.parametrize(("period", "first"), [(2, 4), (4, 4), (8, 3), (16, 4), (10, 7)])
