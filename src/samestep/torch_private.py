@@ -212,9 +212,14 @@ def _no_override(*_: object) -> bool:
 
 
 def dispatch_in_graphs(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let Dynamo ask a TorchFunctionMode for these functions too, as eager torch does; its own list lacks some."""
+    """Let Dynamo ask a TorchFunctionMode for these functions too, as eager torch does; its own list lacks some.
+
+    The mode may count inside of activation checkpointing: Dynamo traces such a layer once, for both passes.
+    """
+    from torch._dynamo import config
     from torch._dynamo.variables.torch import get_overridable_functions  # pyright: ignore[reportPrivateImportUsage]
 
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     get_overridable_functions().update(functions)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from samestep import Run
@@ -25,28 +26,30 @@ class Layer(nn.Module):
 
     def forward(self, x):
         x = self.drop(functional.gelu(self.linear(x)))
-        return x + 0.1 * torch.randn_like(x)
+        return x + 0.1 * torch.randn_like(x) * torch.rand(())
 
 
 class Noisy(nn.Module):
-    def __init__(self):
+    def __init__(self, checkpointed):
         super().__init__()
+        self.checkpointed = checkpointed
         self.embed, self.last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, x):
         x = self.embed(x)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.last(functional.dropout(x, 0.2, self.training)).sum(-1)
 
 
-def train(compiled=False, strategy=None, micro_batch=None):
+def train(compiled=False, strategy=None, micro_batch=None, checkpointed=None):
     """Train on this rank: the weights, and the loss of an evaluation, in which the layers draw noise too."""
     inputs = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     data = TensorDataset(inputs, inputs.sum(1))
     with Run(global_batch=6, seed=3, compile=compiled) as run:
-        model = run.wrap(Noisy().double(), strategy)
+        blocks = {"activation_checkpointing": (Layer,)} if checkpointed == "by run.wrap" else {}
+        model = run.wrap(Noisy(checkpointed == "in forward").double(), strategy, **blocks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for epoch in run.shard(data, shuffle=True, micro_batch=micro_batch).epochs(2):
             for step in epoch:
@@ -62,13 +65,13 @@ def train(compiled=False, strategy=None, micro_batch=None):
     return torch.cat([*weights, torch.tensor([loss], dtype=torch.float64)])
 
 
-def train_compiled(strategy, micro_batch):
+def train_compiled(*args):
     """The same with a compiler whose graphs, like those of Inductor, do not show a mode what they draw."""
     for text in ("`torch.jit", "The .grad attribute of a Tensor that is not a leaf"):
         warnings.filterwarnings("ignore", text)  # torch warns while it compiles
     torch.compiler.reset()  # otherwise shapes that an earlier test has compiled are part of this one
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        return train(True, strategy, micro_batch)
+        return train(True, *args)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +83,20 @@ def expected(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy", "micro_batch"), [(1, None, 2), (2, None, None), (3, None, None), (2, "fsdp", None)]
+    ("size", "strategy", "micro_batch", "checkpointed"),
+    [
+        (1, None, 2, None),
+        (2, None, None, None),
+        (2, None, None, "in forward"),
+        (2, None, None, "by run.wrap"),
+        (2, "fsdp", None, "by run.wrap"),
+        (2, "fsdp", None, "in forward"),
+        (3, None, None, None),
+        (2, "fsdp", None, None),
+    ],
 )
-def test_a_compiled_model_draws_the_same_on_any_number_of_ranks(ranks, expected, size, strategy, micro_batch):
-    for result in ranks(size, train_compiled, strategy, micro_batch):
+def test_a_compiled_model_draws_the_same_on_any_number_of_ranks(
+    ranks, expected, size, strategy, micro_batch, checkpointed
+):
+    for result in ranks(size, train_compiled, strategy, micro_batch, checkpointed):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)

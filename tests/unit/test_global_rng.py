@@ -20,15 +20,15 @@ def _restore():
         yield
 
 
-def test_states_are_read_from_memory_in_this_torch_python_and_numpy():
-    assert [generator.is_fast for generator in GENERATORS] == [True, True, True]
+def test_states_are_read_from_memory_in_this_python_and_numpy():
+    assert [generator.is_fast for generator in GENERATORS[1:]] == [True, True]
 
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("number", "draw"), list(enumerate(DRAWS)) + list(enumerate(NORMAL_DRAWS)))
 def test_a_snapshot_changes_with_every_draw_and_restores_the_generator(monkeypatch, number, draw, fast):
     generator = GENERATORS[number]
-    if not fast:
+    if not fast and number > 0:
         monkeypatch.setattr(generator, "_gauss" if number == 2 else "_memory", None)
     for already_drawn in range(2):  # of a pair of normal numbers, the first or both
         before = generator.snapshot()

@@ -8,10 +8,10 @@ Seeding costs more than reading a sample that is in memory, so `KeyedCalls` seed
 seeds all of them for the first batch and finds out which ones move. The others it only watches. If one of them moves
 later, it is seeded too from then on, and the batch is read again.
 
-To watch a generator must cost nearly nothing, and the public functions that return a state take 3 (torch), 10 (Python)
-and 30 microseconds (numpy). So states are read from the memory of the generators, in 0.2 microseconds. The layouts have
-not changed for many years; if a check at import finds another one, the public functions are used. Only these restore a
-state.
+To watch a generator must cost nearly nothing, and the public functions that return a state take 10 (Python) and 30
+microseconds (numpy). So these two states are read from the memory of the generators, in 0.2 microseconds. The layouts
+have not changed for many years; if a check at import finds another one, the public functions are used. Only these
+restore a state.
 """
 
 import ctypes
@@ -61,28 +61,17 @@ class _GlobalGenerator(Protocol):
 class _TorchGenerator:
     """torch's generator of the CPU. CUDA generators are not seeded: datasets do not draw on the device."""
 
-    def __init__(self) -> None:
-        self._memory = _torch_memory(torch.default_generator) if _is_torch_readable() else None
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether the state is read from memory."""
-        return self._memory is not None
-
     def seed(self, word: int) -> None:
         """Seed it."""
         torch.default_generator.manual_seed(word)
 
     def snapshot(self) -> bytes:
-        """Return its state."""
-        if self._memory is None:
-            return torch.default_generator.get_state().numpy().tobytes()
-        return self._memory.raw
+        """Return its state; bytes are compared several times quicker than tensors."""
+        return torch.default_generator.get_state().numpy().tobytes()
 
     def restore(self, snapshot: Any) -> None:
         """Restore it."""
-        state = snapshot if self._memory is None else _torch_state(snapshot)
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        torch.default_generator.set_state(torch.frombuffer(bytearray(snapshot), dtype=torch.uint8))
 
 
 class _PythonGenerator:
@@ -156,62 +145,6 @@ class _NumpyGenerator:
 
 
 # The states in memory
-
-_ENGINE: Final = np.dtype(
-    [("seed", "u8"), ("left", "i4"), ("seeded", "?"), ("next", "u4"), ("words", "u4", 624)], align=True
-)
-_TORCH_MEMORY: Final = np.dtype(
-    [("engine", _ENGINE), ("float", "f4"), ("has_float", "?"), ("double", "f8"), ("has_double", "?")], align=True
-)
-"""torch's generator of the CPU in memory: a Mersenne Twister and the second of a pair of normal numbers."""
-
-_TORCH_LEGACY: Final = np.dtype(
-    [
-        *[("seed", "u8"), ("left", "i4"), ("seeded", "i4"), ("next", "u8"), ("words", "u8", 624)],
-        *[("x", "f8"), ("double", "f8"), ("rho", "f8"), ("has_double", "i4")],
-    ],
-    align=True,
-)
-_TORCH_STATE: Final = np.dtype([("legacy", _TORCH_LEGACY), ("float", "f4"), ("has_float", "?")], align=True)
-"""The same as `torch.Generator.get_state` returns it."""
-
-_SEARCHED_BYTES: Final = 256  # of torch's generator, to find its state: it has more than 2,500
-
-
-def _torch_memory(generator: torch.Generator) -> "ctypes.Array[ctypes.c_char] | None":
-    """The state of a torch generator of the CPU; None if it is not found."""
-    address = getattr(generator, "_cdata", None)
-    if not isinstance(address, int):
-        return None
-    words = np.frombuffer(generator.get_state().numpy().tobytes(), _TORCH_STATE)["legacy"]["words"][0]
-    first = words[:8].astype(np.uint32).tobytes()
-    offset = ctypes.string_at(address, _SEARCHED_BYTES).find(first) - _ENGINE.fields["words"][1]  # pyright: ignore[reportOptionalSubscript]
-    return (ctypes.c_char * _TORCH_MEMORY.itemsize).from_address(address + offset) if offset > 0 else None
-
-
-def _torch_state(memory: bytes) -> bytes:
-    """Return the state of a torch generator in the format of `get_state`."""
-    found, state = np.frombuffer(memory, _TORCH_MEMORY)[0], np.zeros(1, _TORCH_STATE)
-    legacy = state["legacy"]
-    for field in ("seed", "left", "seeded", "next", "words"):
-        legacy[field] = found["engine"][field]
-    if found["has_double"]:
-        legacy["double"], legacy["has_double"] = found["double"], 1
-    if found["has_float"]:
-        state["float"], state["has_float"] = found["float"], True
-    return state.tobytes()
-
-
-def _is_torch_readable() -> bool:
-    generator = torch.Generator().manual_seed(1)
-    if generator.get_state().numel() != _TORCH_STATE.itemsize or (memory := _torch_memory(generator)) is None:
-        return False
-    for draw in (None, torch.rand, torch.randn, torch.randn):
-        if draw is not None:
-            draw(1, generator=generator)
-        if _torch_state(memory.raw) != generator.get_state().numpy().tobytes():
-            return False
-    return True
 
 
 def _python_memory(generator: random.Random) -> "ctypes.Array[ctypes.c_char]":

@@ -397,12 +397,23 @@ def _creating(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _entered(function: Callable[..., Any]) -> Rule:
-    """A Python function of torch that draws inside, or a backward pass, which computes checkpointed layers again."""
+    """A Python function of torch that draws inside."""
     unchecked = without_override_check(function)
 
     def rule(mode: KeyedDraws, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:
             return unchecked(*args, **kwargs)
+
+    return rule
+
+
+def _backward(function: Callable[..., Any]) -> Rule:
+    """A backward pass, which computes checkpointed layers again."""
+    entered = _entered(function)
+
+    def rule(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode.recomputing():
+            return entered(mode, func, args, kwargs)
 
     return rule
 
@@ -429,13 +440,16 @@ def _without_indices(function: Callable[..., Any]) -> Rule:
 
 
 _FLIPS: Final = (torch.flip, Tensor.flip)
+_TILES: Final = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat)
+_NEW: Final = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
+_CHANNELS: Final = (functional.dropout1d, functional.dropout2d, functional.dropout3d, torch.feature_dropout)
+_ALPHA: Final = (functional.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_)
+_ALPHA_CHANNELS: Final = (
+    functional.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_
+)  # fmt: skip
 _IN_PLACE: Final = (
-    torch.dropout_,
-    torch.feature_dropout_,
-    torch.alpha_dropout_,
-    torch.feature_alpha_dropout_,
-    torch.rrelu_,
-)
+    torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_, torch.rrelu_
+)  # fmt: skip
 DRAW_RULES: Final[dict[Any, Rule]] = {
     torch.rand: _factory(uniform),
     torch.randn: _factory(normal),
@@ -452,25 +466,11 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
     Tensor.uniform_: _drawing(_uniform_),
     Tensor.normal_: _drawing(_normal_),
     Tensor.exponential_: _drawing(_exponential_),
-    **dict.fromkeys(
-        (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat), _tiling
-    ),
+    **dict.fromkeys(_TILES, _tiling),
     Tensor.__len__: _length,
     **dict.fromkeys((*_FLIPS, torch.roll, Tensor.roll), _reordering),
     **dict.fromkeys((Tensor.shape.__get__, Tensor.size), _shape),  # pyright: ignore  # a property of torch
-    **dict.fromkeys(
-        (
-            torch.empty,
-            torch.zeros,
-            torch.ones,
-            torch.full,
-            Tensor.new_empty,
-            Tensor.new_zeros,
-            Tensor.new_ones,
-            Tensor.new_full,
-        ),
-        _creating,
-    ),
+    **dict.fromkeys((torch.empty, torch.zeros, torch.ones, torch.full, *_NEW), _creating),
     **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _drawing(_rrelu)),
     functional.scaled_dot_product_attention: _drawing(_attention),
     functional.multi_head_attention_forward: _batch_first(functional.multi_head_attention_forward),
@@ -479,32 +479,11 @@ DRAW_RULES: Final[dict[Any, Rule]] = {
     functional.fractional_max_pool3d: _without_indices(functional.fractional_max_pool3d_with_indices),
     functional.fractional_max_pool2d_with_indices: _entered(functional.fractional_max_pool2d_with_indices),
     functional.fractional_max_pool3d_with_indices: _entered(functional.fractional_max_pool3d_with_indices),
-    torch.autograd.grad: _entered(torch.autograd.grad),
-    torch.autograd.backward: _entered(torch.autograd.backward),
-    Tensor.backward: _entered(Tensor.backward),
+    **{function: _backward(function) for function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)},
     **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropping(_dropout)),
     torch.native_dropout: _drawing(_native_dropout),
-    **dict.fromkeys(
-        (
-            functional.dropout1d,
-            functional.dropout2d,
-            functional.dropout3d,
-            torch.feature_dropout,
-            torch.feature_dropout_,
-        ),
-        _dropping(_feature_dropout),
-    ),
-    **dict.fromkeys(
-        (
-            functional.alpha_dropout,
-            functional.feature_alpha_dropout,
-            torch.alpha_dropout,
-            torch.alpha_dropout_,
-            torch.feature_alpha_dropout,
-            torch.feature_alpha_dropout_,
-        ),
-        _dropping(_alpha_dropout),
-    ),
+    **dict.fromkeys((*_CHANNELS, torch.feature_dropout_), _dropping(_feature_dropout)),
+    **dict.fromkeys((*_ALPHA, *_ALPHA_CHANNELS), _dropping(_alpha_dropout)),
     **dict.fromkeys((torch.poisson, torch.multinomial, Tensor.multinomial, *GAMMA_DRAWS), _drawing(_by_rows)),
     **dict.fromkeys((Tensor.random_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_), _drawing(_by_rows_)),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),

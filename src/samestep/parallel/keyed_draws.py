@@ -30,7 +30,18 @@ Rule = Callable[["KeyedDraws", Any, tuple[Any, ...], dict[str, Any]], Any]  # th
 
 _SKIPPED_FILES = (__file__, str(Path(__file__).with_name("draw_rules.py")), str(Path(torch.__file__).parent))
 # the attributes of KeyedDraws that belong to one micro-batch
-_OF_A_BATCH = ("_keys", "_step_keys", "_rows", "_step_key", "_fused_seed", "_count", "_numbers", "draws", "_tiled")
+_OF_A_BATCH = (
+    "_keys",
+    "_step_keys",
+    "_rows",
+    "_step_key",
+    "_fused_seed",
+    "_count",
+    "_numbers",
+    "_blocks",
+    "draws",
+    "_tiled",
+)
 _FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
 
 
@@ -185,6 +196,7 @@ class KeyedDraws(TorchFunctionMode):
         self._count = 0
         self._kind = ""
         self._numbers: dict[int, int] = {}
+        self._blocks: dict[int, int] = {}  # how many draws came before each compiled block
         self._tiled: set[int] = set()
         self._unclear: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
         self._unclear_dim = 0  # the dimension that was chosen; -1 if other draws do not show whether that is right
@@ -197,7 +209,7 @@ class KeyedDraws(TorchFunctionMode):
     @property
     def distinct_draws(self) -> int:
         """How many draws this micro-batch has made, each counted once however often it was computed."""
-        return len(self._numbers)
+        return len(self._numbers) + len(self._blocks)
 
     @property
     def key_devices(self) -> Sequence[torch.device]:
@@ -210,8 +222,10 @@ class KeyedDraws(TorchFunctionMode):
         self._batches += 1
         self.attention_layers, self._attention_calls = max(self.attention_layers, self._attention_calls), 0
         self._keys, self._step_keys = {keys.device: keys}, {}
+        if self._run_rule is not None:  # for compiled graphs: they would specialize on a number, and compile every step
+            self._step_keys[keys.device] = torch.tensor([step_key], device=keys.device)
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
-        self._count, self._numbers, self.draws, self._tiled = first_number, {}, 0, set()
+        self._count, self._numbers, self._blocks, self.draws, self._tiled = first_number, {}, {}, 0, set()
         torch.default_generator.manual_seed(step_key)
         prepare_for_graphs(keys.device)
         self.default_device = torch.get_default_device()
@@ -231,8 +245,8 @@ class KeyedDraws(TorchFunctionMode):
     ) -> Any:
         rule = self._rules.get(func)
         if rule is None:
-            if torch.compiler.is_compiling() and getattr(func, "__name__", "") == "unflatten":
-                return torch.unflatten(*args, **(kwargs or {}))  # Dynamo cannot trace super() in Tensor.unflatten here
+            if torch.compiler.is_compiling():
+                return _trace(self, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._run_rule is None or torch.compiler.is_compiling():
             return rule(self, func, args, kwargs or {})
@@ -267,6 +281,18 @@ class KeyedDraws(TorchFunctionMode):
             self._count += 1
             known = self._numbers[marker] = self._count
         return known
+
+    def start_block(self) -> None:
+        """Continue with the numbers that a compiled block had before, if the backward pass computes it again."""
+        marker = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        self._count = self._blocks.setdefault(marker, self._count)
+
+    @contextmanager
+    def recomputing(self) -> Generator[None]:
+        """Inside, blocks may be computed again; later draws get numbers of their own."""
+        before = self._count
+        yield
+        self._count = max(self._count, before)
 
     def keys(self, device: torch.device) -> Tensor:
         """The keys of the rows, on `device`."""
@@ -440,11 +466,27 @@ class KeyedDraws(TorchFunctionMode):
         return self._step_keys[device]
 
 
+def _trace(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that has no rule, while Dynamo traces it."""
+    name = getattr(func, "__name__", "")
+    if name == "unflatten":
+        return torch.unflatten(*args, **kwargs)  # Dynamo cannot trace super() in Tensor.unflatten here
+    if name != "tag_activation_checkpoint":
+        return func(*args, **kwargs)
+    layer = args[0]
+
+    def keyed(*inputs: Any, **options: Any) -> Any:  # Dynamo would trace a checkpointed layer without this mode
+        with mode:
+            return layer(*inputs, **options)
+
+    return func(keyed, *args[1:], **kwargs)
+
+
 def _call(rule: Rule, *args: Any) -> Any:
     return rule(*args)
 
 
 def _calling_line() -> tuple[object, int]:
-    """The line outside of torch that leads to a torch function, as (code, line number)."""
+    """The place outside of torch that leads to a torch function, as (code, instruction): a line may draw twice."""
     frame = calling_frame(_SKIPPED_FILES)
-    return frame.f_code, frame.f_lineno
+    return frame.f_code, frame.f_lasti

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.data.permutation import Purpose, key64, keyed_word
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws
+from samestep.torch_private import is_compiled
 
 Kind = Literal["training", "evaluation"]
 
@@ -77,10 +78,17 @@ class ModelRandomness:
         self._mode.attention_layers = max(self._mode.attention_layers, attention)
         if any(isinstance(module, _BATCH_FIRST) for module in modules):
             self._mode.row_dims.add(0)
+        for module in filter(is_compiled, modules):
+            hook: Any = torch.compiler.disable(self._start_block)
+            module.register_forward_pre_hook(hook)
         layers = [module for module in modules if isinstance(module, _RECURRENT_OR_ATTENTION)]
         time_first = bool(layers) and not any(map(_is_batch_first, layers))
         if batch_dim is not None or time_first:
             self._mode.batch_dim = 1 if batch_dim is None else batch_dim
+
+    def _start_block(self, *_: object) -> None:
+        if self._current is not None and self._current.keyed:
+            self._mode.start_block()
 
     def micro_batch(
         self, kind: Kind, step: int, number: int, keys: Callable[[], Tensor], passes_done: int = 0
