@@ -66,7 +66,7 @@ def test_a_guess_that_turns_out_wrong_is_reported():
     )
     assert memory.choose("b", 3, (7, 2), []) is None
     assert memory.choose("b", 3, (8, 2), []) is None
-    assert "a draw of shape (8, 2) does not have the 3 rows of the micro-batch as one dimension" in warnings[1]
+    assert "a draw of shape (8, 2) does not have the 3 rows of the micro-batch in its first dimension" in warnings[1]
 
 
 class Draws:
@@ -113,6 +113,11 @@ FUNCTIONS = {
     "random_": lambda x: torch.empty_like(x, dtype=torch.int64).random_(0, 1000),
     "geometric_": lambda x: torch.empty_like(x).geometric_(0.01),
     "multinomial": lambda x: torch.multinomial(x, 3),
+    "multinomial of tokens": lambda x: torch.multinomial(x.repeat_interleave(5, 0), 3).view(-1, 15),
+    "categorical": lambda x: torch.distributions.Categorical(probs=x.view(-1, 2, 3)).sample(),
+    "categories": lambda x: torch.distributions.Categorical(probs=x.view(-1, 2, 3)).sample((5,)).transpose(0, 1),
+    "stacked": lambda x: functional.dropout(torch.stack([x, x]).flatten(0, 1)).view(2, -1, 6).transpose(0, 1),
+    "expanded": lambda x: torch.randn_like(x[None].expand(5, -1, -1).reshape(-1, 6)).view(5, -1, 6).transpose(0, 1),
     "binomial": lambda x: torch.binomial(x * 100, x * 0.5),
     "poisson": lambda x: torch.poisson(x * 20),
     "rrelu": lambda x: functional.rrelu(-x, training=True),
@@ -342,6 +347,95 @@ def in_second_dimension(x):
 
 def flattened(x):
     return functional.dropout(x.repeat_interleave(5, 0), 0.5).view(-1, 30)
+
+
+def test_time_first_activations_may_be_flattened():
+    results = []
+    for rows in (8, 4):
+        draws = Draws()
+        draws.mode.batch_dim = 1
+
+        def flatten(x):
+            dropped = functional.dropout(x.expand(5, *x.shape).reshape(-1, 6))
+            return dropped.view(5, -1, 6).transpose(0, 1)
+
+        results.append(torch.cat([draws(flatten, first, rows) for first in range(0, 8, rows)]))
+    assert torch.equal(*results)
+
+
+def test_categories_that_are_certain_are_drawn_for_the_right_tokens():
+    expected = torch.randint(16, (12, 7), generator=torch.Generator().manual_seed(0))
+    certain = functional.one_hot(expected, 16).double()
+    sample = torch.distributions.Categorical(probs=certain).sample
+    assert torch.equal(Draws()(lambda x: sample(), 0, 12), expected)
+    assert torch.equal(Draws()(lambda x: sample((5,)), 0, 12), expected.expand(5, 12, 7))
+
+
+def restore_a_state(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        torch.randn_like(x)
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(2)
+    torch.rand(3)
+
+
+def test_a_state_that_the_script_restores_is_not_an_unseen_draw():
+    assert warnings_of(restore_a_state) == []
+
+
+def loop_over_rows(x):
+    for row in x:
+        row * torch.rand(1)
+
+
+def loop_over_layers(x):
+    for _ in range(3):
+        x = functional.dropout(x) * torch.rand(1)
+
+
+def test_a_loop_over_the_rows_that_draws_is_reported_with_its_line():
+    (warning,) = warnings_of(loop_over_rows)
+    line = loop_over_rows.__code__.co_firstlineno + 2
+    assert warning.startswith(f"{__file__}:{line} draws 4 times in a micro-batch of 4 rows, as in a loop over its rows")
+    assert warnings_of(loop_over_layers) == []
+
+
+def python_numbers(micro_batches, kind, between=False, start=0):
+    """What the script draws from Python and numpy in each of 6 steps, with some micro-batches each."""
+    drawn, said = [], []
+    randomness = ModelRandomness(0, 0, torch.device("cpu"), said.append)
+    for step in range(6):
+        for number in range(micro_batches):
+            if between and number == 0:
+                drawn.append((random.random(), np.random.rand()))
+            with randomness.micro_batch(kind, step, number, lambda: torch.arange(4)):
+                if kind == "training":
+                    functional.dropout(torch.ones(4, 2))
+                if not between and step >= start:
+                    drawn.append((step, random.random(), np.random.rand()))
+    return (drawn if between else sorted(set(drawn))), said
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+@pytest.mark.parametrize("between", [False, True])
+def test_numbers_of_python_and_numpy_for_a_step_do_not_depend_on_the_micro_batches(kind, between):
+    state = random.getstate(), np.random.get_state()
+    results = []
+    for micro_batches in (1, 2, 5):
+        random.seed(1)
+        np.random.seed(1)
+        results.append(python_numbers(micro_batches, kind, between))
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    assert results[0] == results[1] == results[2]
+    assert len(results[0][0]) == 6
+    assert results[0][1] == []
+
+
+def test_numbers_of_python_that_begin_late_are_reported():
+    said = python_numbers(2, "training", start=4)[1]
+    assert [text.startswith("the model has started to draw random numbers in training") for text in said] == [True]
 
 
 @pytest.mark.parametrize("evaluate", [in_second_dimension, flattened])

@@ -193,6 +193,9 @@ def _find_numpy_gauss() -> int | None:
 
 
 _GENERATORS: Final[tuple[_GlobalGenerator, ...]] = (_TorchGenerator(), _PythonGenerator(), _NumpyGenerator())
+PYTHON_GENERATORS: Final = _GENERATORS[1:]
+"""Those of Python and numpy."""
+
 _TORCH_SNAPSHOT, _PYTHON_SNAPSHOT, _NUMPY_SNAPSHOT = (generator.snapshot for generator in _GENERATORS)
 
 

@@ -440,7 +440,8 @@ def _without_indices(function: Callable[..., Any]) -> Rule:
 
 
 _FLIPS: Final = (torch.flip, Tensor.flip)
-_TILES: Final = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, Tensor.tile, Tensor.repeat)
+_CATS: Final = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.stack)
+_TILES: Final = (*_CATS, torch.tile, Tensor.tile, Tensor.repeat, Tensor.expand)
 _NEW: Final = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
 _CHANNELS: Final = (functional.dropout1d, functional.dropout2d, functional.dropout3d, torch.feature_dropout)
 _ALPHA: Final = (functional.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_)

@@ -9,6 +9,7 @@ restores this state before it computes a layer again, so the layer draws the sam
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ _OF_A_BATCH = (
     "_blocks",
     "draws",
     "_tiled",
+    "_shared",
 )
 _FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
 
@@ -163,9 +165,9 @@ class LayoutMemory:
     def _report_size(self, key: object, rows: int, shape: tuple[int, ...], before: tuple[int, ...]) -> None:
         self._warn(
             f"size {key}",
-            f"a draw of shape {shape} does not have the {rows} rows of the micro-batch as one dimension, and "
+            f"a draw of shape {shape} does not have the {rows} rows of the micro-batch in its first dimension, and "
             f"its shape was {before} before: its numbers are those of the step and not of the samples, so they may "
-            "depend on the number of ranks; draw with the rows in the first dimension, then select",
+            "depend on the number of ranks; draw with the rows in the first dimension, then transpose or select",
         )
 
 
@@ -198,6 +200,7 @@ class KeyedDraws(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._blocks: dict[int, int] = {}  # how many draws came before each compiled block
         self._tiled: set[int] = set()
+        self._shared: Counter[tuple[Any, int]] = Counter()  # draws of this micro-batch without rows, by place
         self._unclear: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
         self._unclear_dim = 0  # the dimension that was chosen; -1 if other draws do not show whether that is right
         self._dims_in_graphs = 0  # a bit for each dimension in which activations of compiled graphs have their rows
@@ -226,6 +229,7 @@ class KeyedDraws(TorchFunctionMode):
             self._step_keys[keys.device] = torch.tensor([step_key], device=keys.device)
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
         self._count, self._numbers, self._blocks, self.draws, self._tiled = first_number, {}, {}, 0, set()
+        self._shared = Counter()
         torch.default_generator.manual_seed(step_key)
         prepare_for_graphs(keys.device)
         self.default_device = torch.get_default_device()
@@ -310,20 +314,25 @@ class KeyedDraws(TorchFunctionMode):
         """
         if isinstance(like, nn.Parameter):
             return None
-        tiled = len(shape) > 0 and shape[0] in self._tiled
-        found = candidate_layouts(shape, self._rows, self.batch_dim, like is not None and not fresh, tiled)
+        activation = like is not None and not fresh
+        tiled = len(shape) > 0 and (shape[0] in self._tiled or (self.batch_dim == 1 and activation))
+        found = candidate_layouts(shape, self._rows, self.batch_dim, activation, tiled)
         if torch.compiler.is_compiling():
             return self._layout_in_graph(found, shape, like is None or fresh or more_dims)
         line = _calling_line()
         if self._rows > 1 and self.batch_dim is None:
             found = self._most_likely_first(found, shape, like is None or fresh or more_dims)
-        if like is not None and not fresh:
+        if activation:
             # layers share their lines: the number of the draw tells them apart, in the same kind of loop
             place = self._kind, number, line, len(shape)
-            return self._memory.choose(place, self._rows, tuple(shape), found)
-        if self._rows == 1 and found:
+            chosen = self._memory.choose(place, self._rows, tuple(shape), found)
+        elif self._rows == 1 and found:
             return found[0] if self._single_row_draws(line, shape, like) else None
-        return self._memory.choose(line, self._rows, tuple(shape), found)
+        else:
+            chosen = self._memory.choose(line, self._rows, tuple(shape), found)
+        if chosen is None:
+            self._shared[line] += 1
+        return chosen
 
     def _layout_in_graph(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> Layout | None:
         """The layout of a draw in a graph, which is compiled once: what is unclear is noted, and judged afterwards."""
@@ -356,6 +365,12 @@ class KeyedDraws(TorchFunctionMode):
                 "the numbers depend on the number of ranks; declare it with run.wrap(model, batch_dim=0) or 1",
             )
         return found
+
+    @property
+    def row_loops(self) -> set[str]:
+        """The lines that have drawn once for each row of this micro-batch, in draws without a dimension for rows."""
+        found = (place for place, count in self._shared.items() if count == self._rows > 1)
+        return {f"{code.co_filename}:{list(code.co_positions())[at // 2][0]}" for code, at in found}
 
     @property
     def single_row(self) -> bool:
@@ -403,6 +418,8 @@ class KeyedDraws(TorchFunctionMode):
 
     def note_tiled(self, result: Tensor) -> None:
         """Remember that tensors of this size are the rows several times over, one copy after the other."""
+        if result.dim() > 1 and result.shape[1] == self._rows:  # (copies, rows, ...), which may be flattened
+            self._tiled.add(result.shape[0] * self._rows)
         if result.dim() and result.shape[0] > self._rows and result.shape[0] % self._rows == 0:
             self._tiled.add(result.shape[0])
 
@@ -444,7 +461,7 @@ class KeyedDraws(TorchFunctionMode):
         sizes = layout.row_sizes(shape)
         rows = [None] * self._rows if like is None else layout.by_row(like, self._rows)
         drawn = [draw(row, sizes, generator) for row, generator in zip(rows, generators, strict=True)]
-        return layout.back(torch.stack(drawn), shape) if drawn[0].shape == sizes else torch.stack(drawn)
+        return layout.back(torch.stack(drawn), (shape[0], *drawn[0].shape[1:]))  # multinomial has other columns
 
     def fused(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Any:
         """A kernel that draws by itself: seeded, but by the micro-batch of this rank and not by its samples."""

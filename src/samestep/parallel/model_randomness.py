@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.data.global_rng import PYTHON_GENERATORS
 from samestep.data.permutation import Purpose, key64, keyed_word
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws
@@ -66,6 +67,7 @@ class ModelRandomness:
         self._probe: _DrawProbe | None = None
         self._python_per_row: Counter[str] = Counter()  # micro-batches with a number of Python or numpy for each row
         self._python_line = _PythonDrawLine()
+        self._row_loops: set[str] = set()  # of the last micro-batch
         self._unseen_draws = 0  # micro-batches in a row that drew what no torch function showed
 
     def add_model(self, model: nn.Module, batch_dim: int | None) -> None:
@@ -106,7 +108,7 @@ class ModelRandomness:
             first_draw = _FIRST_DRAW + passes_done * _DRAWS_PER_PASS
             batch.begin = partial(self._begin, batch, keys, fused_seed, first_draw)
         else:
-            batch.before = _GeneratorStates(self._device, python=self._is_checked(kind))
+            batch.before = _GeneratorStates(self._device)
         return batch
 
     def _is_checked(self, kind: Kind) -> bool:
@@ -146,6 +148,7 @@ class ModelRandomness:
         if batch.before is not None:
             if failed:
                 batch.before.restore_cuda()
+                batch.before.restore_python()
             elif batch.keyed:
                 self._learn(batch, batch.before)
             elif batch.before.moved():
@@ -161,8 +164,7 @@ class ModelRandomness:
 
     def _begin(self, batch: "_OpenBatch", keys: Callable[[], Tensor], fused_seed: int, first_draw: int) -> None:
         """Seed the generators and start to key draws."""
-        python = batch.watched or self._python_draws
-        batch.before = _GeneratorStates(self._device, python)
+        batch.before = _GeneratorStates(self._device)
         # again after the first step, which allocates the optimizer's state; a compiled model would be compiled again
         if batch.watched and (self._seen[batch.kind] == 1 or not self._always):
             self._mode.attention_limit = _free_memory(self._device) * _FREE_MEMORY_SHARE
@@ -170,17 +172,15 @@ class ModelRandomness:
         row_keys = keys()
         batch.rows = len(row_keys)
         self._mode.begin(row_keys, batch.step_key, fused_seed, first_draw, batch.kind)
-        if python:
-            random.seed(batch.step_key)
-            np.random.seed(batch.step_key % (1 << 32))
+        if batch.watched or self._python_draws:
+            batch.before.seed_python(batch.step_key)
 
     def _learn(self, batch: "_OpenBatch", before: "_GeneratorStates") -> None:
         """Learn whether the micro-batch has drawn; if not, leave no trace in the generators."""
         if self._mode.draws:
             self._draws[batch.kind] = True
-        if (batch.watched or self._python_draws) and before.python_moved_from_seed(batch.step_key):
-            self._python_draws = True
-            self._report_python(batch, before)
+        if before.python_moved():
+            self._learn_python(batch, before)
         if batch.watched or self._unseen_draws > 0 or self._is_checked(batch.kind):
             moved = before.torch_moved_unseen(batch.step_key, self._mode.distinct_draws)
             self._unseen_draws = self._unseen_draws + 1 if moved else 0
@@ -188,9 +188,31 @@ class ModelRandomness:
                 self._report_unseen(batch.kind)
         if self._always:
             self._report_compiled(batch)
+        self._report_row_loops(batch)
         before.restore_cuda()
+        before.restore_python()
         if not self._mode.draws:
-            before.restore(python=not self._python_draws)
+            before.restore_torch()
+
+    def _learn_python(self, batch: "_OpenBatch", before: "_GeneratorStates") -> None:
+        """Python's or numpy's generator was used: it is seeded from now on."""
+        if before.python_seeded:
+            self._draws[batch.kind] = self._python_draws = True
+            self._report_python(batch, before)
+        else:
+            self._start_late(batch.kind)
+
+    def _report_row_loops(self, batch: "_OpenBatch") -> None:
+        """Warn of a line that draws once per row, in a Python loop over the rows, if two micro-batches show it."""
+        loops = self._mode.row_loops if batch.watched else set[str]()
+        if again := sorted(loops & self._row_loops):
+            self._warn_once(
+                "row loop",
+                f"{again[0]} draws {batch.rows} times in a micro-batch of {batch.rows} rows, as in a loop over its "
+                "rows, and samestep keys such draws by the step and not by the sample, so they depend on the number of "
+                "ranks: draw for all rows at once, as in torch.rand(x.shape[0]), or in __getitem__ of the dataset",
+            )
+        self._row_loops = loops
 
     def _start_late(self, kind: Kind) -> None:
         """A model that drew nothing at first draws now."""
@@ -198,8 +220,8 @@ class ModelRandomness:
         self._warn_once(
             "late",
             f"the model has started to draw random numbers in {kind}, which it did not in the first "
-            f"{self._seen[kind] - 1} micro-batches: in this one, and perhaps in a few before, they depended on the "
-            "number of ranks; from now on they are keyed by sample",
+            f"{self._seen[kind] - 1} micro-batches: in this one they depended on the number of ranks, from now on they "
+            "are keyed",
         )
 
     def _report_unseen(self, kind: Kind) -> None:
@@ -281,7 +303,7 @@ class _OpenBatch:
 class _GeneratorStates:
     """The states of torch's generators, and of Python's and numpy's if wanted."""
 
-    def __init__(self, device: torch.device, python: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator.get_state()
         self._bytes = self._cpu.numpy().tobytes()  # several times quicker to compare than tensors
         self._cuda = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
@@ -289,7 +311,8 @@ class _GeneratorStates:
             (0, 0) if self._cuda is None else (self._cuda.initial_seed(), self._cuda.get_offset())
         )
         self._cuda_start = self._offset
-        self._python = (random.getstate(), np.random.get_state(legacy=False)) if python else None
+        self._python = self._python_mark = _python_states()
+        self.python_seeded = False
 
     def seed_cuda(self, seed: int) -> None:
         """Seed the CUDA generator for kernels that cannot be keyed: they should not draw the same on every rank."""
@@ -301,9 +324,7 @@ class _GeneratorStates:
         """Whether a generator has been used since."""
         if self._bytes != torch.default_generator.get_state().numpy().tobytes() or self._cuda_moved():
             return True
-        return self._python is not None and (
-            random.getstate() != self._python[0] or not _same_numpy(np.random.get_state(legacy=False), self._python[1])
-        )
+        return self.python_moved()
 
     def torch_moved_unseen(self, seed: int, draws: int) -> bool:
         """Whether torch's generators have moved by more than one number for each keyed draw since they were seeded."""
@@ -316,16 +337,24 @@ class _GeneratorStates:
         return self._moved_from(before, draws)
 
     def _moved_from(self, expected: torch.Generator, draws: int) -> bool:
-        for _ in range(draws):
+        if self._cuda_moved():
+            return True
+        now = torch.default_generator.get_state().numpy().tobytes()
+        for _ in range(draws + 1):  # fewer than all if the script restores a state, as torch.random.fork_rng does
+            if expected.get_state().numpy().tobytes() == now:
+                return False
             torch.randint(1 << 62, (), generator=expected)
-        return self._cuda_moved() or not torch.equal(expected.get_state(), torch.default_generator.get_state())
+        return True
 
-    def python_moved_from_seed(self, seed: int) -> bool:
-        """Whether Python's or numpy's generator was used after it was seeded."""
-        numpy_state = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
-        return random.getstate() != random.Random(seed).getstate() or not _same_numpy(
-            np.random.get_state(legacy=False), numpy_state
-        )
+    def seed_python(self, seed: int) -> None:
+        """Seed Python's and numpy's generators."""
+        for generator in PYTHON_GENERATORS:
+            generator.seed(seed)
+        self._python_mark, self.python_seeded = _python_states(), True
+
+    def python_moved(self) -> bool:
+        """Whether Python's or numpy's generator was used, since it was seeded if it was."""
+        return _python_states() != self._python_mark
 
     def python_words(self, seed: int) -> int:
         """How many words of 32 bits Python's or numpy's generator has given since it was seeded."""
@@ -343,12 +372,15 @@ class _GeneratorStates:
             self._cuda.manual_seed(self._cuda_seed)
             self._cuda.set_offset(self._offset)
 
-    def restore(self, python: bool) -> None:
-        """Set the CPU generators back."""
+    def restore_torch(self) -> None:
+        """Set torch's generator of the CPU back."""
         torch.default_generator.set_state(self._cpu)
-        if self._python is not None and python:
-            random.setstate(self._python[0])
-            np.random.set_state(self._python[1])
+
+    def restore_python(self) -> None:
+        """Set Python's and numpy's generators back if they were seeded: what the loop draws is not moved by this."""
+        if self.python_seeded:
+            for generator, state in zip(PYTHON_GENERATORS, self._python, strict=True):
+                generator.restore(state)
 
     def _cuda_moved(self) -> bool:
         return self._cuda is not None and self._cuda.get_offset() != self._cuda_start
@@ -425,7 +457,7 @@ class _DrawProbe:
                 entered: list[Any] = []
 
                 def before(*_: object, entered: list[Any] = entered) -> None:
-                    entered.append((_GeneratorStates(next(iter(mode.key_devices)), python=False), mode.distinct_draws))
+                    entered.append((_GeneratorStates(next(iter(mode.key_devices))), mode.distinct_draws))
 
                 def after(
                     *_: object, entered: list[Any] = entered, name: str = name, module: nn.Module = module
@@ -442,10 +474,8 @@ class _DrawProbe:
             self._hooks.pop().remove()
 
 
-def _same_numpy(first: Any, second: Any) -> bool:
-    return first["state"]["pos"] == second["state"]["pos"] and bool(
-        (first["state"]["key"] == second["state"]["key"]).all()
-    )
+def _python_states() -> tuple[object, ...]:
+    return tuple(generator.snapshot() for generator in PYTHON_GENERATORS)
 
 
 def _is_batch_first(module: nn.Module) -> bool:
