@@ -42,7 +42,7 @@ _OF_A_BATCH = (
     "_blocks",
     "draws",
     "_tiled",
-    "_shared",
+    "shared",
 )
 _FROM_ROWS = "_samestep_from_rows"  # the attribute of a tensor that was created with the number of rows as a size
 
@@ -200,7 +200,7 @@ class KeyedDraws(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._blocks: dict[int, int] = {}  # how many draws came before each compiled block
         self._tiled: set[int] = set()
-        self._shared: Counter[tuple[Any, int]] = Counter()  # draws of this micro-batch without rows, by place
+        self.shared: Counter[tuple[Any, int]] = Counter()  # draws of this micro-batch without rows, by place
         self._unclear: tuple[int, ...] | None = None  # the shape of a draw in a compiled graph that fits in two ways
         self._unclear_dim = 0  # the dimension that was chosen; -1 if other draws do not show whether that is right
         self._dims_in_graphs = 0  # a bit for each dimension in which activations of compiled graphs have their rows
@@ -229,7 +229,7 @@ class KeyedDraws(TorchFunctionMode):
             self._step_keys[keys.device] = torch.tensor([step_key], device=keys.device)
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
         self._count, self._numbers, self._blocks, self.draws, self._tiled = first_number, {}, {}, 0, set()
-        self._shared = Counter()
+        self.shared = Counter()
         torch.default_generator.manual_seed(step_key)
         prepare_for_graphs(keys.device)
         self.default_device = torch.get_default_device()
@@ -331,7 +331,7 @@ class KeyedDraws(TorchFunctionMode):
         else:
             chosen = self._memory.choose(line, self._rows, tuple(shape), found)
         if chosen is None:
-            self._shared[line] += 1
+            self.shared[line] += 1
         return chosen
 
     def _layout_in_graph(self, found: list[Layout], shape: Sequence[int], own_shape: bool) -> Layout | None:
@@ -365,12 +365,6 @@ class KeyedDraws(TorchFunctionMode):
                 "the numbers depend on the number of ranks; declare it with run.wrap(model, batch_dim=0) or 1",
             )
         return found
-
-    @property
-    def row_loops(self) -> set[str]:
-        """The lines that have drawn once for each row of this micro-batch, in draws without a dimension for rows."""
-        found = (place for place, count in self._shared.items() if count == self._rows > 1)
-        return {f"{code.co_filename}:{list(code.co_positions())[at // 2][0]}" for code, at in found}
 
     @property
     def single_row(self) -> bool:
@@ -481,6 +475,12 @@ class KeyedDraws(TorchFunctionMode):
         if device not in self._step_keys:
             self._step_keys[device] = torch.tensor([self._step_key], device=device)
         return self._step_keys[device]
+
+
+def row_loops(draws: Mapping[tuple[Any, int], int], rows: int) -> set[str]:
+    """The lines that have drawn once for each row, in draws without a dimension for the rows."""
+    found = (place for place, count in draws.items() if count == rows > 1)
+    return {f"{code.co_filename}:{list(code.co_positions())[at // 2][0]}" for code, at in found}
 
 
 def _trace(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.data.global_rng import PYTHON_GENERATORS
 from samestep.data.permutation import Purpose, key64, keyed_word
 from samestep.parallel.draw_rules import DRAW_RULES
-from samestep.parallel.keyed_draws import KeyedDraws
+from samestep.parallel.keyed_draws import KeyedDraws, row_loops
 from samestep.torch_private import is_compiled
 
 Kind = Literal["training", "evaluation"]
@@ -204,7 +204,7 @@ class ModelRandomness:
 
     def _report_row_loops(self, batch: "_OpenBatch") -> None:
         """Warn of a line that draws once per row, in a Python loop over the rows, if two micro-batches show it."""
-        loops = self._mode.row_loops if batch.watched else set[str]()
+        loops = row_loops(self._mode.shared, batch.rows) if batch.watched else set[str]()
         if again := sorted(loops & self._row_loops):
             self._warn_once(
                 "row loop",
