@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
+from tests.launch.launched import wait_for
 from tests.lightning.trained import closing, loader, make_trainer, regression
 
 pytestmark = pytest.mark.slow
@@ -159,6 +161,15 @@ def attributes(*classes):
     }
 
 
+def fit_and_close(name):
+    """Fit, and wait until rank 0 has closed its store: a rank that starts again must not connect to the old one."""
+    fit_logged(name)
+    closed = Path(f"{name}-closed-by-{os.environ.get('WORLD_SIZE', 1)}")
+    if os.environ.get("RANK", "0") == "0":
+        closed.touch()
+    wait_for(closed.exists, 30)
+
+
 def attributes_changed_by_a_fit():
     """Return which attributes of classes of Lightning and torch a training with samestep changed."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -173,8 +184,8 @@ def attributes_changed_by_a_fit():
         _ResultMetric, DistributedDataParallel, DataLoader, torch.optim.SGD, torch.Tensor,
     )  # fmt: skip
     before = attributes(*classes)
-    fit_logged("logs")
-    fit_logged("logs")
+    fit_and_close("first")
+    fit_and_close("second")
     after = attributes(*classes)
     return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
 
@@ -185,7 +196,7 @@ def test_samestep_does_not_patch_lightning(ranks):
 
 
 def attributes_changed_after_a_warm_up():
-    fit_logged("warm")  # Lightning and torch set some attributes on first use
+    fit_and_close("warm")  # Lightning and torch set some attributes on first use
     return attributes_changed_by_a_fit()
 
 
