@@ -47,7 +47,7 @@ class ModelRandomness:
     """Keys the draws of the models of a run while a micro-batch is computed.
 
     `with randomness.micro_batch(...)` surrounds the user's loop body. The first micro-batches are watched. If nothing
-    is drawn in them, later ones cost nothing but a look at the generators now and then.
+    is drawn in them, later ones cost nothing but a look at the generators.
     """
 
     def __init__(

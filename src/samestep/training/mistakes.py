@@ -260,7 +260,7 @@ def coupling_warning(losses: torch.Tensor, rows: int, ranks: int, micro_batches:
 
 
 def check_gathered_labels(losses: torch.Tensor, rows: int, first_row: int) -> None:
-    """Raise if a loss over rows of `run.gather` has the labels 0, 1, 2, ..., which are right on the first rank only."""
+    """Raise if a loss over rows of `run.gather` has the labels 0, 1, 2, ..., which are right on rank 0 only."""
     nodes = list(_nodes(losses)) if first_row and rows > 1 else []
     if not any(node.name().startswith("_Gather") for node in nodes):
         return
