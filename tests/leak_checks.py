@@ -16,7 +16,7 @@ IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_L
 IGNORED_FOLDERS = {".git", ".venv", ".ruff_cache", ".hypothesis", ".import_linter_cache", "__pycache__"}
 IGNORED_SUFFIXES = (".py", ".md", ".toml", ".swp", ".tmp")
 MULTIPROCESSING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-GRACE_SECONDS = 2.0  # for threads and processes that are about to end
+GRACE_SECONDS = 10.0  # for threads and processes that are about to end
 
 
 @dataclass(frozen=True)

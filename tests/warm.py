@@ -33,9 +33,9 @@ PRELOADED = ["torch", "torch.distributed", "samestep.training.run", "samestep.lo
 PRELOADED += ["transformers.modeling_outputs"]
 PRELOADED += ["torch._dynamo", "torch._inductor.config", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 # After a rank has failed, the others get this long to fail by themselves. Then the failed process is killed, as a
-# launcher would do, and the others get this long again to notice.
-GRACE_SECONDS = 2.0
-CLEANUP_SECONDS = 3.0
+# launcher would do, and the others get the second time to notice.
+GRACE_SECONDS, NOTICE_SECONDS = 2.0, 30.0
+CLEANUP_SECONDS = 5.0
 LAUNCHER_PREFIXES = (
     "SLURM_",
     "PMI_",
@@ -271,7 +271,7 @@ class Ranks:
     `nodes` is the number of nodes that the ranks see in their environment variables.
     """
 
-    def __init__(self, folder: Path, timeout: float = 40.0) -> None:
+    def __init__(self, folder: Path, timeout: float = 150.0) -> None:
         self.folder, self.timeout = folder, timeout
         self._processes: list[WarmProcess | None] = [None] * MAX_RANKS
         self._starts = 0
@@ -358,7 +358,7 @@ class Ranks:
             if kill_failed_at is not None and now >= kill_failed_at:
                 for rank in [rank for rank, answer in answers.items() if answer.unusable]:
                     self._kill(rank)
-                kill_failed_at, deadline = None, min(deadline, now + GRACE_SECONDS)
+                kill_failed_at, deadline = None, min(deadline, now + NOTICE_SECONDS)
                 continue
             for pipe in wait(list(waiting), timeout=(kill_failed_at or deadline) - now):
                 rank = waiting.pop(pipe)

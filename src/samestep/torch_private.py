@@ -187,6 +187,14 @@ def past_cpu_autocast() -> AbstractContextManager[object]:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
+def vmap_randomness() -> str | None:
+    """The `randomness=` of the innermost torch.vmap around this call, or None outside of torch.vmap."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    transforms = functorch.get_interpreter_stack() or ()
+    inner = [each for each in transforms if each.key() == functorch.TransformType.Vmap]
+    return functorch.CVmapInterpreterPtr(inner[-1]).randomness().name.lower() if inner else None
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, by torch.compile(module) or by module.compile()."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -25,7 +25,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The training on one rank without kills."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     command = [sys.executable, str(TRAINING), str(out), str(EPOCHS)]
-    subprocess.run(command, check=True, timeout=100, capture_output=True, cwd=out.parent)
+    subprocess.run(command, check=True, timeout=240, capture_output=True, cwd=out.parent)
     return out
 
 

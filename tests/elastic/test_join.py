@@ -73,7 +73,7 @@ def test_a_save_that_takes_longer_than_torch_waits_is_complete_when_a_node_joins
     with (tmp_path / "stderr").open("w") as stderr:
         first = start(tmp_path, LONG, "--nnodes", "1:2", *options, "--folder", "first", "train.py", stderr=stderr)
     try:
-        wait_for((tmp_path / "alone").exists, 60)
+        wait_for((tmp_path / "alone").exists, 150)
         line = (tmp_path / "stderr").read_text().splitlines()[0]
         join = line.partition("run on another node: samestep run ")[2].removesuffix(" ...").split()
         second = start(tmp_path, LONG, *join, *options, "--folder", "second", "train.py").finish(150)

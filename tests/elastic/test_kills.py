@@ -71,7 +71,6 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> KilledTraining:
     return KilledTraining(tmp_path_factory.mktemp("training"))
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize("stage", range(len(STAGES)))
 def test_killed_ranks_are_restarted_every_time(training: KilledTraining, stage: int):
     kills = training.reach(stage)

@@ -50,7 +50,7 @@ def start_parent(folder: Path, mark: str, shell: bool) -> subprocess.Popen[bytes
     between = ["sh", "-c", '"$@"; true', "sh", *rank] if shell else rank
     with (folder / "err").open("wb") as err:
         parent = subprocess.Popen([sys.executable, "-c", PARENT, mark, *between], cwd=folder, stderr=err)
-    wait_for((folder / "up").exists, 30)
+    wait_for((folder / "up").exists, 120)
     return parent
 
 
@@ -64,7 +64,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def test_a_rank_exits_when_its_launcher_is_killed(tmp_path: Path, mark: str, name: str, shell: bool):
     parent = start_parent(tmp_path, name, shell)
     kill(parent)
-    wait_for(lambda: not marked_processes(mark), 30)
+    wait_for(lambda: not marked_processes(mark), 120)
     message = (tmp_path / "err").read_text()
     assert message.startswith(f"samestep: rank 3 exits because its launcher (process {parent.pid}) is gone and cannot")
     assert message.endswith("start the job again to resume\n")
@@ -115,8 +115,8 @@ def test_no_rank_continues_when_its_launcher_is_killed(tmp_path: Path, start: Ca
     try:
         launched.wait_until("computing", 2, size=2)
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=20)
-        wait_for(lambda: not launched.started.processes(), 30)
+        process.communicate(timeout=120)
+        wait_for(lambda: not launched.started.processes(), 120)
     finally:
         for each in launched.started.processes():
             each.kill()

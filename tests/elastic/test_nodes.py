@@ -13,7 +13,7 @@ from tests.elastic.kills import Launch, audited_world_sizes, largest_weight_diff
 from tests.elastic.nodes import Nodes
 from tests.launch.launched import start, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def ended_in_any_case(*launches: Launch) -> Iterator[None]:
         for launched in launches:
             for process in launched.started.processes():
                 process.kill()
-            launched.started.process.communicate(timeout=20)
+            launched.started.process.communicate(timeout=120)
 
 
 def finish(launched: Launch, node: str) -> None:
@@ -72,7 +72,7 @@ def test_a_node_without_an_endpoint_starts_alone_and_prints_the_join_command(tmp
     with (tmp_path / "stderr").open("w") as stderr:
         first = start(tmp_path, ALONE_OR_NOT, *command, stderr=stderr)
     try:
-        wait_for((tmp_path / "alone").exists, 60)
+        wait_for((tmp_path / "alone").exists, 150)
         text = (tmp_path / "stderr").read_text()
         prefix = "samestep: this node hosts the rendezvous; to join, run on another node: samestep run "
         join = text.splitlines()[0].removeprefix(prefix).removesuffix(" ...").split()
@@ -104,7 +104,7 @@ def test_a_third_node_joins_although_only_one_launcher_has_seen_it(tmp_path: Pat
     rendezvous = ("--nnodes", "2:3", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1")
     started = [start(tmp_path, SAVES_ON_SIGTERM, *rendezvous, "--nproc-per-node", "1", "train.py") for _ in range(2)]
     try:
-        wait_for(lambda: len(list(tmp_path.glob("up-2-*"))) == 2, 60)
+        wait_for(lambda: len(list(tmp_path.glob("up-2-*"))) == 2, 150)
         started.append(start(tmp_path, SAVES_ON_SIGTERM, *rendezvous, "--nproc-per-node", "1", "train.py"))
     finally:
         ended = [each.finish(60) for each in reversed(started)]
@@ -143,7 +143,7 @@ def test_a_node_joins_later_and_after_its_launcher_is_killed_its_ranks_end_and_t
             a.wait_until("computing", 3, size=2)
             a.ignore_all_so_far()
             os.kill(b.started.process.pid, signal.SIGKILL)
-            wait_for(lambda: not b.started.processes(), 60)
+            wait_for(lambda: not b.started.processes(), 150)
             a.wait_until("computing", 3, size=1)
             (out / "hurry").touch()
             finish(a, "a")

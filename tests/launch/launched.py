@@ -35,7 +35,7 @@ class Started:
     folder: Path
     mark: str
 
-    def finish(self, seconds: float = 90.0) -> "Ended":
+    def finish(self, seconds: float = 240.0) -> "Ended":
         """Wait for its end, and kill all its processes in any case."""
         try:
             out, err = self.process.communicate(timeout=seconds)
@@ -49,7 +49,7 @@ class Started:
         """All running processes of this run, the launcher included."""
         return [process for process in psutil.process_iter() if variable(process, MARK) == self.mark]
 
-    def wait_for_ranks(self, count: int, seconds: float = 60.0) -> None:
+    def wait_for_ranks(self, count: int, seconds: float = 150.0) -> None:
         """Wait until this many ranks have written a file `up-RANK`."""
         wait_for(lambda: len(list(self.folder.glob("up-*"))) >= count, seconds)
 

@@ -167,7 +167,7 @@ def fit_and_close(name):
     closed = Path(f"{name}-closed-by-{os.environ.get('WORLD_SIZE', 1)}")
     if os.environ.get("RANK", "0") == "0":
         closed.touch()
-    wait_for(closed.exists, 30)
+    wait_for(closed.exists, 120)
 
 
 def attributes_changed_by_a_fit():

@@ -135,7 +135,7 @@ def evaluate_in_eval_mode():
 
 
 def evaluate_on_rank_0_only():
-    with Run(global_batch=7, start_timeout=20) as run, ignore_batchnorm_warning():
+    with Run(global_batch=7, start_timeout=120) as run, ignore_batchnorm_warning():
         model = run.wrap(Normed(images()))
         if run.is_main:
             with run.evaluate(model):

@@ -196,7 +196,7 @@ def test_a_failure_on_one_node_reaches_all_nodes(ranks):
 
 
 def once_under_condition():
-    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+    with Run(global_batch=8, start_timeout=120, step_timeout=120) as run:
         if run.is_main:
             run.once(int)
         run.barrier()
@@ -209,7 +209,7 @@ def test_once_under_a_rank_condition_raises_on_every_rank(ranks):
     assert "while rank 1 called run.barrier at test_collectives.py:" in first
     assert "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)" in first
     assert "rank 1 called run.barrier at test_collectives.py:" in second
-    assert time.monotonic() - began < 15  # far less than the timeout of 30 s
+    assert time.monotonic() - began < 60  # far less than the timeout of 120 s
 
 
 def mean_under_condition():
@@ -225,7 +225,7 @@ def test_the_same_collective_from_different_lines_raises(ranks):
 
 
 def skip_last_call():
-    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+    with Run(global_batch=8, start_timeout=120, step_timeout=120) as run:
         if run.is_main:
             run.agree(False)
 
@@ -253,7 +253,7 @@ def test_nested_once_raises(ranks, size):
 def slow_rank(missed):
     with Run(global_batch=8, start_timeout=2, step_timeout=2) as run:
         if run.rank == 1:
-            wait_for(missed.exists, 30)
+            wait_for(missed.exists, 120)
         try:
             run.barrier()
         finally:
@@ -269,7 +269,7 @@ def test_a_rank_that_times_out_is_named_with_its_last_call(ranks, tmp_path):
 
 
 def failing_rank():
-    with Run(global_batch=8, start_timeout=30, step_timeout=30) as run:
+    with Run(global_batch=8, start_timeout=120, step_timeout=120) as run:
         if run.rank == 1:
             raise ValueError("failure on rank 1")
         run.barrier()
@@ -282,7 +282,7 @@ def test_the_failure_of_a_peer_is_reported_within_seconds(ranks):
     assert "ValueError: failure on rank 1" in second
     assert "rank 0 waits in run.barrier" in first
     assert "rank 1 failed: ValueError: failure on rank 1" in first
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
 
 
 def slow_once():

@@ -50,7 +50,7 @@ def slow_down(folder, signaled, evaluating):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "signaled", "evaluating"), [(1, 0, False), (2, 1, False), (3, 0, True)])
 def test_a_signal_ends_the_run_soon_after_steps_have_become_slow(ranks, tmp_path, size, signaled, evaluating):
-    ended = ranks(size, slow_down, tmp_path, signaled, evaluating, timeout=60)
+    ended = ranks(size, slow_down, tmp_path, signaled, evaluating, timeout=150)
     assert len(set(ended)) == 1  # all at the same step
     interval, slow_steps = ended[0]
     assert interval >= 40  # slow steps until the next regular sync

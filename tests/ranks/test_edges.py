@@ -64,7 +64,7 @@ def test_calls_on_a_run_that_is_not_open_raise():
 
 
 def different_tensors():
-    with Run(global_batch=4, start_timeout=20) as run:
+    with Run(global_batch=4, start_timeout=120) as run:
         run.all_reduce(torch.ones(3 + run.rank), "sum")
 
 
@@ -255,7 +255,7 @@ def fail_in_start():
 
         lifecycle.seed_all_ranks = broken
     try:
-        with Run(global_batch=4, start_timeout=30):
+        with Run(global_batch=4, start_timeout=120):
             pass
     finally:
         lifecycle.seed_all_ranks = seed_all_ranks

@@ -233,7 +233,7 @@ def compile_each_function():
 
 @pytest.mark.slow
 def test_every_function_draws_the_same_in_a_compiled_graph(ranks):
-    (results,) = ranks(1, compile_each_function, timeout=110)
+    (results,) = ranks(1, compile_each_function, timeout=250)
     assert {name: result for name, result in results.items() if result != (True, [])} == {}
 
 

@@ -159,7 +159,7 @@ def test_a_signal_handler_of_the_script_is_kept_and_all_handlers_are_restored(ra
 
 def python(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", dedent(script)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", dedent(script)], cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -271,7 +271,7 @@ def test_data_workers_keep_running_when_every_process_gets_the_signal(tmp_path, 
     (tmp_path / "train.py").write_text(dedent(GROUP))
     result = subprocess.run(
         [sys.executable, "train.py", method, number],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert result.returncode == 75, result.stderr
     assert f"{number}: saved step-000000" in result.stdout

@@ -43,6 +43,18 @@ class Mix(nn.Module):
         return x + x[torch.randperm(len(x))]  # draws
 
 
+class Mapped(nn.Module):
+    def forward(self, x):
+        return torch.vmap(lambda row: row + torch.rand(WIDTH), randomness="different")(x)  # draws
+
+
+class MappedTheSame(nn.Module):
+    def forward(self, x):
+        noise = torch.vmap(lambda row: row * 0 + torch.rand(TIME, WIDTH), randomness="same")(x)
+        assert all(torch.equal(each, noise[0]) for each in noise)
+        return x + nn.functional.dropout(noise)
+
+
 class Hidden(nn.Module):
     """Moves torch's generator without a torch function, as a custom kernel does."""
 
@@ -109,6 +121,11 @@ CASES = {
         "the number of ranks and on micro_batch: permute the dataset instead, or draw a partner per sample in the "
         "dataset"
     ),
+    Mapped: (
+        "inside of torch.vmap(..., randomness='different') samestep cannot key random numbers by sample: they depend "
+        "on the number of ranks and on micro_batch; draw them before, as in torch.rand(x.shape[0], ...), and pass them "
+        "to the function"
+    ),
 }
 
 
@@ -127,3 +144,8 @@ def test_an_unseen_draw_is_reported_once_with_its_module(ranks, evaluate):
         "use torch.rand, torch.randn, torch.bernoulli or F.dropout there, or step.random and step.normal"
     )
     assert ranks(2, warned, Hidden, evaluate) == [[text], []]
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_the_same_draw_for_all_rows_in_vmap_is_keyed_and_not_reported(ranks, evaluate):
+    assert ranks(2, warned, MappedTheSame, evaluate) == [[], []]

@@ -113,7 +113,7 @@ def convert(weights, fails):
             raise OSError("the disk is gone")
         fill(frozen, part, path, total)
 
-    with Run(global_batch=6, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+    with Run(global_batch=6, folder="logs", start_timeout=120) as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr(resident, "_fill_part", watched)
         teacher = run.teacher(TinyLM, weights=weights, placement="cpu", dtype=torch.bfloat16)
         same = all(torch.equal(value, tensor.bfloat16()) for value, tensor in pairs(teacher.module, tiny_lm()))
@@ -158,7 +158,7 @@ def test_a_failed_conversion_on_one_rank_is_reported_on_all(ranks, tmp_path):
 
 def open_by_rank(folder, placement, own_files):
     """Open the same file on every rank, or a separate file per rank."""
-    with Run(global_batch=4, folder="logs", start_timeout=30) as run:
+    with Run(global_batch=4, folder="logs", start_timeout=120) as run:
         run.teacher(TinyLM, weights=Path(folder) / f"{run.rank if own_files else 0}.safetensors", placement=placement)
 
 
@@ -171,12 +171,12 @@ def test_a_file_that_one_rank_cannot_read_fails_on_all(ranks, tmp_path):
     assert "is not a complete safetensors file" in first
     assert "1.safetensors" in second
     assert "is not a complete safetensors file" in second
-    assert time.monotonic() - began < 25  # long before the timeout
+    assert time.monotonic() - began < 60  # long before the timeout
 
 
 def open_with_little_memory(weights, placement, dtype):
     """One rank has no free memory."""
-    with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+    with Run(global_batch=4, folder="logs", start_timeout=120) as run, pytest.MonkeyPatch.context() as patch:
         if run.rank == 1 or dtype is not None:  # rank 0 reserves memory for the conversion
             patch.setattr("samestep.teacher.resident.free_host_memory", lambda: 1000)
         run.teacher(TinyLM, weights=weights, placement=placement, dtype=dtype)
@@ -191,7 +191,7 @@ def test_too_little_memory_on_one_rank_is_reported_on_all(ranks, tmp_path, place
 
 def open_with_memory_for_one(weights, own_device):
     """There is memory for one copy, on a device that all ranks share or on a separate device of each rank."""
-    with Run(global_batch=4, folder="logs", start_timeout=30) as run, pytest.MonkeyPatch.context() as patch:
+    with Run(global_batch=4, folder="logs", start_timeout=120) as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr("samestep.teacher.resident.free_host_memory", lambda: 50_000)
         if own_device:
             patch.setattr("samestep.distributed.device._device_id", lambda device: float(run.rank))
@@ -215,7 +215,7 @@ def test_different_teachers_are_rejected(ranks, tmp_path):
 
 def open_with_own_options(weights, *options):
     """Each rank passes its own options."""
-    with Run(global_batch=4, folder="logs", start_timeout=30) as run:
+    with Run(global_batch=4, folder="logs", start_timeout=120) as run:
         run.teacher(TinyLM, weights=weights, **options[run.rank])
 
 

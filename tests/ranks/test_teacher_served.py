@@ -71,7 +71,7 @@ def train_served(path, submit):
 
 @pytest.mark.slow
 def test_a_server_process_serves_all_ranks_and_ends_with_them(ranks, weights):
-    answers = ranks(2, served_by_process, weights, timeout=90)
+    answers = ranks(2, served_by_process, weights, timeout=250)
     for same, messages, serving, _ in answers:
         assert same
         assert "on each of 1 process(es), this rank sends its requests to process " in messages
@@ -82,14 +82,14 @@ def test_a_server_process_serves_all_ranks_and_ends_with_them(ranks, weights):
 
 
 def served_by_process(path):
-    with open_served(path, inner="process", timeout=80) as (_, teacher):
+    with open_served(path, inner="process", timeout=200) as (_, teacher):
         same = torch.equal(teacher(tokens()), plain(path)(tokens()))
         serving = [t.name for t in threading.enumerate() if "serve" in t.name]
         return same, teacher.describe(), serving, getattr(teacher._placed._server, "pid", None)
 
 
 def served_folder(folder):
-    with Run(global_batch=4, start_timeout=80, step_timeout=80) as run:
+    with Run(global_batch=4, start_timeout=200, step_timeout=200) as run:
         teacher = run.teacher(folder, placement="served", inner="process")
         out = teacher(input_ids=tokens(2))
         return type(out).__name__, out.loss, torch.equal(out[0], out.logits), out.logits
@@ -105,7 +105,7 @@ def test_a_server_process_serves_a_hugging_face_folder_with_its_output_classes(r
     made.save_pretrained(tmp_path / "folder")
     with torch.no_grad():
         wanted = made(input_ids=tokens(2)).logits
-    for kind, loss, first, logits in ranks(2, served_folder, tmp_path / "folder", timeout=90):
+    for kind, loss, first, logits in ranks(2, served_folder, tmp_path / "folder", timeout=250):
         assert kind == "CausalLMOutputWithCrossAttentions"
         assert loss is None
         assert first
@@ -213,7 +213,7 @@ def test_a_dead_server_rank_is_reported_to_all_clients(ranks, weights, how):
 
 
 def process_dies(path):
-    with open_served(path, inner="process", timeout=80) as (run, teacher):
+    with open_served(path, inner="process", timeout=200) as (run, teacher):
         teacher(tokens(2))
         run.barrier()
         if isinstance(pid := getattr(teacher._placed._server, "pid", None), int):
@@ -225,7 +225,7 @@ def process_dies(path):
 
 @pytest.mark.slow
 def test_a_dead_server_process_is_reported_with_its_exit_code(ranks, weights):
-    first, second = ranks.errors(2, process_dies, weights, timeout=90)
+    first, second = ranks.errors(2, process_dies, weights, timeout=250)
     assert "TeacherError: rank 0 lost the teacher on process " in first
     assert " (started by rank 1) (" in first
     assert "TeacherError: rank 1 lost the teacher on process " in second
@@ -334,7 +334,7 @@ def process_cannot_import(path):
 
     __main__.build_in_script = build_in_script
     try:
-        with open_served(path, build_in_script, inner="process", timeout=80):
+        with open_served(path, build_in_script, inner="process", timeout=200):
             pass
     finally:
         del __main__.build_in_script
@@ -342,7 +342,7 @@ def process_cannot_import(path):
 
 @pytest.mark.slow
 def test_a_server_process_that_cannot_import_build_names_the_remedy(ranks, weights):
-    first, second = ranks.errors(2, process_cannot_import, weights, timeout=90)
+    first, second = ranks.errors(2, process_cannot_import, weights, timeout=250)
     wanted = "define it in a module next to the script and import it, or serve from a rank with inner='rank'"
     assert "the server process cannot import build=build_in_script (" in second
     assert wanted in second

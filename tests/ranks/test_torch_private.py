@@ -19,6 +19,7 @@ from samestep.torch_private import (
     matrix_product_shape,
     no_buffer_broadcast,
     set_group_timeout,
+    vmap_randomness,
 )
 from tests.launch.launched import wait_for
 
@@ -136,6 +137,23 @@ def compiled_modules():
     plain, in_place = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     in_place.compile(backend="eager")
     return [is_compiled(module) for module in (plain, in_place, torch.compile(plain, backend="eager"))]
+
+
+def randomness_in_vmap(randomness):
+    seen = [vmap_randomness()]
+
+    def record(x):
+        seen.append(vmap_randomness())
+        return x
+
+    torch.vmap(torch.func.grad(record), randomness=randomness)(torch.ones(3))
+    torch.func.grad(record)(torch.ones(()))
+    return seen
+
+
+@pytest.mark.parametrize("randomness", ["different", "same", "error"])
+def test_the_randomness_of_vmap_is_known_inside_of_it(ranks, randomness):
+    assert ranks(1, randomness_in_vmap, randomness) == [[None, randomness, None]]
 
 
 def test_a_compiled_module_is_recognized(ranks):

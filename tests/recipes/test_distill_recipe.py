@@ -11,7 +11,6 @@ from tests.recipes.trained import TIMEOUT, assert_same_metrics, small_run, train
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_student_of_sentence_vectors_approaches_its_teacher(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("distill_features"), tmp_path)
     assert difference < 1e-6
@@ -23,7 +22,6 @@ def test_a_student_of_sentence_vectors_approaches_its_teacher(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_student_of_logits_approaches_its_teacher(ranks, tmp_path, models):
     difference, one, two = train_on_one_and_two(ranks, small_run("distill_logits", models), tmp_path)
     assert difference < 1e-6
@@ -33,7 +31,6 @@ def test_a_student_of_logits_approaches_its_teacher(ranks, tmp_path, models):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_student_does_not_depend_on_the_placement_of_the_teacher(ranks, tmp_path):
     options = {"epochs": 2, "count": 48, "held_out": 9, "length": 12}
     ((expected, metrics),) = ranks(1, train, "distill", tmp_path / "one", options, timeout=TIMEOUT)
@@ -45,7 +42,6 @@ def test_the_student_does_not_depend_on_the_placement_of_the_teacher(ranks, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_narrow_student_learns_from_the_top_k_logits_of_a_served_teacher(ranks, tmp_path, models):
     recipe, options = small_run("distill_top_k", models)
     served = options | {"teacher_placement": "served"}

@@ -14,7 +14,6 @@ from tests.recipes.trained import TIMEOUT, assert_same_metrics, small_run, train
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_train_the_same_encoder_for_two_frozen_models_as_one(ranks, tmp_path, models):
     difference, one, two = train_on_one_and_two(ranks, small_run("latent_adapter_truncated", models), tmp_path)
     assert difference < 1e-6
@@ -33,7 +32,6 @@ def test_two_ranks_train_the_same_encoder_for_two_frozen_models_as_one(ranks, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_latents_tell_the_full_model_which_text_it_is(ranks, tmp_path, models):
     recipe, options = small_run("latent_adapter", models)
     (_, metrics), *_ = ranks(2, train, recipe, tmp_path, options, timeout=TIMEOUT)

@@ -19,10 +19,10 @@ def train_alone(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_learns_the_same_on_one_rank_and_on_two_of_the_launcher(ranks, tmp_path):
-    ranks(1, train_alone, tmp_path / "one", timeout=100)
+    ranks(1, train_alone, tmp_path / "one", timeout=250)
     command = [sys.executable, "-m", "samestep", "recipe", "run", "--nproc-per-node", "2", "--folder", "launched"]
     command += ["lightning_images", "--out", "two"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stderr
     one, two = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("one", "two"))
     assert max_difference(one, two) < 1e-6

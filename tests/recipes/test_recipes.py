@@ -22,7 +22,6 @@ LIMIT = 1e-6
 NEED_DATA = "SAMESTEP_TESTS_NEED_DATA"  # set in CI, so that a missing dataset fails the test
 
 
-@pytest.mark.timeout(300)
 def test_cfg_diffusion_generates_the_prompts_and_guidance_helps(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("cfg_diffusion"), tmp_path)
     assert difference < LIMIT
@@ -34,7 +33,6 @@ def test_cfg_diffusion_generates_the_prompts_and_guidance_helps(ranks, tmp_path)
         assert grid.size == (4 * 10 * 22, 4 * 10 * 5)  # frames of one pixel, and a gap after each block
 
 
-@pytest.mark.timeout(300)
 def test_progressive_images_learns_digits(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("progressive_images"), tmp_path)
     assert difference < LIMIT
@@ -44,7 +42,6 @@ def test_progressive_images_learns_digits(ranks, tmp_path):
         assert (tmp_path / "two" / name).exists()
 
 
-@pytest.mark.timeout(300)
 def test_contrastive_learns_digits_without_labels(ranks, tmp_path):
     difference, one, two = train_on_one_and_two(ranks, small_run("contrastive"), tmp_path)
     assert difference < LIMIT
@@ -53,7 +50,6 @@ def test_contrastive_learns_digits_without_labels(ranks, tmp_path):
     assert two["epoch/accuracy"] > 0.78
 
 
-@pytest.mark.timeout(300)
 def test_saliency_predicts_the_fixations_of_synthetic_scenes(ranks, tmp_path):
     scenes = tmp_path / "one" / "synthetic"  # the run on one rank writes the scenes, the other one reads them
     difference, one, two = train_on_one_and_two(ranks, small_run("saliency"), tmp_path, data=scenes)
@@ -97,7 +93,6 @@ def test_mixup_and_crops_are_keyed_by_sample():
     assert not torch.equal(read(3, 0)[0], read(3, 1)[0])
 
 
-@pytest.mark.timeout(300)
 def test_progressive_images_learns_fashion_mnist(ranks, tmp_path):
     if not FASHION_MNIST.is_dir() and NEED_DATA in os.environ:
         pytest.fail(f"{NEED_DATA} is set, but {FASHION_MNIST} does not exist: run `make data` as root", pytrace=False)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent
 TOLERANCE = 1e-12  # relative to the largest weight of the model, or to the logged value
 TIMINGS = {"time", "train/samples_per_s"}
-TIMEOUT = 100.0  # seconds; the first script of a process imports transformers or Lightning
+TIMEOUT = 250.0  # seconds; the first script of a process imports transformers or Lightning
 
 # Test -> script and options. Global batches are not multiples of 3, and the last step of an epoch is smaller.
 CASES = {

@@ -84,13 +84,13 @@ class Cluster:
         control = psutil.Process(self.daemons["slurmctld"].pid)
         return {daemon.pid for daemon in self.daemons.values()} | {child.pid for child in control.children()}
 
-    def run(self, *command: str, cwd: Path | None = None, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path | None = None, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
         """Run a command as a user of the cluster would."""
         return subprocess.run(
             command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
         )
 
-    def samestep(self, *arguments: str, cwd: Path, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def samestep(self, *arguments: str, cwd: Path, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
         """Run the command `samestep` in the cluster."""
         return self.run(sys.executable, "-m", "samestep", *arguments, cwd=cwd, seconds=seconds)
 
@@ -100,7 +100,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return dict(item.partition("=")[::2] for item in done.stdout.split() if "=" in item)
 
-    def wait_until(self, job: str, states: set[str], seconds: float = 100.0) -> dict[str, str]:
+    def wait_until(self, job: str, states: set[str], seconds: float = 240.0) -> dict[str, str]:
         """Poll until a job is in one of these states."""
         wait_for(lambda: self.job(job)["JobState"] in states, seconds, lambda: self.describe(job))
         return self.job(job)
@@ -133,11 +133,11 @@ def start_cluster() -> Iterator[Cluster]:
         munge = ["--key-file=munge.key", "--socket=munge.sock", "--pid-file=munge.pid", "--log-file=munge.log"]
         options = [option.replace("=", f"={folder}/") for option in [*munge, "--seed-file=munge.seed"]]
         _start(cluster, "munged", "munged", "-F", "-f", *options)
-        wait_for((folder / "munge.sock").exists, 60)
+        wait_for((folder / "munge.sock").exists, 150)
         _start(cluster, "slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
         for node in ("node1", "node2"):
             _start(cluster, node, "slurmd", "-D", "-f", f"{folder}/slurm.conf", "-N", node)
-        wait_for(lambda: _idle(cluster), 90)
+        wait_for(lambda: _idle(cluster), 200)
         yield cluster
 
 

@@ -111,7 +111,7 @@ def test_fifty_kills_during_saves_never_corrupt_the_folder(tmp_path):
     code += "here.kill_often(Path(sys.argv[1]))"
     answer = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, str(tmp_path / "out")],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=110,
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     kills = json.loads(answer.stdout.splitlines()[-1])

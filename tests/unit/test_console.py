@@ -60,7 +60,7 @@ def on_terminal(script, columns=120, end=None, **variables):
     written = b""
     try:
         while True:
-            assert select.select([ours], [], [], 20)[0], f"no output from the child in 20 s; so far: {written!r}"
+            assert select.select([ours], [], [], 120)[0], f"no output from the child in 120 s; so far: {written!r}"
             try:
                 part = os.read(ours, 65536)
             except OSError:  # Linux raises when the last writer has closed
@@ -74,7 +74,7 @@ def on_terminal(script, columns=120, end=None, **variables):
     finally:
         os.close(ours)
         if child.poll() is None:
-            child.wait(timeout=20)
+            child.wait(timeout=120)
     return written.decode(), child.returncode
 
 
@@ -196,7 +196,7 @@ def test_the_terminal_is_restored_after_every_kind_of_exit(ending):
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_cursor_is_visible_after_a_kill(end):
-    written, code = on_terminal(TRAINING + "print('ready')\ntime.sleep(30)", end=end)
+    written, code = on_terminal(TRAINING + "print('ready')\ntime.sleep(200)", end=end)
     assert code == -end
     assert "step 100/1,000" in shown(written)
     assert "\x1b[?25l" not in written

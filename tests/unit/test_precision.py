@@ -493,7 +493,6 @@ with Run(global_batch=8, seed=0, compile=True) as run:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_model_is_compiled_and_recompiled_once_for_the_smaller_last_step():
     ended = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

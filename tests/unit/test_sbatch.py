@@ -389,7 +389,7 @@ def test_ctrl_c_ends_following_but_not_the_job(here):
     assert process.stderr is not None
     lines = [process.stderr.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "12\n")
     assert lines[1] == "samestep: job 12 is waiting: Resources\n"
     assert err == "samestep: job 12 continues; cancel it with `scancel 12`\n"

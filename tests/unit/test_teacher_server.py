@@ -203,7 +203,7 @@ class Raising(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def serving(module, seconds=20):
+def serving(module, seconds=120):
     """A connection to a server of this module, with a timeout."""
     server = Server(module, torch.device("cpu"), TeacherOptions(), LOCAL, clients=1)
     connection = connect(server.address, server.key)

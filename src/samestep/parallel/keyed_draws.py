@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.data.sample_rng import prepare_for_graphs, uniform
 from samestep.messages import calling_frame
 from samestep.parallel.keyed_dropout import dropout
-from samestep.torch_private import dispatch_in_graphs, never_compile_alone
+from samestep.torch_private import dispatch_in_graphs, never_compile_alone, vmap_randomness
 
 Warn = Callable[[str, str], None]
 Draw = Callable[[Tensor, Sequence[int], int], Tensor]  # keys, sizes of one row, number of the draw
@@ -155,8 +155,9 @@ class LayoutMemory:
             self._warn(
                 f"layout {key}",
                 f"a draw of shape {shape} was treated as one with the rows in its {site.used}, and this micro-batch of "
-                f"{rows} rows shows that it is not: the numbers of earlier steps depend on the number of ranks; pass "
-                "run.wrap(model, batch_dim=1) if the batch is in dimension 1, or another global_batch or micro_batch",
+                f"{rows} rows shows that it is not: the numbers of earlier steps depend on the number of ranks; if "
+                "the batch is in dimension 1, pass run.wrap(model, batch_dim=1); if that size is a constant, pass a "
+                "global_batch and a micro_batch that differ from it",
             )
         elif site.used is None and shape != site.shape:
             self._report_size(key, rows, shape, site.shape)
@@ -252,6 +253,8 @@ class KeyedDraws(TorchFunctionMode):
             if torch.compiler.is_compiling():
                 return _trace(self, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
+        if not torch.compiler.is_compiling() and vmap_randomness() in ("different", "error"):
+            return _draw_in_vmap(self, func, args, kwargs or {})
         if self._run_rule is None or torch.compiler.is_compiling():
             return rule(self, func, args, kwargs or {})
         return self._run_rule(rule, self, func, args, kwargs or {})
@@ -312,7 +315,7 @@ class KeyedDraws(TorchFunctionMode):
         `like` is the tensor whose shape it is, and `fresh` says that it was created for the draw. `more_dims` says that
         the draw may have dimensions which the activations of the model do not have.
         """
-        if isinstance(like, nn.Parameter):
+        if isinstance(like, nn.Parameter) or (not torch.compiler.is_compiling() and vmap_randomness() is not None):
             return None
         activation = like is not None and not fresh
         tiled = len(shape) > 0 and (shape[0] in self._tiled or (self.batch_dim == 1 and activation))
@@ -481,6 +484,18 @@ def row_loops(draws: Mapping[tuple[Any, int], int], rows: int) -> set[str]:
     """The lines that have drawn once for each row, in draws without a dimension for the rows."""
     found = (place for place, count in draws.items() if count == rows > 1)
     return {f"{code.co_filename}:{list(code.co_positions())[at // 2][0]}" for code, at in found}
+
+
+def _draw_in_vmap(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let torch draw, since samestep cannot tell the rows apart there; torch's own error without `randomness=`."""
+    drawn = func(*args, **kwargs)
+    mode.warn(
+        "unseen",
+        "inside of torch.vmap(..., randomness='different') samestep cannot key random numbers by sample: they depend "
+        "on the number of ranks and on micro_batch; draw them before, as in torch.rand(x.shape[0], ...), and pass them "
+        "to the function",
+    )
+    return drawn
 
 
 def _trace(mode: KeyedDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
