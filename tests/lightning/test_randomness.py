@@ -86,6 +86,36 @@ def test_an_unchanged_vae_is_the_same_on_any_number_of_ranks_and_micro_batches(r
             torch.testing.assert_close(my_predicted, predicted, rtol=1e-12, atol=1e-12)
 
 
+def fit_time_first(batch_dim):
+    return closing(_fit_time_first, batch_dim)
+
+
+def _fit_time_first(batch_dim):
+    """Return the weights of a module with the batch in dimension 1; on two ranks a rank has 4 rows and 4 time steps."""
+    from samestep.lightning import SameStep
+
+    same, module = SameStep(global_batch=8, seed=3, batch_dim=batch_dim), regression().double()
+
+    def step(batch, *_):
+        inputs, _ = batch
+        hidden = functional.dropout(inputs.double().unsqueeze(0).repeat(4, 1, 1), 0.5)
+        return module.net(hidden)[-1].square().sum(-1).mean()
+
+    module.training_step = step
+    make_trainer(callbacks=[same], max_epochs=2).fit(module, datamodule=same.dataloaders(train=loader(16)))
+    return weights(module)
+
+
+def test_a_declared_batch_dimension_is_used_where_the_shape_is_ambiguous(ranks):
+    (one,) = ranks(1, fit_time_first, 1)
+    for size in (2, 3):
+        for mine in ranks(size, fit_time_first, 1):
+            assert max_difference(mine, one) < 1e-12
+    assert "may have the 4 rows of the micro-batch in its first dimension or" in "".join(
+        ranks.errors(2, fit_time_first, None)
+    )
+
+
 def draw(case):
     return closing(_draw, case)
 

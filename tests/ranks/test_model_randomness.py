@@ -59,6 +59,18 @@ class Recurrent(nn.Module):
         return self.last(self.drop(x)[-1]).sum(-1)
 
 
+class TimeFirst(nn.Module):
+    """The batch in dimension 1, which no layer shows: on two ranks a rank has as many rows as there are time steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last, self.drop = nn.Linear(FEATURES, 8), nn.Linear(8, 1), nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.drop(self.embed(x).unsqueeze(0).repeat(TIME, 1, 1))
+        return self.last(x + 0.1 * torch.randn_like(x))[-1].sum(-1)
+
+
 class Attention(nn.Module):
     """Attention dropout in torch's layers, with and without the attention weights, and in a fused function."""
 
@@ -78,7 +90,13 @@ class Attention(nn.Module):
         return self.last(x[:, 0]).sum(-1)
 
 
-MODELS = {"noise": Noise, "checkpointed": lambda: Noise(True), "recurrent": Recurrent, "attention": Attention}
+MODELS = {
+    "noise": Noise,
+    "checkpointed": lambda: Noise(True),
+    "recurrent": Recurrent,
+    "attention": Attention,
+    "declared": TimeFirst,
+}
 
 
 def data():
@@ -91,7 +109,7 @@ def train(name, strategy=None, micro_batch=None, steps=None):
     """Train on this rank: weights, and the loss of an evaluation that draws noise."""
     with Run(global_batch=10, seed=3, folder=Path(f"{name}-{strategy}-{micro_batch}")) as run:
         net = MODELS[name]().double()
-        model = run.wrap(net, strategy)
+        model = run.wrap(net, strategy, batch_dim=1 if name == "declared" else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         shard = run.shard(data(), shuffle=True, micro_batch=micro_batch)
         for epoch in shard.epochs(2):

@@ -301,7 +301,7 @@ class _OpenBatch:
 
 
 class _GeneratorStates:
-    """The states of torch's generators, and of Python's and numpy's if wanted."""
+    """The states of the generators of torch, Python and numpy."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator.get_state()
