@@ -1,7 +1,6 @@
 """`samestep run`: start a script as ranks on this machine, or on several nodes together."""
 
 import io
-import os
 import sys
 import time
 from datetime import datetime
@@ -12,7 +11,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.main import accept_underscores
+from samestep.cli.main import accept_underscores, output_failure
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
 from samestep.environment.processes import launcher_variable
@@ -100,7 +99,7 @@ def command(
     """Start SCRIPT as ranks that train together; the exit code is that of the rank that fails first."""
     if not script:
         raise LaunchError("no script given: run `samestep run train.py`, or `samestep run -m package.module`")
-    _reopen_closed_streams()
+    output_failure(required=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
@@ -154,17 +153,6 @@ def _report_stop(job: Job, signals: SignalHandler, number: Signals) -> int:
         return TIME_LIMIT_REACHED
     _echo(f"samestep: stopped by {number.name}; all ranks have ended")
     return 128 + number
-
-
-def _reopen_closed_streams() -> None:
-    """Connect closed standard streams (`>&-`) to /dev/null; otherwise the next files would get their numbers."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _timeout(default: int) -> int:
