@@ -325,7 +325,10 @@ def _choose_folder(requested: Path | None) -> Path:
 
 def _check_creatable(folder: Path) -> Path:
     """Raise if the folder cannot be created. A full disk is not an error here: it may have space later."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:  # such as a name of more than 255 characters
+        raise LogError(f"the run folder {folder} cannot be created: {error.strerror}; pass another folder") from error
     if not nearest.is_dir():
         raise LogError(f"the run folder {folder} cannot be created: {nearest} is a file; pass another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
