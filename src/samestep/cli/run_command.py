@@ -30,10 +30,13 @@ from samestep.launch.job import (
 )
 from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
+from samestep.messages import read_integer, shorten
 
 _echo = partial(click.echo, err=True)
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
 _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
+_LONGEST_GRACE = 10**7  # seconds, about four months
+_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @click.command(
@@ -73,7 +76,7 @@ _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
 @click.option("--folder-is-default", is_flag=True, hidden=True)  # set by `samestep submit` if it chose the folder
 @click.option("--time-limit", metavar="TIME",
               help="Save and end before this time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
-@click.option("--grace", type=click.IntRange(min=0), metavar="SECONDS",
+@click.option("--grace", type=click.IntRange(0, _LONGEST_GRACE), metavar="SECONDS",
               help="Time that ranks get to save and end after SIGTERM; default 120.")  # fmt: skip
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip
@@ -154,5 +157,11 @@ def _report_stop(job: Job, signals: SignalHandler, number: Signals) -> int:
 
 def _timeout(default: int) -> int:
     """Seconds; the user may set them with the same variable as for torchrun."""
-    text = read_environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return int(text) if text.isdecimal() else default
+    text = read_environ().get(_TIMEOUT_VARIABLE, "")
+    seconds = read_integer(text) if text else default
+    if seconds is None or seconds > _LONGEST_GRACE:
+        raise LaunchError(
+            f"{_TIMEOUT_VARIABLE}={shorten(text)} is not a number of seconds: set it to a whole number up to "
+            f"{_LONGEST_GRACE}, or run `unset {_TIMEOUT_VARIABLE}`"
+        )
+    return seconds
