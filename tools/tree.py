@@ -20,7 +20,7 @@ FOLDERS = {
     "docs": "Getting started, how-to guides, concepts, reference.",
     "benchmarks": "Scripts behind the published performance numbers.",
     "tools": "The demo, this tree, plots, the wording check.",
-    "tests": "Tests, by what they need: unit, ranks, launch, elastic, slurm, recipes, scripts, lightning, e2e, gpu.",
+    "tests": "Tests: unit, ranks, launch, elastic, slurm, recipes, scripts, lightning, faults, e2e, gpu.",
 }
 
 

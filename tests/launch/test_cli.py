@@ -65,7 +65,7 @@ MISTAKES = [
         "run --time-limit soon ok.py",
         "--time-limit soon is not a time limit: pass hours, minutes and seconds as in 4:00:00",
     ),
-    ("run --grace -1 ok.py", "Invalid value for '--grace': -1 is not in the range x>=0."),
+    ("run --grace -1 ok.py", "Invalid value for '--grace': -1 is not in the range 0<=x<=10000000."),
     ("run --show-ranks some ok.py", "Invalid value for '--show-ranks': 'some' is not one of 'first', 'all'."),
     ("run --master-port PORT ok.py", "port PORT is in use (by "),
     ("run --rdzv-endpoint localhost:PORT ok.py", "port PORT is in use (by "),

@@ -147,7 +147,7 @@ def resume_and_compare(cluster: Cluster, folder: Path, job: str, weights: list[t
     assert step < "step-00000500"
     # SLURM would wait two minutes. Two seconds are needed: a node starts no job in the second in which it ended it.
     time.sleep(2)
-    # With the time limit of the first start, a job that takes longer than 10 s would be warned and requeued again.
+    # With the time limit of the first start, a job that takes longer than 30 s would be warned and requeued again.
     updated = cluster.run("scontrol", "update", f"jobid={job}", "TimeLimit=60", "StartTime=now")
     assert updated.returncode == 0, updated.stderr
     assert cluster.wait_until(job, FINAL)["JobState"] == "COMPLETED"
@@ -162,9 +162,9 @@ def resume_and_compare(cluster: Cluster, folder: Path, job: str, weights: list[t
 
 def test_a_warned_job_saves_is_requeued_and_ends_with_the_weights_of_an_undisturbed_one(cluster, tmp_path, undisturbed):
     write(tmp_path, TRAINING)
-    # SLURM checks time limits twice a minute, and warns half a minute early. This warning is due after 10 s: one that
-    # is due at once may be sent before the job's shell handles it, and is not sent again.
-    job = submit(cluster, tmp_path, "--nproc-per-node", "2", "--time", "3m", "--signal-before", "140", "train.py")
+    # SLURM checks time limits twice a minute, and warns half a minute early. This warning is due after 30 s: one that
+    # is due at once may be sent before the ranks handle it, and is not sent again.
+    job = submit(cluster, tmp_path, "--nproc-per-node", "2", "--time", "3m", "--signal-before", "120", "train.py")
     wait_for((tmp_path / "started").exists, 150, lambda: cluster.describe(job))
     assert job_record(cluster, tmp_path, job) == {"state": "RUNNING", "ended": False, "exit_code": None, "restarts": 0}
     resume_and_compare(cluster, tmp_path, job, undisturbed)

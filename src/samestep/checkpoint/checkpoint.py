@@ -82,6 +82,7 @@ class Checkpoint(StepCallback):
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
         """Save automatically after every `steps` steps, and after every `minutes` minutes by the clock of rank 0."""
+        self._context.comm.refuse_inside_once("checkpoint.every")
         given = [value for value in (steps, minutes) if value is not None]
         # NaN fails the comparison, too
         are_positive = all(isinstance(value, Real) and 0 < float(value) < math.inf for value in given)
@@ -98,6 +99,7 @@ class Checkpoint(StepCallback):
         Inside the body of a step samestep saves when the step ends, so that data, weights and ledger agree. `step` is
         the number in the name, by default the steps done, and must not be below that of an existing checkpoint.
         """
+        self._context.comm.refuse_inside_once("checkpoint.save")
         if step is not None:
             try:
                 step = check_log_step(step)

@@ -12,10 +12,11 @@ from pathlib import Path
 import click
 
 from samestep.cli.main import accept_underscores
-from samestep.environment.world import COMPARISON, LAST_STEP, read_environ
+from samestep.environment.world import COMPARISON, LAST_STEP, MAX_LOCAL_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target
 from samestep.loggers.jsonl import read_metrics
+from samestep.messages import read_integer, shorten
 
 Record = Mapping[str, float]
 _echo = partial(click.echo, err=True)
@@ -141,7 +142,10 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
 def _read_counts(ranks: str) -> list[int]:
     """The numbers of ranks, at least two different ones."""
     parts = [part.strip() for part in ranks.split(",")]
-    counts = [int(part) for part in parts if part.isdecimal()]
-    if len(counts) != len(parts) or len(set(counts)) < 2 or min(counts) < 1:
-        raise LaunchError(f"--ranks={ranks} must be at least two different numbers, for example --ranks 1,2,3")
+    counts = [count for part in parts if (count := read_integer(part)) is not None]
+    if len(counts) != len(parts) or len(set(counts)) < 2 or not 1 <= min(counts) <= max(counts) <= MAX_LOCAL_RANKS:
+        raise LaunchError(
+            f"--ranks={ranks and shorten(ranks)} must be at least two different numbers, for example --ranks 1,2,3, "
+            f"and at most {MAX_LOCAL_RANKS}"
+        )
     return counts

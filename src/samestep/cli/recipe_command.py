@@ -124,7 +124,7 @@ def parse_options(path: Path, arguments: Sequence[str]) -> int | None:
     """
     outline = ast.Module(list(_outline(ast.parse(path.read_text(encoding="utf-8")))), type_ignores=[])
     namespace: dict[str, object] = {"__name__": path.stem}
-    exec(compile(outline, str(path), "exec"), namespace)  # a part of a script that comes with samestep
+    exec(compile(outline, str(path), "exec", optimize=0), namespace)  # a part of a script that comes with samestep
     parsed: list[bool] = []
     namespace["_parsed"] = lambda: parsed.append(True)
     words = ["--help"] if "-h" in arguments else list(arguments)

@@ -11,6 +11,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
 from samestep.environment.world import World
 from samestep.errors import WorldError
 
@@ -23,6 +24,11 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     if dist.is_initialized():
         return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
+    if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
+        raise WorldError(
+            f"rank {world.rank} cannot reach rank 0: {problem}; set MASTER_ADDR to an address of rank 0's machine that "
+            "every rank can reach, 127.0.0.1 if all ranks run on one machine"
+        )
     try:
         return _open_store(world.address, world.port, hosts, timeout)
     except RuntimeError as error:
@@ -40,9 +46,23 @@ def connect_store(world: World, timeout: float) -> dist.Store:
 def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.Store:
     """Cached: the store outlives a run, since peers may still read from it and the next run of this process uses it."""
     left = timeout if hosts else max(1.0, timeout - _wait_for_listener(address, port, timeout))
-    store = dist.TCPStore(
-        address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
-    )
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(
+            address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
+        )
+
+    try:
+        store = connect() if hosts else connect_unless_silent(connect, address, port, min(timeout, ANSWER_SECONDS))
+    except RuntimeError:
+        if hosts or not accepts_connections(address, port):
+            raise
+        store = None
+    if store is None:
+        raise WorldError(
+            f"the process that listens at {address}:{port} is not rank 0 of this job, since it does not answer like a "
+            "store of torch: set MASTER_PORT to a port that no other service uses, the same on every rank"
+        )
     store.set_timeout(timedelta(seconds=timeout))
     return store
 

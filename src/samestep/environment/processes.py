@@ -12,6 +12,8 @@ from typing import Final
 
 import psutil
 
+from samestep.messages import read_integer
+
 LAUNCHER: Final = "SAMESTEP_LAUNCHER"
 """The variable that `samestep run` sets for its ranks: its process id and PID namespace."""
 
@@ -137,8 +139,9 @@ def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:
     """
     ancestors = psutil.Process().parents()
     pid, _, namespace = environ.get(LAUNCHER, "").partition(" ")
-    if pid.isdecimal() and namespace == process_namespace():  # in another container the pid means another process
-        return next((process for process in ancestors if process.pid == int(pid)), int(pid))
+    number = read_integer(pid)
+    if number is not None and namespace == process_namespace():  # in another container the pid means another process
+        return next((process for process in ancestors if process.pid == number), number)
     name = next((name for name in _RANK_VARIABLES if name in environ), None)
     if name is None:
         return None

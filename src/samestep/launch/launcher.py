@@ -145,7 +145,7 @@ def explain_rendezvous_error(job: Job, error: Exception, had_started: bool) -> s
     while cause.__cause__ is not None:
         cause = cause.__cause__
     reason = (str(cause).strip().splitlines() or ["timed out"])[0].rstrip(".")
-    host = rendezvous.endpoint.rpartition(":")[0].strip("[]")
+    host = rendezvous.host
     if not can_resolve(host):  # torch only reports a timeout
         reason = f"the host name {host} cannot be resolved"
     fewest, most = rendezvous.min_nodes, rendezvous.max_nodes

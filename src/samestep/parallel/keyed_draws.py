@@ -263,6 +263,7 @@ class KeyedDraws(TorchFunctionMode):
         """Keep Dynamo from compiling the rules by themselves, after a graph break of a compiled model."""
         dispatch_in_graphs(self._rules)
         never_compile_alone(type(self).__torch_function__)
+        never_compile_alone(vmap_randomness)
         self._run_rule = torch.compiler.disable(_call)
 
     # Draws

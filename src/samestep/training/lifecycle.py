@@ -46,6 +46,7 @@ from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
 _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
+_CLOSED = "this run is closed: use it inside `with Run(...) as run:`, before run.close(), or create another Run"
 _FIRST_STEPS = 20  # what fits in the first steps usually keeps fitting, unless samples differ in size
 # How a rank words that a peer ran out of memory, and how the CPU allocator words it.
 _OUT_OF_MEMORY_TEXTS = ("failed: OutOfMemoryError", "DefaultCPUAllocator: can't allocate memory")
@@ -71,6 +72,7 @@ class Lifecycle:
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
+        self._has_ended = self._files_closed = False
         self._last_context: RunContext | None = None
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
@@ -87,7 +89,7 @@ class Lifecycle:
     def loop(self) -> StepLoop:
         """The step loop; exists between start and end."""
         if self._loop is None:
-            raise CommunicationError(_NOT_STARTED)
+            raise CommunicationError(_CLOSED if self._has_ended else _NOT_STARTED)
         return self._loop
 
     @property
@@ -104,6 +106,8 @@ class Lifecycle:
 
     def start(self) -> None:
         """Connect the ranks and open what they need."""
+        if self._has_ended:
+            raise CommunicationError(_CLOSED)
         if self._loop is not None:
             raise CommunicationError("this run was already started: start a Run once, by `with` or by start()")
         device = self.device_choice.device
@@ -153,6 +157,8 @@ class Lifecycle:
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
+        if self._has_ended:
+            return
         try:
             context = self.context
             if early is None:
@@ -179,16 +185,18 @@ class Lifecycle:
         except BaseException as error:
             self.fail(error)
             raise
-        self._loop = None
+        self._loop, self._has_ended = None, True
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
         self._add_peers_note(error)
+        self._has_ended = True
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
+            closing.callback(self.comm.mark_closed)
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
@@ -264,9 +272,11 @@ class Lifecycle:
             self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
-        """Print on rank 0 and keep the text in the text log."""
-        if self._loggers is not None:
+        """Print on rank 0 and keep the text in the text log, until it is closed."""
+        if self._loggers is not None and not self._files_closed:
             self._loggers.print(text)
+        elif self._loggers is not None:
+            sys.stdout.write(f"{text}\n")
 
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
@@ -274,6 +284,7 @@ class Lifecycle:
 
     def _close_files(self, status: str) -> None:
         self._log_capture.close()
+        self._files_closed = True
         if self._loggers is not None:
             self._loggers.close(self.summary(status) | self._ledger_summary() if self._loggers.is_open else {})
 
@@ -328,7 +339,10 @@ def _choose_folder(requested: Path | None) -> Path:
 
 def _check_creatable(folder: Path) -> Path:
     """Raise if the folder cannot be created. A full disk is not an error here: it may have space later."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:  # such as a name of more than 255 characters
+        raise LogError(f"the run folder {folder} cannot be created: {error.strerror}; pass another folder") from error
     if not nearest.is_dir():
         raise LogError(f"the run folder {folder} cannot be created: {nearest} is a file; pass another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

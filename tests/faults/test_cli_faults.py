@@ -1,0 +1,146 @@
+"""Commands in bad surroundings: streams that are closed, full or cannot print, missing homes, broken files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+from samestep.cli.main import OutputStream
+from tests.faults.harness import Fault, cases, check
+
+FULL = "samestep: the output is incomplete, since standard output failed: the disk is full: free some space"
+STREAMS = [
+    Fault("stdout is closed", r"^$", code=0, command="samestep --version >&-"),
+    Fault(
+        "stdout is closed and the width of a terminal is needed",
+        r"^`samestep recipe run NAME` runs one, `\S+ \S+ "
+        r"copy NAME` copies its script$",
+        code=0,
+        command="samestep recipe list >&-",
+    ),
+    Fault("all streams are closed", r"^$", code=2, command="samestep audit nowhere <&- >&- 2>&-"),
+    Fault("stdout is full", f"^{FULL}$", code=1, command="samestep --version > /dev/full"),
+    Fault("stdout is full and the table of rich is cut", FULL, code=1, command="samestep recipe list > /dev/full"),
+    Fault("stderr is full", r"^samestep 0\.1\.0$", code=0, command="samestep --version 2> /dev/full"),
+    Fault("stderr is full and an error is lost", r"^$", code=2, command="samestep nonsense 2> /dev/full"),
+    Fault("both are full", r"^$", code=1, command="samestep --version > /dev/full 2>&1"),
+    Fault("the reader of a pipe is gone", r"^141$", code=0, command="samestep --help | true; echo ${PIPESTATUS[0]}"),
+    Fault(
+        "an error, and the reader of a pipe is gone",
+        r"unknown command nonsense.* 2$",
+        code=0,
+        command="samestep nonsense | true; echo ${PIPESTATUS[0]}",
+    ),
+    Fault(
+        "help without docstrings",
+        "Start SCRIPT as ranks that train together; the exit code is that of",
+        code=0,
+        command="python -OO -m samestep run --help",
+    ),
+]
+
+
+@cases(STREAMS)
+def test_a_stream_that_fails_ends_no_command_with_a_traceback(fault: Fault, tmp_path: Path):
+    check(fault, tmp_path)
+
+
+HELP_OF_ALL = """
+import sys
+from samestep.cli import main as module
+def show(command, context):
+    print(command.get_help(context))
+    for name in getattr(command, "list_commands", lambda _: [])(context):
+        each = command.get_command(context, name)
+        show(each, module.click.Context(each, context, name))
+module.main(["--version"])
+show(module.samestep, module.click.Context(module.samestep, info_name="samestep"))
+"""
+
+
+def test_help_texts_do_not_need_docstrings():
+    with_docstrings, without = (
+        subprocess.run([sys.executable, *flags, "-c", HELP_OF_ALL], capture_output=True, text=True, check=True).stdout
+        for flags in ([], ["-OO"])
+    )
+    assert "Read every byte and compare checksums" in with_docstrings
+    assert without == with_docstrings
+
+
+def test_a_non_blocking_pipe_delays_the_output_but_loses_nothing():
+    """Another program on the same terminal may have made it non-blocking."""
+    (reader, writer), text, received = os.pipe(), b"x" * 500_000, []
+    os.set_blocking(writer, False)
+
+    def read() -> None:
+        with os.fdopen(reader, "rb") as file:
+            received.append(file.read())
+
+    thread = Thread(target=read)
+    thread.start()
+    with OutputStream(writer) as stream:
+        stream.write(text)
+    os.close(writer)
+    thread.join(120)
+    assert stream.failure is None
+    assert received == [text]
+
+
+TRAINING = """
+    import os, sys, torch
+    from samestep import Run
+    {before}
+    model = torch.nn.Linear(1, 1)
+    with Run(global_batch=2, folder="run") as run:
+        model = run.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.print("caf\\u00e9 \\u2192")
+        for epoch in run.shard(torch.utils.data.TensorDataset(torch.ones(8, 1))).epochs(2):
+            for step in epoch:
+                for (batch,) in step:
+                    step.mean(model(batch).square()[:, 0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log({{"val/x": 1.0}})
+    print("trained", step.number, open("run/log.txt").read().count("caf"), file=sys.stderr)
+"""
+LOST = "SamestepWarning: standard output cannot be written: %s; training continues, and log.txt has all lines"
+CONSOLES = [
+    Fault(
+        "training with a full stdout",
+        f"{LOST % 'the disk is full: free some space'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.dup2(os.open('/dev/full', os.O_WRONLY), 1)")
+        + "    import atexit; atexit._run_exitfuncs()  # a forked process does it later than Python",
+    ),
+    Fault(
+        "training whose reader is gone",
+        f"{LOST % 'Broken pipe'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="r, w = os.pipe(); os.close(r); os.dup2(w, 1)"),
+    ),
+    Fault(
+        "training without stdout",
+        "^trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.close(1); sys.stdout = None"),
+    ),
+    Fault(
+        "training on a terminal that cannot print a character",
+        r" caf\\xe9 \\u2192 .*trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="sys.stdout.reconfigure(encoding='ascii', errors='strict')"),
+    ),
+    Fault(
+        "training with a closed sys.stdout",
+        f"{LOST % 'I/O operation on closed file.'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.dup(1); sys.stdout.close()"),
+    ),
+]
+
+
+@cases(CONSOLES)
+def test_a_stream_that_fails_does_not_end_training(fault: Fault, tmp_path: Path):
+    check(fault, tmp_path)

@@ -1,0 +1,250 @@
+"""Bad inputs of the launcher and of the variables that it sets: the exit code and the sentence.
+
+A launcher is a script here, `main(["run", ...])` in a process that has imported torch already.
+"""
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.faults.harness import Fault, cases, check
+
+NUMBER = "7" * 5000
+IS_ROOT = os.geteuid() == 0
+RUN = """
+    from samestep import Run
+    with Run(global_batch=4, start_timeout=2) as run:
+        print("trained on", run.size)
+"""
+NO_PORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+TWO = {**NO_PORT, "MASTER_PORT": "29999"}
+
+
+def variable(name: str, value: str, says: str, **others: str) -> Fault:
+    """A variable with a bad value, in the environment of a script that opens a Run."""
+    shown = value if len(value) < 20 else f"{len(value)} characters"
+    return Fault(f"{name}={shown!r} {' '.join(others)}", says, script=RUN, environment={**others, name: value})
+
+
+VARIABLES = [
+    variable("RANK", NUMBER, r"RANK=7{60}\.\.\.\S* is too large: it has 5000 digits", WORLD_SIZE="2"),
+    variable("WORLD_SIZE", NUMBER, "is too large: it has 5000 digits", RANK="0"),
+    variable("WORLD_SIZE", "1000001", "WORLD_SIZE=1000001 is more than 1000000 ranks: no job has so many", RANK="0"),
+    variable("WORLD_SIZE", "0x2", "WORLD_SIZE=0x2 is not a non-negative integer", RANK="0"),
+    variable("RANK", "1.5", "RANK=1.5 is not a non-negative integer", WORLD_SIZE="2"),
+    variable("RANK", "", "RANK='' is not a non-negative integer", WORLD_SIZE="2"),
+    variable("RANK", "2", "RANK=2 is out of range for WORLD_SIZE=2", WORLD_SIZE="2"),
+    variable("LOCAL_RANK", NUMBER, "is too large: it has 5000 digits", **TWO),
+    variable("LOCAL_RANK", "1000", "LOCAL_RANK=1000 is out of range for 2 rank", **TWO),
+    variable("LOCAL_WORLD_SIZE", "99999999", "LOCAL_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
+    variable("GROUP_WORLD_SIZE", "99999999", "GROUP_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
+    variable("MASTER_PORT", "0", "MASTER_PORT=0 is not a port from 1 to 65535", **NO_PORT),
+    variable("MASTER_PORT", "http", "MASTER_PORT=http is not a non-negative integer", **NO_PORT),
+    variable("MASTER_PORT", NUMBER, "is too large: it has 5000 digits", **NO_PORT),
+    variable("TORCHELASTIC_RESTART_COUNT", "soon", "TORCHELASTIC_RESTART_COUNT=soon is not a non-negative", **TWO),
+    *(
+        variable(
+            f"SAMESTEP_{name}", value,
+            rf"WorldError: SAMESTEP_{name}=\S+ is not a number from 0 to \S+: samestep sets this variable itself for "
+            rf"the processes that it starts; run `unset SAMESTEP_{name}`",
+        )
+        for name, value in [
+            ("DEADLINE", "soon"), ("DEADLINE", "nan"), ("DEADLINE", "-1"), ("DEADLINE", NUMBER),
+            ("LAST_STEP", "many"), ("LAST_STEP", "-1"), ("LAST_STEP", NUMBER),
+        ]
+    ),
+    variable("SAMESTEP_PRECISION", "fp7", "SAMESTEP_PRECISION='fp7' is not valid: use one of"),
+    variable("SAMESTEP_FOLDER", "x" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
+    variable("SAMESTEP_COMPARISON", "y" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
+    variable("SAMESTEP_FOLDER", "/dev/null/x", "the run folder /dev/null/x cannot be created: /dev/null is a file"),
+]  # fmt: skip
+
+
+@cases(VARIABLES)
+def test_a_bad_variable_is_named(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+def answer_http(client: socket.socket) -> None:
+    client.recv(100)
+    client.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    client.close()
+
+
+def say_hello(client: socket.socket) -> None:
+    client.sendall(b"220 mail.example.com ESMTP ready\r\n")
+    client.recv(100)
+
+
+def stay_silent(client: socket.socket) -> None:
+    while client.recv(100):
+        pass
+
+
+SERVICES = {"HTTP": answer_http, "mail": say_hello, "silent": stay_silent, "closing": socket.socket.close}
+
+
+@contextmanager
+def service(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Another service on a free port of this machine."""
+
+    def serve() -> None:
+        with suppress(OSError):  # closed at the end
+            while True:
+                client = server.accept()[0]
+                threading.Thread(target=handle, args=[client], daemon=True).start()
+
+    def handle(client: socket.socket) -> None:
+        with suppress(OSError), client:
+            answer(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_another_service_at_the_port_of_rank_0_is_noticed(name, tmp_path):
+    with service(SERVICES[name]) as port:
+        says = f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not"
+        environment = {**TWO, "MASTER_PORT": str(port)}
+        check(Fault(name, says, script=RUN, environment=environment), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["HTTP", "silent"])
+def test_rank_0_says_that_its_port_is_in_use(name, tmp_path):
+    with service(SERVICES[name]) as port:
+        environment = {**TWO, "MASTER_PORT": str(port), "RANK": "0"}
+        says = f"WorldError: rank 0 cannot listen on 127.0.0.1:{port}: set MASTER_PORT to a free port"
+        check(Fault(name, says, script=RUN, environment=environment), tmp_path)
+
+
+NO_NETWORK = [
+    *(
+        Fault(
+            f"host of rank 0 {host[:12]!r} of rank {rank}",
+            f"WorldError: rank {rank} cannot reach rank 0: the host name .* cannot be resolved .*; set MASTER_ADDR",
+            script=RUN,
+            environment={**TWO, "MASTER_ADDR": host, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank, host in [("0", "no-such-host.invalid"), ("1", "no-such-host.invalid"), ("1", "a..b"),
+                           ("1", "two words"), ("1", "h" * 300), ("1", "line\nbreak"), ("1", "ü" * 70)]
+    ),
+    *(
+        Fault(
+            f"no loopback network of rank {rank}",
+            f"WorldError: rank {rank} cannot reach rank 0: this machine has no route to 127.0.0.1 .*, since its "
+            "loopback interface is down: run `ip link set lo up`",
+            script="import ctypes; assert ctypes.CDLL(None).unshare(0x40000000) == 0\n" + dedent(RUN),
+            environment={**TWO, "RANK": rank},
+        )
+        for rank in ("0", "1")
+        if IS_ROOT
+    ),
+]  # fmt: skip
+
+
+@cases(NO_NETWORK)
+def test_without_a_way_to_rank_0_the_cause_is_named(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+def write_targets(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.py")
+    (folder / "folder.py").mkdir()
+    (folder / "binary.py").write_bytes(bytes(range(256)))
+    (folder / "latin.py").write_bytes(b"name = '\xe9'\n")
+    (folder / "broken.py").write_text("x = 1\nfor y in x\n")
+
+
+def command_line(name: str, *arguments: str, says: str, before: str = "") -> Fault:
+    """A command line that no rank is started for; `before` is code that runs before it."""
+    source = f"import os, sys\nfrom samestep.cli.main import main\n{before}\nsys.exit(main({list(arguments)!r}))"
+    return Fault(name, says, code=2, script=source, prepare=write_targets)
+
+
+HUGE = "1" + "0" * 20
+AS_NOBODY = "os.chmod('broken.py', 0o600); os.chmod('.', 0o755); os.setuid(65534)"
+OPTIONS = [
+    *(
+        command_line(
+            f"run --nproc-per-node {value[:24]}", "run", "--nproc-per-node", value, "train.py",
+            says="--nproc-per-node .* is more than 4096, and every rank is a process that imports torch: use one rank",
+        )
+        for value in (HUGE, NUMBER, "4097")
+    ),
+    *(
+        command_line(
+            f"run --nnodes {value[:24]}", "run", "--nnodes", value, "train.py",
+            says="--nnodes .*, which must be at most 1000000, is not a number of nodes: pass a number of at least 1",
+        )
+        for value in (HUGE, NUMBER, "1000001", f"1:{HUGE}")
+    ),
+    command_line("parity with many ranks", "parity", "--ranks", f"1,{HUGE}", "train.py",
+                 says=f"--ranks=1,{HUGE} must be at least two different numbers, for example .* at most 4096"),
+    command_line("endpoint with port 0", "run", "--nnodes", "2", "--rdzv-endpoint", "localhost:0", "train.py",
+                 says="localhost:0 has port 0, which stands for any free port, so other processes cannot know it"),
+    command_line("static endpoint with port 0", "run", "--rdzv-backend", "static", "--rdzv-endpoint", "localhost:0",
+                 "train.py", says="localhost:0 has port 0"),
+    command_line("endpoint that does not resolve", "run", "--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:9",
+                 "--rdzv-conf", "read_timeout=1", "train.py",
+                 says="the launcher cannot reach its rendezvous at no-such-host.invalid:9: the host name "
+                 r"no-such-host.invalid cannot be resolved \(.*\); pass an address that every node can reach"),
+    command_line("master that does not resolve", "run", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a..b",
+                 "--rdzv-conf", "read_timeout=1", "train.py", says="the host name a..b cannot be resolved"),
+    command_line("endpoint with a port of 5,000 digits", "run", "--nnodes", "2", "--rdzv-endpoint", f"a:{NUMBER}",
+                 "train.py", says=r"'a:7{58}\.\.\.' is not an endpoint|a:7{58}\.\.\. is not an endpoint"),
+    command_line("master port of 5,000 digits", "run", "--master-port", NUMBER, "train.py", says="--master-port': '7"),
+    *(
+        command_line(f"run --time-limit {value[:24]}", "run", "--time-limit", value, "train.py",
+                     says="--time-limit .* is longer than 100 years: leave it out to have no time limit")
+        for value in (f"{HUGE}h", NUMBER, "999999d")
+    ),
+    command_line("max-restarts of -1", "run", "--max-restarts", "-1", "train.py", says="--max-restarts': -1 is"),
+    command_line("max-restarts too large", "run", "--max-restarts", NUMBER, "train.py", says="--max-restarts': '7"),
+    command_line("grace of 10**20", "run", "--grace", HUGE, "train.py", says=f"'--grace': {HUGE} is not in the range"),
+    *(
+        command_line(
+            f"shutdown timeout {value[:12]}", "run", "broken.py",
+            before=f"os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'] = {value!r}; open('broken.py', 'w').close()",
+            says="TORCH_ELASTIC_SHUTDOWN_TIMEOUT=.* is not a number of seconds: set it to a whole number up to 1000000",
+        )
+        for value in ("soon", NUMBER, "1.5")
+    ),
+    command_line("script is a pipe", "run", "pipe.py", says="pipe.py is not a regular file, and every rank reads the"),
+    command_line("script is a device", "run", "/dev/zero", says="/dev/zero is not a regular file"),
+    command_line("script is a folder", "run", "folder.py", says="folder.py is a folder, not a script: pass a file"),
+    command_line("script is binary", "run", "binary.py", says=r"binary.py is not a Python script.*\(.*\): correct it"),
+    command_line("script in another encoding", "run", "latin.py", says=r"latin.py is not a Python script.*utf-8.*"),
+    command_line("script with a syntax error", "run", "broken.py",
+                 says=r"broken.py is not a Python script in line 2 \(expected ':'\): correct it, or pass another file"),
+    command_line("script with a long name", "run", "x" * 5000, says=r"script x+\.\.\. cannot be read \(File name too"),
+    command_line("script in a file", "run", "broken.py/train.py", says="script broken.py/train.py not found in /"),
+    command_line("script that this user may not read", "run", "broken.py", before=AS_NOBODY,
+                 says=r"script broken.py cannot be read \(Permission denied\): check its permissions"),
+    command_line("deleted folder", "run", "train.py", before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
+                 says="the current folder does not exist any more: change to another one with `cd`"),
+    command_line("deleted folder with parity", "parity", "train.py",
+                 before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
+                 says="the current folder does not exist any more: change to another one with `cd`"),
+    command_line("no loopback network", "run", "train.py",
+                 before="import ctypes; assert ctypes.CDLL(None).unshare(0x40000000) == 0",
+                 says="the launcher cannot reach its rendezvous at localhost:0: this machine has no route to localhost "
+                 r"\(.*\), since its loopback interface is down: run `ip link set lo up`"),
+]  # fmt: skip
+
+
+@cases([fault for fault in OPTIONS if IS_ROOT or not re.search("setuid|unshare", fault.script)])
+def test_a_bad_command_line_is_one_sentence(fault, tmp_path):
+    ended = check(fault, tmp_path)
+    assert "Traceback" not in ended.outputs[0]
