@@ -207,7 +207,7 @@ def check_same_workers(dataset: object, first: Sequence[Probe], other: Sequence[
 
 
 def _first_difference(by_rank: Sequence[Sequence[Probe]]) -> tuple[int, Probe, Probe, int] | None:
-    """Return the first rank that differs from rank 0, the two probes, and how many probes of these ranks differ."""
+    """Return a rank that differs from rank 0, the two probes, and how many probes of these ranks differ."""
     for rank, probes in enumerate(by_rank):
         pairs = [(own, other) for own, other in zip(by_rank[0], probes, strict=False) if not own.equals(other)]
         if pairs:
