@@ -378,13 +378,13 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
     path = tmp_path / "ledger" / "train" / "rank-00000.bin"
     path.unlink()
     path.mkdir()
-    with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be read: Is a directory; check the path"):
+    with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be read: it is not a regular file; check the path"):
         audit(tmp_path)
     path.rmdir()
     description = path.with_name("shard.json")
     description.unlink()
     description.mkdir()
-    with pytest.raises(LedgerError, match=r"shard\.json cannot be read: Is a directory; check the path"):
+    with pytest.raises(LedgerError, match=r"shard\.json cannot be read: it is not a regular file; check the path"):
         audit(tmp_path)
 
 

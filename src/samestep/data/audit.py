@@ -117,7 +117,7 @@ class AuditReport:
     def verdict(self) -> Verdict:
         """The worst verdict of any shard, at least incomplete if the run lacks something."""
         verdicts = {shard.verdict for shard in self.shards}
-        return "faulty" if "faulty" in verdicts else "incomplete" if self.missing or verdicts > {"sound"} else "sound"
+        return "faulty" if "faulty" in verdicts else "incomplete" if self.missing or verdicts - {"sound"} else "sound"
 
     @property
     def exactly_once(self) -> bool:
@@ -360,6 +360,8 @@ class _ShardAudit(_LedgerAudit):
         open_ranks = tuple(rank for rank in sorted(last.ranks) if rank < last.world_size and rank not in last.ends)
         if open_ranks:
             self._add_missing_end(last, open_ranks, slowest, min(reached[rank] for rank in open_ranks))
+        if last.ends and not last.succeeded:
+            self._notes.append(f"the run failed at {_format(fastest)} in generation {last.number} and was not resumed")
         if slowest == fastest or (last.succeeded and not open_ranks and not last.silent):
             return fastest
         behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)

@@ -29,6 +29,7 @@ from samestep.data.content_probe import (
     FileState,
     Probe,
     ShardDescription,
+    check_is_file,
     hash_option,
     read_description,
     write_description,
@@ -507,6 +508,7 @@ def _possible_mask(records: Records, global_batch: int) -> npt.NDArray[np.bool_]
 def _read_file(path: Path, rank: int, faults: list[Fault], notes: list[str]) -> tuple[Records, RankFile]:
     """Return the valid records of one rank; add what is wrong with its file to the two lists."""
     try:
+        check_is_file(path)
         size = path.stat().st_size
         # A live run may append meanwhile: read only what is there now.
         records = np.fromfile(path, dtype=RECORD, count=size // RECORD_BYTES)
@@ -541,7 +543,7 @@ def _read_file(path: Path, rank: int, faults: list[Fault], notes: list[str]) -> 
 def _check_hashes(records: Records) -> tuple[dict[int, int], str]:
     """Return the running hashes in a file, and what is wrong with the first one that does not fit to its records."""
     hashes, changed = dict[int, int](), ""
-    data, start, previous = memoryview(records.tobytes()), 0, 0
+    data, start, previous = records.view(np.uint8).data, 0, 0
     for at in np.flatnonzero(records["kind"] == RecordKind.CHECK).tolist():
         before, written = int(records["count"][at]), int(records["first"][at])
         found = running_hash(previous, data[start * RECORD_BYTES : at * RECORD_BYTES])

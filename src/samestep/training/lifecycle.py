@@ -57,6 +57,7 @@ class Lifecycle:
 
     def __init__(self, config: RunConfig) -> None:
         config.check()
+        config = replace(config, global_batch=int(config.global_batch), seed=int(config.seed))  # not numpy's
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
         self._precision_variable = PRECISION if requested_precision() else ""
@@ -322,11 +323,12 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
 
 
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:
-    for rank, (batch, seed) in enumerate(comm.exchange_objects("Run.start", (config.global_batch, config.seed))):
-        if (batch, seed) != (config.global_batch, config.seed):
+    own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
+    for rank, other in enumerate(comm.exchange_objects("Run.start", own)):
+        if other != own:
             raise CommunicationError(
-                f"rank {comm.world.rank} has Run(global_batch={config.global_batch}, seed={config.seed}) and rank "
-                f"{rank} has Run(global_batch={batch}, seed={seed}): pass the same values on all ranks"
+                f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
+                "ranks"
             )
 
 
