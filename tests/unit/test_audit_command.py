@@ -1,6 +1,7 @@
-"""`samestep audit` prints a table or JSON and exits with 0 or 1."""
+"""`samestep audit` prints a table or JSON and exits with 0, 1 or 3."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_the_command_prints_the_faults_and_exits_with_1(run):
     assert code == 1
     assert "2, 3 faulty" in " ".join(text.split())
     assert f"fault: train: {audit_train(run).faults[0].text}\n" in text
+
+
+def test_the_command_says_what_is_missing_and_exits_with_3_also_if_no_shard_is_sound(run):
+    for rank in range(3):
+        os.truncate(file_of(run, rank), file_of(run, rank).stat().st_size - 64)
+    code, text = invoke(str(run))
+    assert code == 3
+    assert "2, 3 incomplete" in " ".join(text.split())
+    assert "missing: train: the run has not ended" in text
 
 
 def test_the_command_prints_json(run):

@@ -117,7 +117,8 @@ class AuditReport:
     def verdict(self) -> Verdict:
         """The worst verdict of any shard, at least incomplete if the run lacks something."""
         verdicts = {shard.verdict for shard in self.shards}
-        return "faulty" if "faulty" in verdicts else "incomplete" if self.missing or verdicts - {"sound"} else "sound"
+        lacks = bool(self.missing) or "incomplete" in verdicts
+        return "faulty" if "faulty" in verdicts else "incomplete" if lacks else "sound"
 
     @property
     def exactly_once(self) -> bool:

@@ -195,6 +195,12 @@ class Lifecycle:
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
+        try:
+            self._close_after_failure()
+        except Exception as second:  # noqa: BLE001  # it must not replace the cause
+            error.add_note(f"closing the run failed too: {type(second).__name__}: {second}")
+
+    def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
             closing.callback(self.comm.mark_closed)
