@@ -45,7 +45,7 @@ class Console(ABC):
     def write(
         self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
     ) -> None:
-        """Print a record that was logged between two steps, in any case; show that of a step if there is time for it."""
+        """Print a record that was logged between two steps, always; show that of a step if there is time for it."""
         if between_steps and not all(name.startswith("train/") for name in values):
             self._print_delayed()  # they were logged before this one
             self.print(text_log.format_record(step, values, epoch=epoch))

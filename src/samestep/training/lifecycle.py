@@ -11,7 +11,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
+from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
+from samestep.data.content_probe import describe_files
 from samestep.data.ledger import next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
@@ -77,6 +79,7 @@ class Lifecycle:
         self._folder_is_final = config.folder is not None or explicit
         self._loggers: Loggers | None = None
         self._preemption: Preemption | None = None
+        self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
@@ -169,6 +172,8 @@ class Lifecycle:
                 callback.on_run_end(failed=False)
             context.flush_metrics("Run.close")
             self._release(failed=False)
+            if self.config.ledger:
+                self._ledger_files = context.gather_ledgers("Run.close", None)[1]
             self._close_files("finished" if early is None else early.status)
             self.comm.close()
             self._watch.stop()
@@ -189,6 +194,12 @@ class Lifecycle:
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
+        try:
+            self._close_after_failure()
+        except Exception as second:  # noqa: BLE001  # it must not replace the cause
+            error.add_note(f"closing the run failed too: {type(second).__name__}: {second}")
+
+    def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
             closing.callback(self.comm.mark_closed)
@@ -281,7 +292,16 @@ class Lifecycle:
         self._log_capture.close()
         self._files_closed = True
         if self._loggers is not None:
-            self._loggers.close(self.summary(status) if self._loggers.is_open else {})
+            self._loggers.close(self.summary(status) | self._ledger_summary() if self._loggers.is_open else {})
+
+    def _ledger_summary(self) -> dict[str, object]:
+        """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
+        if self._loop is None or not self.config.ledger:
+            return {}
+        context = self.context
+        files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
+        folders = [str(each.folder) for each in context.callbacks if isinstance(each, Checkpoint)]
+        return {"ledger": files, "checkpoints": folders}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,14 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
-from samestep.data.ledger import ShardDescription
+from samestep.data.content_probe import (
+    Probe,
+    ShardDescription,
+    check_same_options,
+    check_same_samples,
+    hash_values,
+    probe_indices,
+)
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.mistakes import check_data
+from samestep.training.mistakes import check_data, check_setting
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.step_loss import MicroBatch, StepPosition
@@ -224,7 +230,8 @@ class Shard(TrainingData):
         )
 
     def _epoch_setting(self, epoch: int) -> object:
-        return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        settings = self._epoch_settings
+        return NO_SETTING if settings is None else check_setting(settings(epoch), self._num_workers)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
