@@ -45,7 +45,7 @@ class Console(ABC):
     def write(
         self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
     ) -> None:
-        """Print a record that was logged between two steps, in any case; show one of a step if there is time for it."""
+        """Print a record that was logged between two steps, always; show that of a step if there is time for it."""
         if between_steps and not all(name.startswith("train/") for name in values):
             self._print_delayed()  # they were logged before this one
             self.print(text_log.format_record(step, values, epoch=epoch))
@@ -74,7 +74,7 @@ class ConsoleStream:
     """A text stream, usually standard output, that never ends training: what it refuses is lost on the screen only.
 
     The launcher redirects ranks into files, whose disk may be full; the reader of a pipe may end first; a terminal may
-    be closed, or its encoding lack a character; a script may replace standard output by an object of its own that has
+    be closed, or its encoding lack a character; a script may replace standard output by its own object, which has
     little more than `write`. None is the stream of a process that was started without standard output.
     """
 
