@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from samestep.cli.main import main
 from samestep.data.content_probe import FileState, describe_files
@@ -828,3 +829,78 @@ RUNS = [
 @cases(RUNS)
 def test_ranks_that_disagree_about_the_data_end_with_the_sentence(fault, tmp_path):
     check(fault, tmp_path)
+
+
+RESUMED = """
+    import os, sys, torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from samestep import Run
+
+    data = TensorDataset(torch.arange(30.0)[:, None])
+    with Run(global_batch=5, seed=0, folder="run", ledger=True) as run:
+        model = run.wrap(nn.Linear(1, 1))
+        train = run.shard(data, shuffle=True, num_workers=0, name="train")
+        checkpoint = run.checkpoint({folder!r}, model=model, train=train)
+        for epoch in train.epochs(2):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x).sum(1)).backward()
+                if step.number in (2, 7):
+                    checkpoint.save()
+                if step.number == 4 and checkpoint.restored is None:
+                    checkpoint.wait()
+                    {end}
+"""
+
+
+def resume(folder: Path, end: str, checkpoints: str, code: int, ranks: int) -> None:
+    script = RESUMED.replace("{end}", end).replace("{folder!r}", repr(checkpoints))
+    check(Fault(end, "", code, script, ranks), folder)
+
+
+def verdict(capsys, folder: Path, *lines: str) -> tuple[int, str]:
+    code = main(["audit", str(folder / "run")])
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("checkpoints", ["run", "run/saved", "elsewhere"])
+def test_a_killed_run_is_incomplete_until_it_is_resumed(tmp_path, capsys, checkpoints):
+    resume(tmp_path, "os._exit(7)", checkpoints, code=7, ranks=1)
+    code, text = verdict(capsys, tmp_path)
+    assert code == 3
+    assert "the run has not ended (generation 0 has no end record" in text
+    assert ("compared with: step-00000003" in text) == (checkpoints != "elsewhere")  # a killed run has no summary
+    resume(tmp_path, "pass", checkpoints, code=0, ranks=2)
+    code, text = verdict(capsys, tmp_path)
+    assert (code, "compared with: summary.json, step-00000003, step-00000008" in text) == (0, True), text
+    path = tmp_path / "run" / "ledger" / "train" / "rank-00000.bin"
+    os.truncate(path, path.stat().st_size - 64)
+    code, text = verdict(capsys, tmp_path)
+    assert code == 3
+    assert "summary.json says that training came to epoch 1, step 6, and rank 0 has" in text
+    (tmp_path / "run" / "summary.json").unlink()
+    os.truncate(path, path.stat().st_size - 7 * RECORD_BYTES)
+    code, text = verdict(capsys, tmp_path)
+    assert code == 3
+    assert ("missing: train: step-00000008 says that training came to epoch 1, step 2" in text) == (
+        checkpoints != "elsewhere"
+    ), text
+
+
+def test_a_failed_run_is_sound_up_to_the_failure_and_a_note_says_so(tmp_path, capsys):
+    resume(tmp_path, "raise ValueError('broken')", "run", code=1, ranks=2)
+    code, text = verdict(capsys, tmp_path)
+    assert code == 0, text
+    assert "note: train: the run failed at epoch 0, step 5 in generation 0 and was not resumed" in text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["train"][0]["epoch"] == 0
+
+
+def test_a_start_without_a_ledger_is_found_by_its_samples(tmp_path, capsys):
+    resume(tmp_path, "run.close(); sys.exit()", "run", code=0, ranks=1)
+    assert verdict(capsys, tmp_path)[0] == 0
+    script = RESUMED.replace("ledger=True", "ledger=False").replace("{end}", "pass").replace("{folder!r}", "'run'")
+    check(Fault("without a ledger", "", 0, script), tmp_path)
+    code, text = verdict(capsys, tmp_path)
+    assert code == 3
+    assert "missing: summary.json says that 60 samples were trained, and the ledger has 25: a start had no" in text

@@ -128,7 +128,7 @@ class AuditReport:
     def as_dict(self) -> dict[str, object]:
         """Return the report as plain values for JSON."""
         shards = [{"verdict": each.verdict, "exactly_once": each.exactly_once, **asdict(each)} for each in self.shards]
-        own = {"folder": str(self.folder), "verdict": self.verdict, "exactly_once": self.exactly_once}
+        own = {"verdict": self.verdict, "exactly_once": self.exactly_once}
         return {**own, **asdict(replace(self, shards=())), "folder": str(self.folder), "shards": shards}
 
 
@@ -217,9 +217,8 @@ class _LedgerAudit:
         if short:
             ranks = tuple(rank for rank, _ in short)
             end = max((state.epoch, state.step) for state in states if state is not None)
-            text = (
-                f"{source} says that training came to {_format(end)}, and {'; '.join(has for _, has in short[:_SHOWN])}"
-            )
+            has = "; ".join(text for _, text in short[:_SHOWN])
+            text = f"{source} says that training came to {_format(end)}, and {has}"
             begin = min(_last_position(self._ledger.trained, rank) for rank in ranks)
             self._missing.append(Missing(text, ranks, *begin))
         if changed:
@@ -230,14 +229,13 @@ class _LedgerAudit:
 
     def _check_options(self) -> None:
         """Find options that are not the same on all ranks and in all starts."""
-        options, none = self._ledger.options, np.uint64(hash_option(None))
+        options = self._ledger.options
         for number, name in enumerate(OPTIONS):
             own = options[options["epoch"] == number]
             value = getattr(self._description, "weighted" if name == "sampling_weights" else name)
-            as_described = own["first"] == np.uint64(hash_option(value))
-            if name == "sampling_weights":
-                as_described = (own["first"] != none) == value
-            if len(own) and not as_described.any():
+            is_none = own["first"] == np.uint64(hash_option(None))
+            same = is_none != value if name == "sampling_weights" else own["first"] == np.uint64(hash_option(value))
+            if len(own) and not same.any():
                 text = f"shard.json has {name}={value}, and {_format_process(own[0])} recorded another value"
                 self._faults.append(Fault("different data", text, ranks=(int(own["rank"][0]),)))
             if len(own) and (own["first"] != own["first"][0]).any():
@@ -270,16 +268,13 @@ class _LedgerAudit:
             ranks, probed = (
                 set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
             )
-            if missing := tuple(sorted(ranks - probed)):
-                self._add_missing_probes(generation, missing, bool(probed))
-
-    def _add_missing_probes(self, generation: Generation, missing: tuple[int, ...], others: bool) -> None:
-        text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
-        if others:
-            self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
-        elif generation.world_size > 1:
-            text += ", so it is unknown whether all ranks read the same data"
-            self._missing.append(Missing(text, missing, *generation.start))
+            missing = tuple(sorted(ranks - probed))
+            text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
+            if missing and probed:
+                self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
+            elif missing and generation.world_size > 1:
+                text += ", so it is unknown whether all ranks read the same data"
+                self._missing.append(Missing(text, missing, *generation.start))
 
 
 class _ShardAudit(_LedgerAudit):
@@ -378,17 +373,15 @@ class _ShardAudit(_LedgerAudit):
         return slowest
 
     def _add_missing_end(self, last: Generation, ranks: tuple[int, ...], checked: Position, end: Position) -> None:
-        if last.ends:
-            text = (
-                f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is "
-                f"cut off at {_format(end)}, or the process was killed"
-            )
-        else:
-            text = (
-                f"the run has not ended (generation {last.number} has no end record: it is still running, or it was "
-                f"killed and not resumed); sound up to {_format(checked)}"
-            )
-        self._missing.append(Missing(text, ranks, *end))
+        not_ended = (
+            f"the run has not ended (generation {last.number} has no end record: it is still running, or it was killed "
+            f"and not resumed); sound up to {_format(checked)}"
+        )
+        cut_off = (
+            f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is cut "
+            f"off at {_format(end)}, or the process was killed"
+        )
+        self._missing.append(Missing(cut_off if last.ends else not_ended, ranks, *end))
 
     def _steps_in_epoch(self, records: Records) -> int:
         """Return the steps of a complete epoch; for a stream, the steps that were recorded."""
@@ -592,10 +585,9 @@ def _check_samples(summary: Mapping[str, Any], reports: Sequence[ShardReport]) -
     trained, counted = summary.get("samples"), sum(epoch.samples for each in reports for epoch in each.epochs)
     from_start = all((first.epoch, first.step) == (0, 0) for each in reports for first in each.generations[:1])
     # A run that failed may have counted a step that did not end.
-    if type(trained) is not int or trained <= counted or not from_start or summary.get("status") == "failed":
-        return []
+    lost = type(trained) is int and trained > counted and from_start and summary.get("status") != "failed"
     text = (
         f"summary.json says that {trained} samples were trained, and the ledger has {counted}: a start had no "
         "ledger=True, or its checkpoint did not contain the position in the data, or records were removed"
     )
-    return [Missing(text)]
+    return [Missing(text)] * lost

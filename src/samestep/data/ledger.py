@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -41,19 +41,10 @@ from samestep.messages import warn
 BUFFER_RECORDS: Final = 4096
 """Records held in memory before they are written."""
 
-RECORD: Final = np.dtype(
-    [
-        ("kind", "u1"),
-        ("checksum", "u1"),
-        ("generation", "<u2"),
-        ("epoch", "<u4"),
-        ("step", "<u8"),
-        ("first", "<u8"),
-        ("count", "<u4"),
-        ("weight", "<f2"),
-        ("rank", "<u2"),
-    ]
-)
+RECORD: Final = np.dtype({
+    "names": ["kind", "checksum", "generation", "epoch", "step", "first", "count", "weight", "rank"],
+    "formats": ["u1", "u1", "<u2", "<u4", "<u8", "<u8", "<u4", "<f2", "<u2"],
+})  # fmt: skip
 """The layout of a record; `RecordKind` says what the fields mean."""
 
 RECORD_BYTES: Final = RECORD.itemsize
@@ -272,7 +263,8 @@ class ShardLedger:
             size = _last_valid_record(self._path)[0]
             if size < self._path.stat().st_size:
                 os.truncate(self._path, size)
-            self._records, self._began, self._hash, self._unhashed = _read_end(self._path)
+            self._records, (self._hash, self._unhashed) = size // RECORD_BYTES, _read_hash(self._path)
+            self._began = int(np.fromfile(self._path, dtype=RECORD, count=1)["first"].sum())
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _append(self, kind: RecordKind, epoch: int, step: int, first: int, count: int, weight: float) -> None:
@@ -327,17 +319,22 @@ def next_generation(folder: Path, name: str) -> int:
 
 def _last_valid_record(path: Path) -> tuple[int, int]:
     """Return where the last valid record of a file ends, in bytes, and its generation; (0, -1) if there is none."""
+    for start, records in _read_backwards(path):
+        valid = np.flatnonzero(valid_mask(records))
+        if valid.size:
+            return (start + int(valid[-1]) + 1) * RECORD_BYTES, int(records["generation"][valid[-1]])
+    return 0, -1
+
+
+def _read_backwards(path: Path) -> Iterator[tuple[int, Records]]:
+    """Yield blocks of records from the last to the first, each with the number of its first record."""
     with path.open("rb") as file:
         stop = file.seek(0, os.SEEK_END) // RECORD_BYTES
         while stop:
             start = max(0, stop - BUFFER_RECORDS)
             file.seek(start * RECORD_BYTES)
-            records = np.frombuffer(file.read((stop - start) * RECORD_BYTES), dtype=RECORD)
-            valid = np.flatnonzero(valid_mask(records))
-            if valid.size:
-                return (start + int(valid[-1]) + 1) * RECORD_BYTES, int(records["generation"][valid[-1]])
+            yield start, np.frombuffer(file.read((stop - start) * RECORD_BYTES), dtype=RECORD)
             stop = start
-    return 0, -1
 
 
 def valid_mask(records: Records) -> npt.NDArray[np.bool_]:
@@ -359,20 +356,15 @@ def running_hash(previous: int, *records: bytes | memoryview) -> int:
     return int.from_bytes(digest.digest()[:8], "little")
 
 
-def _read_end(path: Path) -> tuple[int, int, int, bytes]:
-    """Return the records of a file, the time of the first, the last running hash, and the records after it."""
-    if not (length := path.stat().st_size // RECORD_BYTES):
-        return 0, 0, 0, b""
-    records = np.memmap(path, dtype=RECORD, mode="r", shape=(length,))
-    began, stop = int(records[0]["first"]), length
-    while stop:
-        start = max(0, stop - BUFFER_RECORDS)
-        found = np.flatnonzero(records["kind"][start:stop] == RecordKind.CHECK)
+def _read_hash(path: Path) -> tuple[int, bytes]:
+    """Return the last running hash of a file, and the records after it; (0, all records) if an old version wrote it."""
+    after = b""
+    for _, records in _read_backwards(path):
+        found = np.flatnonzero(records["kind"] == RecordKind.CHECK)
         if found.size:
-            last = start + int(found[-1])
-            return length, began, int(records[last]["first"]), records[last + 1 :].tobytes()
-        stop = start
-    return length, began, 0, records.tobytes()  # a version without running hashes wrote it
+            return int(records["first"][found[-1]]), records[found[-1] + 1 :].tobytes() + after
+        after = records.tobytes() + after
+    return 0, after
 
 
 # Reading
