@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from samestep.data.audit import audit
-from samestep.data.ledger import RECORD, RecordKind, ShardDescription, ShardLedger, checksums
+from samestep.data.content_probe import ShardDescription
+from samestep.data.ledger import RECORD, RecordKind, ShardLedger, checksums
 
 STEP_SECONDS = 1e-3
 STEPS = 100

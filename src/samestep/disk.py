@@ -35,11 +35,6 @@ def describe_os_error(error: OSError) -> str:
     return _CAUSES.get(error.errno or 0, error.strerror or str(error))
 
 
-def is_disk_error(error: OSError) -> bool:
-    """Whether the disk failed, and not, for example, a pipe that was closed."""
-    return error.errno in (*_CAUSES, errno.EIO, errno.ESTALE)
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file in one operation: a reader sees the old or the new content, also after a crash."""
     # In the same folder, because rename is atomic only within a file system; with the pid, because other processes may

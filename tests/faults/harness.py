@@ -74,7 +74,7 @@ def check(fault: Fault, folder: Path) -> Ended:
 
 
 def run_command(fault: Fault, folder: Path) -> Ended:
-    """Run a command line in a shell of its own session."""
+    """Run a command line in a new session."""
     since = time.monotonic()
     environment = {**without_launcher_variables(os.environ), **fault.environment}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"

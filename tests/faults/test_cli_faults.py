@@ -85,3 +85,62 @@ def test_a_non_blocking_pipe_delays_the_output_but_loses_nothing():
     thread.join(120)
     assert stream.failure is None
     assert received == [text]
+
+
+TRAINING = """
+    import os, sys, torch
+    from samestep import Run
+    {before}
+    model = torch.nn.Linear(1, 1)
+    with Run(global_batch=2, folder="run") as run:
+        model = run.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.print("caf\\u00e9 \\u2192")
+        for epoch in run.shard(torch.utils.data.TensorDataset(torch.ones(8, 1))).epochs(2):
+            for step in epoch:
+                for (batch,) in step:
+                    step.mean(model(batch).square()[:, 0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log({{"val/x": 1.0}})
+    print("trained", step.number, open("run/log.txt").read().count("caf"), file=sys.stderr)
+"""
+LOST = "SamestepWarning: standard output cannot be written: %s; training continues, and log.txt has all lines"
+CONSOLES = [
+    Fault(
+        "training with a full stdout",
+        f"{LOST % 'the disk is full: free some space'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.dup2(os.open('/dev/full', os.O_WRONLY), 1)")
+        + "    import atexit; atexit._run_exitfuncs()  # a forked process does it later than Python",
+    ),
+    Fault(
+        "training whose reader is gone",
+        f"{LOST % 'Broken pipe'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="r, w = os.pipe(); os.close(r); os.dup2(w, 1)"),
+    ),
+    Fault(
+        "training without stdout",
+        "^trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.close(1); sys.stdout = None"),
+    ),
+    Fault(
+        "training on a terminal that cannot print a character",
+        r" caf\\xe9 \\u2192 .*trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="sys.stdout.reconfigure(encoding='ascii', errors='strict')"),
+    ),
+    Fault(
+        "training with a closed sys.stdout",
+        f"{LOST % 'I/O operation on closed file.'}.* trained 7 1$",
+        code=0,
+        script=TRAINING.format(before="os.dup(1); sys.stdout.close()"),
+    ),
+]
+
+
+@cases(CONSOLES)
+def test_a_stream_that_fails_does_not_end_training(fault: Fault, tmp_path: Path):
+    check(fault, tmp_path)

@@ -209,15 +209,15 @@ OPTIONS = [
                  "--rdzv-conf", "read_timeout=1", "train.py", says="the host name a..b cannot be resolved"),
     command_line("endpoint with a port of 5,000 digits", "run", "--nnodes", "2", "--rdzv-endpoint", f"a:{NUMBER}",
                  "train.py", says=r"'a:7{58}\.\.\.' is not an endpoint|a:7{58}\.\.\. is not an endpoint"),
-    command_line("master port of 5,000 digits", "run", "--master-port", NUMBER, "train.py", says="--master-port': '7"),
+    command_line("master port too long", "run", "--master-port", NUMBER, "train.py", says="--master-port must be"),
     *(
         command_line(f"run --time-limit {value[:24]}", "run", "--time-limit", value, "train.py",
                      says="--time-limit .* is longer than 100 years: leave it out to have no time limit")
         for value in (f"{HUGE}h", NUMBER, "999999d")
     ),
-    command_line("max-restarts of -1", "run", "--max-restarts", "-1", "train.py", says="--max-restarts': -1 is"),
-    command_line("max-restarts too large", "run", "--max-restarts", NUMBER, "train.py", says="--max-restarts': '7"),
-    command_line("grace of 10**20", "run", "--grace", HUGE, "train.py", says=f"'--grace': {HUGE} is not in the range"),
+    command_line("max-restarts of -1", "run", "--max-restarts", "-1", "train.py", says="--max-restarts must be"),
+    command_line("max-restarts too large", "run", "--max-restarts", NUMBER, "train.py", says="--max-restarts must be"),
+    command_line("grace of 10**20", "run", "--grace", HUGE, "train.py", says=f"--grace must be .* got {HUGE}"),
     *(
         command_line(
             f"shutdown timeout {value[:12]}", "run", "broken.py",

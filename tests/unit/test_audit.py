@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.audit import ShardReport
+from samestep.data.content_probe import ShardDescription
 from samestep.data.ledger import (
     BUFFER_RECORDS,
     RECORD,
     RECORD_BYTES,
     Fault,
+    Missing,
     RecordKind,
-    ShardDescription,
     next_generation,
 )
 from samestep.data.partition import EvaluationPartition, Partition, steps_per_epoch
@@ -51,6 +52,11 @@ def kinds(report: ShardReport) -> list[str]:
 def only_fault(folder: Path, kind: str) -> Fault:
     (fault,) = (fault for fault in audit_train(folder).faults if fault.kind == kind)
     return fault
+
+
+def only_missing(folder: Path) -> Missing:
+    (missing,) = audit_train(folder).missing
+    return missing
 
 
 generations = st.builds(
@@ -296,9 +302,10 @@ def test_a_record_of_another_rank_is_reported_with_its_file(run):
 
 def test_a_file_that_replaced_another_is_found(run):
     shutil.copy(file_of(run, 0), file_of(run, 2))
-    found = set(kinds(audit_train(run)))
-    assert found == {"corrupt file", "wrong rank", "never counted", "counted more than once"}
-    assert "but rank 2 has no start record" in only_fault(run, "wrong rank").text
+    assert set(kinds(audit_train(run))) == {"corrupt file", "counted more than once"}
+    assert only_missing(run).text == (
+        "generation 1 had 3 ranks, but rank 2 recorded nothing: the file is cut off or was replaced"
+    )
 
 
 def test_a_record_of_a_rank_beyond_the_world_size_is_a_fault(run):
@@ -312,17 +319,24 @@ def test_a_record_of_a_rank_beyond_the_world_size_is_a_fault(run):
 
 def test_a_missing_file_is_reported(run):
     file_of(run, 2).unlink()
-    assert only_fault(run, "wrong rank").text == "generation 1 had 3 ranks, but rank 2 has no start record"
-    assert {fault.ranks for fault in audit_train(run).faults if fault.kind == "never counted"} == {(2,)}
+    missing = only_missing(run)
+    assert missing.text == "generation 1 had 3 ranks, but rank 2 recorded nothing: no file of rank 2"
+    assert (missing.ranks, missing.epoch, missing.step) == ((2,), 1, 2)
+    assert audit_train(run).verdict == "incomplete"
 
 
 def test_a_truncated_file_is_found_after_a_successful_run(run):
     records = np.fromfile(file_of(run, 1), dtype=RECORD)
     os.truncate(file_of(run, 1), RECORD_BYTES * (find_trained(records, 2, 2) + 1) + 11)
     report = audit_train(run)
-    (fault,) = (fault for fault in report.faults if fault.epoch == 2)
-    assert (fault.kind, fault.count, fault.ranks) == ("never counted", 6, (1,))
-    assert report.notes == ("rank-00001.bin: the last 11 bytes are an incomplete record of a killed process; ignored",)
+    assert report.verdict == "incomplete"
+    missing = only_missing(run)
+    assert missing.text == (
+        "rank 1 of generation 1 recorded no end, but other ranks did: the file is cut off at epoch 2, step 3, or the "
+        "process was killed"
+    )
+    assert (missing.ranks, missing.epoch, missing.step) == ((1,), 2, 3)
+    assert report.notes[0] == "rank-00001.bin: the last 11 bytes are an incomplete record of a killed process; ignored"
 
 
 def test_a_truncated_file_is_found_while_the_run_continues(tmp_path):
@@ -330,14 +344,15 @@ def test_a_truncated_file_is_found_while_the_run_continues(tmp_path):
     records = np.fromfile(file_of(tmp_path, 1), dtype=RECORD)
     os.truncate(file_of(tmp_path, 1), RECORD_BYTES * find_trained(records, 1, 6))
     report = audit_train(tmp_path)
-    assert only_fault(tmp_path, "truncated file").text == (
-        "rank 1 recorded up to epoch 1, step 6, others up to epoch 3, step 5: the file is truncated, or the rank "
-        "stopped long before the others"
-    )
-    assert [(fault.epoch, fault.count) for fault in report.faults[1:]] == [(1, 20), (2, 50)]
+    assert report.verdict == "incomplete"
+    assert [missing.text for missing in report.missing] == [
+        "the run has not ended (generation 0 has no end record: it is still running, or it was killed and not "
+        "resumed); sound up to epoch 1, step 6",
+        "rank 1 recorded up to epoch 1, step 6, others up to epoch 3, step 5: the file is cut off",
+    ]
 
 
-@pytest.mark.parametrize(("lag", "found"), [(BUFFER_RECORDS, []), (BUFFER_RECORDS + 1, ["truncated file"])])
+@pytest.mark.parametrize(("lag", "found"), [(BUFFER_RECORDS, 1), (BUFFER_RECORDS + 1, 2)])
 def test_a_rank_may_be_behind_by_what_fits_into_its_buffer(tmp_path, lag, found):
     for rank, steps in ((0, lag + 5), (1, 5)):
         ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=100_000), rank, 2)
@@ -346,14 +361,14 @@ def test_a_rank_may_be_behind_by_what_fits_into_its_buffer(tmp_path, lag, found)
         ledger.flush()
         os.close(ledger._file)
     report = audit_train(tmp_path)
-    assert kinds(report) == found
+    assert (report.faults, len(report.missing)) == ((), found)
     assert [(epoch.steps, epoch.samples) for epoch in report.epochs] == [(5, 50)]
 
 
 def test_a_rank_that_is_slightly_behind_is_a_note(tmp_path):
     simulate(tmp_path, DESCRIPTION, Generation(2, 0, 8, "killed", save_every=100))
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert only_missing(tmp_path).text.endswith("sound up to epoch 0, step 6")
     assert [(epoch.complete, epoch.steps, epoch.samples) for epoch in report.epochs] == [(False, 6, 60)]
     assert report.notes == (
         "rank 0 recorded up to epoch 0, step 6, others up to epoch 0, step 8: steps that all ranks have "
@@ -380,7 +395,7 @@ def test_an_incomplete_last_record_is_a_note(tmp_path, incomplete):
     with file_of(tmp_path, 0).open("ab") as file:
         file.write(b"\0" * incomplete)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert only_missing(tmp_path).text.endswith("sound up to epoch 0, step 7")
     assert report.notes == (
         f"rank-00000.bin: the last {incomplete} bytes are an incomplete record of a killed process; ignored",
     )
@@ -414,12 +429,12 @@ def test_a_generation_without_a_start_record_is_a_fault(tmp_path):
     assert only_fault(tmp_path, "corrupt file").text == "generation 1 has records but no start record"
 
 
-def test_a_ledger_that_begins_after_step_0_is_a_note(tmp_path):
+def test_a_ledger_that_begins_after_step_0_is_incomplete(tmp_path):
     simulate(tmp_path, DESCRIPTION, Generation(2, 23, 10))
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert report.verdict == "incomplete"
     assert [(epoch.number, epoch.complete, epoch.steps) for epoch in report.epochs] == [(2, True, 7), (3, False, 3)]
-    assert report.notes == ("the ledger begins at epoch 2, step 3: earlier steps are not checked",)
+    assert only_missing(tmp_path).text == "the ledger begins at epoch 2, step 3: earlier steps are not in it"
 
 
 def test_a_restart_after_a_gap_is_a_fault(tmp_path):
@@ -535,7 +550,8 @@ def test_a_kill_during_an_evaluation_is_not_a_fault(tmp_path):
             ledger.flush()
         os.close(ledger._file)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert report.faults == ()
+    assert "the run has not ended" in only_missing(tmp_path).text
     assert [each.complete for each in report.evaluations] == [False]
 
 
@@ -635,7 +651,7 @@ def test_a_start_with_other_options_is_a_fault(run):
     assert fault.text == "sampling_weights is not the same for rank 0 of generation 0 and rank 0 of generation 1"
 
 
-def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_a_note(run):
+def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_is_incomplete(run):
     def without_probes(records):
         return records[(records["kind"] != RecordKind.PROBE) | (records["generation"] == 0)]
 
@@ -643,9 +659,8 @@ def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_a_note
     assert "rank 0 recorded no probes of the data, but other ranks did" in only_fault(run, "corrupt file").text
     for rank in range(1, 3):
         edit(run, rank, without_probes)
-    report = audit_train(run)
-    assert report.exactly_once
-    text = (
-        "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same"
+    assert audit_train(run).verdict == "incomplete"
+    assert only_missing(run).text == (
+        "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same "
+        "data"
     )
-    assert any(text in note for note in report.notes)

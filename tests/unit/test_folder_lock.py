@@ -204,7 +204,7 @@ def test_of_many_runs_that_start_at_the_same_instant_one_gets_the_folder(tmp_pat
     [b"\xff\xfe\x00", b"[1, 2]", b"{}", b"null", b"[" * 50_000, b"x" * (1 << 20), b'{"pid": 1e400}'],
     ids=["bytes", "list", "empty object", "null", "deep", "huge", "infinite"],
 )
-def test_a_lock_file_of_garbage_is_taken_over_at_once(tmp_path, monkeypatch, content):
+def test_a_lock_file_of_garbage_is_replaced_at_once(tmp_path, monkeypatch, content):
     monkeypatch.setattr(folder_lock, "_TAKEOVER_SECONDS", 3600.0)
     (tmp_path / folder_lock.LOCK_FILE).write_bytes(content)
     folder_lock.acquire(tmp_path).release()
@@ -212,7 +212,7 @@ def test_a_lock_file_of_garbage_is_taken_over_at_once(tmp_path, monkeypatch, con
 
 
 @pytest.mark.parametrize("fields", [{"pid": -1}, {"pid": 1 << 40}, {"pid": "1"}, {"started_at": None}, {"token": 7}])
-def test_a_lock_file_with_absurd_values_is_taken_over(tmp_path, fields):
+def test_a_lock_file_with_absurd_values_is_replaced(tmp_path, fields):
     (tmp_path / folder_lock.LOCK_FILE).write_text(json.dumps({**asdict(folder_lock._this_process()), **fields}))
     folder_lock.acquire(tmp_path).release()
 

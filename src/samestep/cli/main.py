@@ -9,22 +9,24 @@ import os
 import re
 import select
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from shlex import quote
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
 from samestep.disk import describe_os_error
 from samestep.errors import SamestepError
+from samestep.messages import shorten
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_Number = TypeVar("_Number", int, float)
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended, like `head` ends other programs
 _NAMES = ("<stdout>", "<stderr>")  # of Python's own streams
 _LONGEST_WORD = 300  # of an error message: a value of thousands of digits would hide the rest
@@ -246,15 +248,45 @@ def _print_error(text: str) -> None:
     print(f"samestep: {shortened}", file=sys.stderr)
 
 
+class IntegerRange(click.IntRange):
+    """The integers from `first` to `last`."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.expected = f"an integer from {first} to {last}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Convert and check."""
+        return _convert(super().convert, self.expected, value, param, ctx)
+
+
 class NumberRange(click.FloatRange):
-    """A range of finite numbers; click's own accepts nan, which is in every range."""
+    """The numbers from `first` to `last`, or below `last` with `open`."""
+
+    def __init__(self, first: float, last: float, open: bool = False) -> None:
+        super().__init__(first, last, max_open=open)
+        self.expected = f"a number of at least {first} and {'less than' if open else 'at most'} {last}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Convert and check."""
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number in the range {self._describe_range()}.", param, ctx)
-        return number
+        return _convert(super().convert, self.expected, value, param, ctx)
+
+
+def _convert(
+    convert: Callable[[Any, click.Parameter | None, click.Context | None], _Number],
+    expected: str,
+    value: object,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> _Number:
+    """Convert the value of an option, with an error that names the option and what it expects."""
+    try:
+        if math.isfinite(number := convert(value, param, ctx)):
+            return number
+    except click.BadParameter:
+        pass
+    name = param.opts[-1] if param else "the value"
+    raise click.UsageError(f"{name} must be {expected}, got {shorten(str(value))}", ctx)
 
 
 def accept_underscores(name: str) -> str:

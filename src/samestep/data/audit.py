@@ -7,37 +7,45 @@ up to the step that all ranks have recorded, since a rank may still hold its new
 
 Positions prove nothing if ranks read different data at them: options and probes of the data (content_probe.py) must be
 the same on all ranks and in all generations.
+
+A ledger can prove only what it contains. The verdict is `incomplete` if a rank or the end of the run is missing, or if
+summary.json or a checkpoint names more records than the files have.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from samestep.data.content_probe import OPTIONS, VERSION, Described, FileState, hash_option, read_described
 from samestep.data.ledger import (
     BUFFER_RECORDS,
-    OPTIONS,
+    STEP_BITS,
     Fault,
     FaultKind,
     Generation,
     Ledger,
+    Missing,
     Position,
+    RankFile,
     RecordKind,
     Records,
+    count_samples,
     format_ranks,
     read_ledger,
     read_probe,
 )  # fmt: skip
-from samestep.data.partition import steps_per_epoch
+from samestep.data.partition import Positions, Ranges, find_gaps, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError
 
-_STEP_BITS: Final = 40  # epoch and step are compared as one number; steps are below 2**40
-_SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
+Verdict = Literal["sound", "incomplete", "faulty"]
+"""Every sample counted exactly once; the ledger lacks something to prove it; or it shows that it is not so."""
 
-_Positions = npt.NDArray[np.int64]
+_SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,18 @@ class ShardReport:
     epochs: tuple[EpochReport, ...]
     evaluations: tuple[EvaluationReport, ...]
     faults: tuple[Fault, ...]
-    notes: tuple[str, ...]  # messages that are not faults
+    missing: tuple[Missing, ...]  # what the ledger would need for a proof
+    notes: tuple[str, ...]  # messages that are neither
+
+    @property
+    def verdict(self) -> Verdict:
+        """Faulty if there is a fault, incomplete if something is missing, otherwise sound."""
+        return "faulty" if self.faults else "incomplete" if self.missing else "sound"
 
     @property
     def exactly_once(self) -> bool:
-        """Whether every sample counted exactly once, as far as the run has come."""
-        return not self.faults
+        """Whether the ledger proves that every sample counted exactly once."""
+        return self.verdict == "sound"
 
 
 @dataclass(frozen=True)
@@ -94,50 +108,72 @@ class AuditReport:
 
     folder: Path
     shards: tuple[ShardReport, ...]
+    missing: tuple[Missing, ...]  # of the run: full shards, or samples
+    compared: tuple[str, ...]
+    """summary.json and the checkpoints that the ledger was compared with."""
+    not_compared: tuple[str, ...]  # those that could not be compared, each with the reason
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of any shard, at least incomplete if the run lacks something."""
+        verdicts = {shard.verdict for shard in self.shards}
+        lacks = bool(self.missing) or "incomplete" in verdicts
+        return "faulty" if "faulty" in verdicts else "incomplete" if lacks else "sound"
 
     @property
     def exactly_once(self) -> bool:
-        """Whether every sample of every shard counted exactly once."""
-        return all(shard.exactly_once for shard in self.shards)
+        """Whether the ledger proves that every sample of every shard counted exactly once."""
+        return self.verdict == "sound"
 
     def as_dict(self) -> dict[str, object]:
         """Return the report as plain values for JSON."""
-        shards = [{"exactly_once": shard.exactly_once, **asdict(shard)} for shard in self.shards]
-        return {"folder": str(self.folder), "exactly_once": self.exactly_once, "shards": shards}
+        shards = [{"verdict": each.verdict, "exactly_once": each.exactly_once, **asdict(each)} for each in self.shards]
+        own = {"verdict": self.verdict, "exactly_once": self.exactly_once}
+        return {**own, **asdict(replace(self, shards=())), "folder": str(self.folder), "shards": shards}
 
 
 def audit(folder: Path) -> AuditReport:
-    """Check the ledgers of all shards in a run's folder."""
+    """Check the ledgers of all shards in a run's folder, and compare them with its summary and checkpoints."""
     ledgers = folder / "ledger"
-    shards = sorted(path for path in ledgers.iterdir() if path.is_dir()) if ledgers.is_dir() else []
+    try:
+        shards = sorted(path for path in ledgers.iterdir() if path.is_dir()) if ledgers.is_dir() else []
+    except OSError as error:
+        raise LedgerError(f"{ledgers} cannot be read: {error.strerror}; check the path and its permissions") from error
     if not shards:
         raise LedgerError(
             f"{folder} is not the folder of a run with a ledger (there is no {ledgers}/SHARD/shard.json): name the "
             "folder of a run with ledger=True"
         )
-    return AuditReport(folder, tuple(_ShardAudit(read_ledger(shard)).report() for shard in shards))
+    summary, described, not_compared = read_described(folder)
+    reports = tuple(_ShardAudit(read_ledger(shard), described).report() for shard in shards)
+    names = {shard.name for shard in shards}
+    missing = [
+        Missing(f"{source} names the shard {name}, and ledger/{name} is missing")
+        for source, files in described.items() for name in files if name not in names
+    ]  # fmt: skip
+    missing += _check_samples(summary, reports)
+    return AuditReport(folder, reports, tuple(missing), tuple(described), tuple(not_compared))
 
 
-class _ShardAudit:
-    """Checks the ledger of one shard; every check adds what it finds to `_faults` and `_notes`."""
+class _LedgerAudit:
+    """Checks of the files and the data of one shard; each adds what it finds to `_faults`, `_missing` and `_notes`."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, described: Mapping[str, Described]) -> None:
         self._ledger, self._description, self._generations = ledger, ledger.description, ledger.generations
-        self._faults, self._notes = [*ledger.faults], [*ledger.notes]
+        self._faults, self._missing, self._notes = [*ledger.faults], list[Missing](), [*ledger.notes]
+        self._described = {source: files[ledger.name] for source, files in described.items() if ledger.name in files}
 
-    def report(self) -> ShardReport:
-        """Run all checks."""
-        self._check_ranks()
-        self._check_options()
-        self._check_probes()
-        n, batch = self._description.n, self._description.global_batch
-        if self._description.drop_last and n is not None and n % batch:
-            self._notes.append(f"drop_last=True leaves {n % batch} of {n} samples out of every epoch")
-        epochs = self._check_epochs() if self._generations else []
-        evaluations = self._check_evaluations()
-        generations = tuple(GenerationReport(g.number, *g.start, g.world_size, g.started_at) for g in self._generations)
-        found = tuple(self._faults), tuple(self._notes)
-        return ShardReport(self._ledger.name, generations, tuple(epochs), tuple(evaluations), *found)
+    def _check_starts(self) -> None:
+        """Find starts of the run that have no records."""
+        numbers, starts = {generation.number for generation in self._generations}, self._ledger.starts
+        last = max(numbers, default=-1)
+        if not numbers:
+            self._missing.append(Missing("no rank has records: the files rank-*.bin are missing or empty"))
+        elif lost := sorted(set(range(max(last + 1, starts))) - numbers):
+            text = f"the run was started {max(last + 1, starts)} times, and there are no records of generation"
+            self._missing.append(Missing(f"{text}{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:_SHOWN]))}"))
+        if any(generation.version < VERSION for generation in self._generations):
+            self._notes.append("an older samestep wrote it, without running hashes: changed records may not be found")
 
     def _check_ranks(self) -> None:
         """Find records of ranks that a generation did not have, and ranks without a start record."""
@@ -149,10 +185,45 @@ class _ShardAudit:
             if beyond:
                 text = f"{had}, but there are records of {format_ranks(beyond)}"
                 self._faults.append(Fault("wrong rank", text, ranks=beyond))
-            silent = tuple(rank for rank in range(generation.world_size) if rank not in generation.ranks)
-            if silent and ranks.size:
-                text = f"{had}, but {format_ranks(silent)} has no start record"
-                self._faults.append(Fault("wrong rank", text, ranks=silent))
+            if (silent := generation.silent) and ranks.size:
+                absent = tuple(rank for rank in silent if rank not in self._ledger.files)
+                why = f"no file of {format_ranks(absent)}" if absent else "the file is cut off or was replaced"
+                text = f"{had}, but {format_ranks(silent)} recorded nothing: {why}"
+                self._missing.append(Missing(text, silent, *generation.start))
+
+    def _check_sums(self) -> None:
+        """Find ranks that have recorded another number of samples than they say at their end."""
+        trained = self._ledger.trained
+        processes = trained["generation"].astype(np.int64) * (1 << 16) + trained["rank"]
+        known, which = np.unique(processes, return_inverse=True)
+        sums = np.zeros(len(known), dtype=np.int64)
+        np.add.at(sums, which, trained["count"] * (trained["weight"] > 0))
+        recorded = dict(zip(known.tolist(), sums.tolist(), strict=True))
+        for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
+            for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
+                if (own := recorded.get(generation.number * (1 << 16) + rank, 0)) != samples:
+                    text = f"generation {generation.number}: rank {rank} counted {samples} samples and recorded {own}"
+                    self._faults.append(Fault("corrupt file", text, count=abs(samples - own), ranks=(rank,)))
+
+    def _compare_files(self, source: str, states: list[FileState | None]) -> None:
+        """Find files that are shorter than summary.json or a checkpoint says, or that were replaced."""
+        short, changed = list[tuple[int, str]](), list[int]()
+        for rank, state in enumerate(states):
+            own = self._ledger.files.get(rank, RankFile(0, {}, 0))
+            if state is not None and own.length < state.records:
+                short.append((rank, f"rank {rank} has {own.length} of {state.records} records"))
+            elif state is not None and (own.hashes.get(state.records), own.began) != (state.hash, state.began):
+                changed.append(rank)
+        if short:
+            ranks = tuple(rank for rank, _ in short)
+            end = max((state.epoch, state.step) for state in states if state is not None)
+            has = "; ".join(text for _, text in short[:_SHOWN])
+            text = f"{source} says that training came to {_format(end)}, and {has}"
+            begin = min(_last_position(self._ledger.trained, rank) for rank in ranks)
+            self._missing.append(Missing(text, ranks, *begin))
+        if changed:
+            text = f"{source} belongs to other files of {format_ranks(tuple(changed))}: they were replaced or changed"
+            self._faults.append(Fault("corrupt file", text, ranks=tuple(changed)))
 
     # Data
 
@@ -161,6 +232,12 @@ class _ShardAudit:
         options = self._ledger.options
         for number, name in enumerate(OPTIONS):
             own = options[options["epoch"] == number]
+            value = getattr(self._description, "weighted" if name == "sampling_weights" else name)
+            is_none = own["first"] == np.uint64(hash_option(None))
+            same = is_none != value if name == "sampling_weights" else own["first"] == np.uint64(hash_option(value))
+            if len(own) and not same.any():
+                text = f"shard.json has {name}={value}, and {_format_process(own[0])} recorded another value"
+                self._faults.append(Fault("different data", text, ranks=(int(own["rank"][0]),)))
             if len(own) and (own["first"] != own["first"][0]).any():
                 first, other = own[0], own[own["first"] != own["first"][0]][0]
                 text = f"{name} is not the same for {_format_process(first)} and {_format_process(other)}"
@@ -191,35 +268,64 @@ class _ShardAudit:
             ranks, probed = (
                 set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
             )
-            if missing := tuple(sorted(ranks - probed)):
-                self._add_missing_probes(generation, missing, bool(probed))
+            missing = tuple(sorted(ranks - probed))
+            text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
+            if missing and probed:
+                self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
+            elif missing and generation.world_size > 1:
+                text += ", so it is unknown whether all ranks read the same data"
+                self._missing.append(Missing(text, missing, *generation.start))
 
-    def _add_missing_probes(self, generation: Generation, missing: tuple[int, ...], others: bool) -> None:
-        text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
-        if others:
-            self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
-        elif generation.world_size > 1:
-            self._notes.append(f"{text}, so it is unknown whether all ranks read the same data")
 
-    # Training
+class _ShardAudit(_LedgerAudit):
+    """All checks of one shard."""
+
+    def report(self) -> ShardReport:
+        """Run all checks."""
+        self._check_starts()
+        self._check_ranks()
+        self._check_sums()
+        for source, states in self._described.items():
+            self._compare_files(source, states)
+        self._check_options()
+        self._check_probes()
+        n, batch = self._description.n, self._description.global_batch
+        if self._description.drop_last and n is not None and n % batch:
+            self._notes.append(f"drop_last=True leaves {n % batch} of {n} samples out of every epoch")
+        epochs = self._check_epochs() if self._generations else []
+        evaluations = self._check_evaluations()
+        generations = tuple(GenerationReport(g.number, *g.start, g.world_size, g.started_at) for g in self._generations)
+        found = tuple(self._faults), tuple(self._missing), tuple(self._notes)
+        return ShardReport(self._ledger.name, generations, tuple(epochs), tuple(evaluations), *found)
 
     def _check_epochs(self) -> list[EpochReport]:
         live = self._without_superseded()
         begin_epoch, begin_step = begin = min(generation.start for generation in self._generations)
         if begin > (0, 0):
-            self._notes.append(f"the ledger begins at {_format(begin)}: earlier steps are not checked")
+            text = f"the ledger begins at {_format(begin)}: earlier steps are not in it"
+            self._missing.append(Missing(text, epoch=0, step=0))
         end_epoch, end_step = self._checked_until(live)
-        reports = list[EpochReport]()
-        for epoch in range(begin_epoch, end_epoch + 1):
+        reports, previous = list[EpochReport](), begin_epoch - 1
+        known = {epoch for epoch in np.unique(live["epoch"]).tolist() if begin_epoch <= epoch <= end_epoch}
+        for epoch in sorted({begin_epoch, end_epoch, *known}):
+            self._check_skipped(previous + 1, epoch)
             records = live[slice(*np.searchsorted(live["epoch"], [epoch, epoch + 1]))]
-            start = begin_step if epoch == begin_epoch else 0
+            start, previous = begin_step if epoch == begin_epoch else 0, epoch
             stop = self._steps_in_epoch(records) if epoch < end_epoch else end_step
             if stop <= start and not len(records):
                 continue  # it has not begun
             checked = records[(records["step"] >= start) & (records["step"] < stop)]
-            reports.append(EpochReport(epoch, epoch < end_epoch, max(0, stop - start), _count_samples(checked)))
+            reports.append(EpochReport(epoch, epoch < end_epoch, max(0, stop - start), count_samples(checked)))
             self._check_epoch(epoch, records, start, stop)
         return reports
+
+    def _check_skipped(self, first: int, stop: int) -> None:
+        """Report epochs from `first` to `stop` - 1, which have no records, although a later epoch has."""
+        if first < stop:
+            where = f"epoch {first}" if stop == first + 1 else f"epochs {first} to {stop - 1}"
+            batch, n = self._description.global_batch, self._description.n or 0
+            count = (stop - first) * min(n, self._steps_in_epoch(self._ledger.trained[:0]) * batch)
+            self._faults.append(Fault("never counted", f"{where}: no sample counted", first, count))
 
     def _without_superseded(self) -> Records:
         """Return the training records that no later generation supersedes, sorted by epoch."""
@@ -228,8 +334,12 @@ class _ShardAudit:
         keep = np.zeros(len(records), dtype=bool)
         limit = np.iinfo(np.int64).max
         for generation in reversed(self._generations):
-            keep |= (records["generation"] == generation.number) & (numbers < limit)
-            limit = min(limit, _position_number(generation.start))
+            own, start = records["generation"] == generation.number, _position_number(generation.start)
+            if (own & (numbers < start)).any():
+                text = f"generation {generation.number} has records before its start at {_format(generation.start)}"
+                self._faults.append(Fault("wrong step", text))
+            keep |= own & (numbers < limit)
+            limit = min(limit, start)
         live = records[keep]
         return live[np.argsort(live["epoch"], kind="stable")]
 
@@ -243,16 +353,35 @@ class _ShardAudit:
         steps = {epoch: self._steps_in_epoch(live[live["epoch"] == epoch]) for epoch in epochs}
         reached = [(epoch + 1, 0) if step >= steps.get(epoch, step + 1) else (epoch, step) for epoch, step in recorded]
         slowest, fastest = min(reached), max(reached)
-        if last.succeeded or slowest == fastest:
+        open_ranks = tuple(rank for rank in sorted(last.ranks) if rank < last.world_size and rank not in last.ends)
+        if open_ranks:
+            self._add_missing_end(last, open_ranks, slowest, min(reached[rank] for rank in open_ranks))
+        if last.ends and not last.succeeded:
+            self._notes.append(f"the run failed at {_format(fastest)} in generation {last.number} and was not resumed")
+        if slowest == fastest or (last.succeeded and not open_ranks and not last.silent):
             return fastest
         behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
         progress = f"{format_ranks(behind)} recorded up to {_format(slowest)}, others up to {_format(fastest)}"
         if slowest[0] == newest_epoch and newest_step - slowest[1] <= BUFFER_RECORDS:
             self._notes.append(f"{progress}: steps that all ranks have recorded are checked")
-            return slowest
-        text = f"{progress}: the file is truncated, or the rank stopped long before the others"
-        self._faults.append(Fault("truncated file", text, ranks=behind))
-        return max(slowest, (newest_epoch, 0))
+        elif not last.ends and not last.silent:
+            self._missing.append(Missing(f"{progress}: the file is cut off", behind, *slowest))
+        elif not open_ranks and not last.silent:
+            text = f"{progress}: the rank stopped long before the others"
+            self._faults.append(Fault("truncated file", text, ranks=behind))
+            return max(slowest, (newest_epoch, 0))
+        return slowest
+
+    def _add_missing_end(self, last: Generation, ranks: tuple[int, ...], checked: Position, end: Position) -> None:
+        not_ended = (
+            f"the run has not ended (generation {last.number} has no end record: it is still running, or it was killed "
+            f"and not resumed); sound up to {_format(checked)}"
+        )
+        cut_off = (
+            f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is cut "
+            f"off at {_format(end)}, or the process was killed"
+        )
+        self._missing.append(Missing(cut_off if last.ends else not_ended, ranks, *end))
 
     def _steps_in_epoch(self, records: Records) -> int:
         """Return the steps of a complete epoch; for a stream, the steps that were recorded."""
@@ -265,6 +394,10 @@ class _ShardAudit:
         n, batch, counting = self._description.n, self._description.global_batch, _counting(records)
         end = _end_position(counting) if n is None else min(n, self._steps_in_epoch(counting) * batch)
         missing, repeated = find_gaps(*_ranges(counting), min(start * batch, end), min(stop * batch, end))
+        if any(generation.silent for generation in self._generations):  # their files are missing, as already reported
+            steps = (missing.start // batch).tolist()
+            known = np.array([not self._generation_of(epoch, step).silent for step in steps], dtype=bool)
+            missing = Ranges(missing.start[known], missing.stop[known])
         where = f"epoch {epoch}"
         self._check_weights(where, records, epoch)
         self._check_steps(counting, epoch, end)
@@ -285,7 +418,8 @@ class _ShardAudit:
 
     def _generation_of(self, epoch: int, step: int) -> Generation:
         """Return the generation whose records of a step count."""
-        return next(g for g in reversed(self._generations) if g.start <= (epoch, step))
+        found = (g for g in reversed(self._generations) if g.start <= (epoch, step))
+        return next(found, self._generations[0])
 
     def _check_steps(self, counting: Records, epoch: int, end: int) -> None:
         first, count = _ranges(counting)
@@ -324,10 +458,12 @@ class _ShardAudit:
             evaluated = group[group["kind"] == RecordKind.EVALUATED]
             finished = np.unique(group["rank"][group["kind"] == RecordKind.EVALUATION_END])
             complete = len(finished) >= generation.world_size
-            later = generation.succeeded or generation.number in finished_later
+            left = set(range(generation.world_size)) - set(finished.tolist())
+            ended = generation.succeeded and left <= generation.ends.keys()  # otherwise their files are cut off
+            later = ended or generation.number in finished_later
             if complete:
                 finished_later.add(generation.number)
-            reports.insert(0, EvaluationReport(generation.number, number, complete, _count_samples(evaluated)))
+            reports.insert(0, EvaluationReport(generation.number, number, complete, count_samples(evaluated)))
             self._check_evaluation(generation, number, evaluated, complete or (len(finished) > 0 and later))
         return reports
 
@@ -353,7 +489,7 @@ class _ShardAudit:
             detail = f"; the first has weight {wrong['weight'][0]} instead of 1; by {format_ranks(ranks)}"
             self._add_fault("wrong weight", where, Ranges(first, first + count), epoch, ranks, detail)
 
-    def _check_repeated(self, where: str, counting: Records, repeated: "Ranges", epoch: int | None) -> None:
+    def _check_repeated(self, where: str, counting: Records, repeated: Ranges, epoch: int | None) -> None:
         if not repeated.total:
             return
         ranks = set[int]()
@@ -364,7 +500,7 @@ class _ShardAudit:
         self._add_fault("counted more than once", where, repeated, epoch, by, f"; by {format_ranks(by)}")
 
     def _add_fault(
-        self, kind: FaultKind, where: str, ranges: "Ranges", epoch: int | None, ranks: tuple[int, ...], detail: str
+        self, kind: FaultKind, where: str, ranges: Ranges, epoch: int | None, ranks: tuple[int, ...], detail: str
     ) -> None:
         positions, total = ranges.head(_SHOWN), ranges.total
         samples = self._samples(positions, epoch)
@@ -394,11 +530,17 @@ def _recorded_until(live: Records, last: Generation) -> list[Position]:
     own = live[(live["generation"] == last.number) & (live["rank"] < last.world_size)]
     furthest = np.full(last.world_size, _position_number(last.start), dtype=np.int64)
     np.maximum.at(furthest, own["rank"], _position_numbers(own) + 1)
-    found = [(number >> _STEP_BITS, number & ((1 << _STEP_BITS) - 1)) for number in furthest.tolist()]
-    for rank, (position, _) in last.ends.items():
+    found = [(number >> STEP_BITS, number & ((1 << STEP_BITS) - 1)) for number in furthest.tolist()]
+    for rank, (position, _, _) in last.ends.items():
         if rank < last.world_size:
             found[rank] = max(found[rank], position)
     return found
+
+
+def _last_position(trained: Records, rank: int) -> Position:
+    """Return up to where a rank has recorded training."""
+    own = trained[trained["rank"] == rank]
+    return (int(own[-1]["epoch"]), int(own[-1]["step"]) + 1) if len(own) else (0, 0)
 
 
 def _format_process(record: np.void) -> str:
@@ -411,57 +553,11 @@ def _format(position: Position) -> str:
 
 def _position_number(position: Position) -> int:
     """Return epoch and step as one number that grows with training."""
-    return (position[0] << _STEP_BITS) + position[1]
+    return (position[0] << STEP_BITS) + position[1]
 
 
 def _position_numbers(records: Records) -> npt.NDArray[np.int64]:
-    return (records["epoch"].astype(np.int64) << _STEP_BITS) + records["step"].astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Ranges of positions, one per row of the two arrays."""
-
-    start: _Positions
-    stop: _Positions
-
-    @property
-    def total(self) -> int:
-        """The number of positions in all ranges."""
-        return int((self.stop - self.start).sum())
-
-    def head(self, limit: int) -> tuple[int, ...]:
-        """Return the first positions."""
-        found: list[int] = []
-        for start, stop in zip(self.start[:limit].tolist(), self.stop[:limit].tolist(), strict=True):
-            found += range(start, min(stop, start + limit - len(found)))
-        return tuple(found)
-
-
-def find_gaps(first: _Positions, count: _Positions, start: int, stop: int) -> tuple[Ranges, Ranges]:
-    """Return (missing, repeated) positions of ranges that should cover start to stop - 1 exactly once.
-
-    Repeated positions are found outside of start to stop too. A position that is in three ranges is repeated twice.
-
-    >>> missing, repeated = find_gaps(np.array([0, 3, 4]), np.array([2, 2, 4]), start=0, stop=10)
-    >>> missing.head(9), repeated.head(9)
-    ((2, 8, 9), (4,))
-    """
-    order = np.argsort(first, kind="stable")
-    begins = first[order]
-    ends = begins + count[order]
-    furthest = np.maximum.accumulate(ends)
-    covered = np.clip(np.concatenate([[start], furthest]), start, stop)
-    nexts = np.clip(np.concatenate([begins, [stop]]), start, stop)
-    gap = nexts > covered
-    again = np.flatnonzero(begins[1:] < furthest[:-1]) + 1
-    missing = Ranges(covered[gap], nexts[gap])
-    return missing, Ranges(begins[again], np.minimum(ends[again], furthest[again - 1]))
-
-
-def _count_samples(records: Records) -> int:
-    """Return how many samples these records counted."""
-    return int(_counting(records)["count"].sum(dtype=np.int64))
+    return (records["epoch"].astype(np.int64) << STEP_BITS) + records["step"].astype(np.int64)
 
 
 def _counting(records: Records) -> Records:
@@ -469,7 +565,7 @@ def _counting(records: Records) -> Records:
     return records[(records["weight"] > 0) & (records["count"] > 0)]
 
 
-def _ranges(records: Records) -> tuple[_Positions, _Positions]:
+def _ranges(records: Records) -> tuple[Positions, Positions]:
     return records["first"].astype(np.int64), records["count"].astype(np.int64)
 
 
@@ -482,3 +578,16 @@ def _absent_ranks(generation: Generation, records: Records) -> tuple[int, ...]:
     """Return the ranks of a generation that have none of these records."""
     present = set(records["rank"].tolist())
     return tuple(rank for rank in range(generation.world_size) if rank not in present)
+
+
+def _check_samples(summary: Mapping[str, Any], reports: Sequence[ShardReport]) -> list[Missing]:
+    """Find samples that were trained according to summary.json, but not recorded."""
+    trained, counted = summary.get("samples"), sum(epoch.samples for each in reports for epoch in each.epochs)
+    from_start = all((first.epoch, first.step) == (0, 0) for each in reports for first in each.generations[:1])
+    # A run that failed may have counted a step that did not end.
+    lost = type(trained) is int and trained > counted and from_start and summary.get("status") != "failed"
+    text = (
+        f"summary.json says that {trained} samples were trained, and the ledger has {counted}: a start had no "
+        "ledger=True, or its checkpoint did not contain the position in the data, or records were removed"
+    )
+    return [Missing(text)] * lost

@@ -2,44 +2,49 @@
 
 A run with `ledger=True` writes `FOLDER/ledger/SHARD/shard.json` and `rank-00000.bin`, `rank-00001.bin` and so on.
 `samestep audit` reads them (`read_ledger`) and checks that every sample counted exactly once (audit.py).
+
+Each write ends with a `CHECK` record: a running hash over all records of the file so far. An `END` record says how far
+the process came. summary.json and checkpoints name length and hash of every file (`describe_files`), so that the audit
+finds records that were changed or removed, also at the end of all files.
 """
 
 import hashlib
-import json
 import os
 import re
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.content_probe import Probe
-from samestep.disk import describe_os_error, write_atomically
+from samestep.data.content_probe import (
+    OPTIONS,
+    VERSION,
+    FileState,
+    Probe,
+    ShardDescription,
+    check_is_file,
+    hash_option,
+    read_description,
+    write_description,
+)
+from samestep.disk import describe_os_error
 from samestep.errors import LedgerError
 from samestep.messages import warn
 
 BUFFER_RECORDS: Final = 4096
 """Records held in memory before they are written."""
 
-RECORD: Final = np.dtype(
-    [
-        ("kind", "u1"),
-        ("checksum", "u1"),
-        ("generation", "<u2"),
-        ("epoch", "<u4"),
-        ("step", "<u8"),
-        ("first", "<u8"),
-        ("count", "<u4"),
-        ("weight", "<f2"),
-        ("rank", "<u2"),
-    ]
-)
+RECORD: Final = np.dtype({
+    "names": ["kind", "checksum", "generation", "epoch", "step", "first", "count", "weight", "rank"],
+    "formats": ["u1", "u1", "<u2", "<u4", "<u8", "<u8", "<u4", "<f2", "<u2"],
+})  # fmt: skip
 """The layout of a record; `RecordKind` says what the fields mean."""
 
 RECORD_BYTES: Final = RECORD.itemsize
@@ -49,11 +54,11 @@ Records = npt.NDArray[np.void]
 _STRUCT: Final = struct.Struct("<BBHIQQIeH")  # the same layout as RECORD
 _BUFFER_BYTES: Final = BUFFER_RECORDS * RECORD_BYTES
 # Odd factors, so that a change of one byte changes the sum; 0 for byte 1, which holds the sum.
-_FACTORS: Final = np.arange(1, 2 * RECORD_BYTES, 2, dtype=np.uint32) * (np.arange(RECORD_BYTES, dtype=np.uint32) != 1)
-_CHECKSUM_ROWS: Final = 1 << 16  # rows whose checksums are computed together
+_FACTORS: Final = np.arange(1, 2 * RECORD_BYTES, 2, dtype=np.uint8) * (np.arange(RECORD_BYTES) != 1)
 _MAX_RANKS: Final = 1 << 16  # ranks and generations have 16 bits
-_VERSION: Final = 2
-_READABLE_VERSIONS: Final = (1, 2)  # version 1 has no options and no probes
+MAX_EPOCHS: Final = 1 << 22
+STEP_BITS: Final = 40
+_MAX_POSITION: Final = 1 << 62  # of a sample: sums of two positions fit into 64 bits
 _RANK_FILE: Final = re.compile(r"rank-(\d{5})\.bin")
 _SHARD_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -62,7 +67,10 @@ class RecordKind(IntEnum):
     """What a record means. Every record has the rank that wrote it and its generation, which counts starts of a run."""
 
     START = 1
-    """A process starts at (epoch, step) in a world of `count` ranks, at `first` microseconds since 1970."""
+    """A process starts at (epoch, step) in a world of `count` ranks, at `first` microseconds since 1970.
+
+    The weight is the version of the ledger that it writes, or 1 for versions 1 and 2.
+    """
     TRAINED = 2
     """`count` positions starting at `first` were part of (epoch, step) with this weight: 1, or 0 for padding."""
     EVALUATED = 3
@@ -70,28 +78,16 @@ class RecordKind(IntEnum):
     EVALUATION_END = 4
     """Evaluation number `epoch` of this generation is complete on this rank."""
     END = 5
-    """The process ends and has trained up to, not including, (epoch, step); weight 1 on success, 0 on failure."""
+    """The process ends and has trained up to, not including, (epoch, step); weight 1 on success, 0 on failure.
+
+    `first` is the number of samples that it counted (0 in versions 1 and 2).
+    """
     OPTION = 6
     """Option number `epoch` (see `OPTIONS`) of this process has the hash `first`."""
     PROBE = 7
     """Sample `step` of this epoch, as this process reads it, has the checksum `count` and the sketch `first`."""
-
-
-@dataclass(frozen=True)
-class ShardDescription:
-    """What the audit must know about a shard, stored in shard.json."""
-
-    n: int | None  # positions in an epoch; None for a stream, whose length is unknown
-    seed: int
-    shuffle: bool
-    global_batch: int
-    weighted: bool = False
-    """Samples are drawn with sampling weights, which the ledger does not store: the audit then reports positions."""
-    drop_last: bool = False
-
-
-OPTIONS: Final = ("n", "seed", "shuffle", "global_batch", "drop_last", "sampling_weights")
-"""The options of a shard that must be the same on all ranks and in all starts, by their number in the records."""
+    CHECK = 8
+    """The file has `count` records before this one, with the running hash `first`; training is at (epoch, step)."""
 
 
 class ShardLedger:
@@ -125,12 +121,14 @@ class ShardLedger:
         """The folder of the run; the run may change both before the first `begin`."""
         self._description, self._rank, self._world_size = description, rank, world_size
         self._begun, self._file = False, -1
-        self._buffer, self._filled = bytearray(_BUFFER_BYTES), 0
+        self._buffer, self._filled = bytearray(_BUFFER_BYTES + RECORD_BYTES), 0  # the last one is for a CHECK
         self._unwritten = bytearray()
+        self._records, self._hash, self._unhashed = 0, 0, b""  # in the file; without a CHECK after them
+        self._began = 0
         self._write_error: OSError | None = None
         self._epoch = 0
         self._trained_until = (0, 0)
-        self._evaluations = 0
+        self._samples = self._evaluations = 0
 
     def begin(self, epoch: int, step: int) -> None:
         """Record on the first call where training starts; the audit ignores later steps of earlier generations."""
@@ -142,13 +140,15 @@ class ShardLedger:
             raise self._cannot_write(error) from error
         self._begun = True
         self._epoch, self._trained_until = epoch, (epoch, step)
-        self._append(RecordKind.START, epoch, step, time.time_ns() // 1000, self._world_size, 1.0)
+        now = time.time_ns() // 1000
+        self._began = self._began or now
+        self._append(RecordKind.START, epoch, step, now, self._world_size, float(VERSION))
         self.flush()
 
     def record_data(self, probes: Iterable[Probe]) -> None:
         """Record which data this rank reads: the options, and the content of some samples."""
         for number, name in enumerate(OPTIONS):
-            self._append(RecordKind.OPTION, number, 0, _hash_option(self._options[name]), 0, 1.0)
+            self._append(RecordKind.OPTION, number, 0, hash_option(self._options[name]), 0, 1.0)
         for probe in probes:
             (sketch,) = struct.unpack("<Q", struct.pack("<2f", *probe.sketch))
             self._append(RecordKind.PROBE, probe.epoch, probe.index, sketch, probe.checksum, 1.0)
@@ -190,12 +190,7 @@ class ShardLedger:
         if self._filled and self._file < 0:
             raise LedgerError(f"the ledger {self._path} is closed: no more records can be added")
         if self._filled:
-            records = np.frombuffer(self._buffer, dtype=RECORD, count=self._filled // RECORD_BYTES)
-            records["checksum"] = checksums(records)
-            trained = np.flatnonzero(records["kind"] == RecordKind.TRAINED)
-            if trained.size:
-                last = records[trained[-1]]
-                self._trained_until = int(last["epoch"]), int(last["step"]) + 1
+            self._add_check()
             self._unwritten += memoryview(self._buffer)[: self._filled]
             self._filled = 0
         earlier_error, self._write_error = self._write_error, None
@@ -228,7 +223,7 @@ class ShardLedger:
             return
         try:
             self.flush()
-            self._append(RecordKind.END, *self._trained_until, 0, 0, 0.0 if failed else 1.0)
+            self._append(RecordKind.END, *self._trained_until, self._samples, 0, 0.0 if failed else 1.0)
             self.sync()
         except LedgerError as error:
             if not failed:  # a run must not succeed with an incomplete ledger
@@ -237,6 +232,12 @@ class ShardLedger:
         finally:
             os.close(self._file)
             self._file = -1
+
+    def state(self) -> FileState | None:
+        """Return how far the file is written, after `sync` or `close`; None before the first `begin`."""
+        if not self._begun:
+            return None
+        return FileState(self.name, self.generation, *self._trained_until, self._records, self._hash, self._began)
 
     @property
     def _path(self) -> Path:
@@ -256,12 +257,14 @@ class ShardLedger:
         shard = self._path.parent
         shard.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:
-            _write_description(shard, self._description)
+            write_description(shard, self._description, self.generation + 1)
         if self._path.exists():
             # Remove a record that a kill left half-written: what is appended must begin at a record boundary.
             size = _last_valid_record(self._path)[0]
             if size < self._path.stat().st_size:
                 os.truncate(self._path, size)
+            self._records, (self._hash, self._unhashed) = size // RECORD_BYTES, _read_hash(self._path)
+            self._began = int(np.fromfile(self._path, dtype=RECORD, count=1)["first"].sum())
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _append(self, kind: RecordKind, epoch: int, step: int, first: int, count: int, weight: float) -> None:
@@ -270,6 +273,25 @@ class ShardLedger:
         values = (kind, 0, self.generation, epoch, step, first, count, weight, self._rank)
         _STRUCT.pack_into(self._buffer, self._filled, *values)
         self._filled += RECORD_BYTES
+
+    def _add_check(self) -> None:
+        """Complete the records in the buffer, and add one with the running hash over all records of the file."""
+        filled = self._filled
+        records = np.frombuffer(self._buffer, dtype=RECORD, count=filled // RECORD_BYTES)
+        records["checksum"] = checksums(records)
+        trained = np.flatnonzero(records["kind"] == RecordKind.TRAINED)
+        if trained.size:
+            last = records[trained[-1]]
+            self._trained_until = int(last["epoch"]), int(last["step"]) + 1
+            self._samples += count_samples(records[trained])
+        self._hash = running_hash(self._hash, self._unhashed, memoryview(self._buffer)[:filled])
+        self._records, self._unhashed = self._records + len(records) + 1, b""
+        before = (self._records - 1) % (1 << 32)
+        values = (RecordKind.CHECK, 0, self.generation, *self._trained_until, self._hash, before, 1.0, self._rank)
+        _STRUCT.pack_into(self._buffer, filled, *values)
+        check = np.frombuffer(self._buffer, dtype=RECORD, count=1, offset=filled)
+        check["checksum"] = checksums(check)
+        self._filled = filled + RECORD_BYTES
 
     def _cannot_write(self, error: OSError) -> LedgerError:
         return LedgerError(
@@ -297,17 +319,22 @@ def next_generation(folder: Path, name: str) -> int:
 
 def _last_valid_record(path: Path) -> tuple[int, int]:
     """Return where the last valid record of a file ends, in bytes, and its generation; (0, -1) if there is none."""
+    for start, records in _read_backwards(path):
+        valid = np.flatnonzero(valid_mask(records))
+        if valid.size:
+            return (start + int(valid[-1]) + 1) * RECORD_BYTES, int(records["generation"][valid[-1]])
+    return 0, -1
+
+
+def _read_backwards(path: Path) -> Iterator[tuple[int, Records]]:
+    """Yield blocks of records from the last to the first, each with the number of its first record."""
     with path.open("rb") as file:
         stop = file.seek(0, os.SEEK_END) // RECORD_BYTES
         while stop:
             start = max(0, stop - BUFFER_RECORDS)
             file.seek(start * RECORD_BYTES)
-            records = np.frombuffer(file.read((stop - start) * RECORD_BYTES), dtype=RECORD)
-            valid = np.flatnonzero(valid_mask(records))
-            if valid.size:
-                return (start + int(valid[-1]) + 1) * RECORD_BYTES, int(records["generation"][valid[-1]])
+            yield start, np.frombuffer(file.read((stop - start) * RECORD_BYTES), dtype=RECORD)
             stop = start
-    return 0, -1
 
 
 def valid_mask(records: Records) -> npt.NDArray[np.bool_]:
@@ -318,47 +345,26 @@ def valid_mask(records: Records) -> npt.NDArray[np.bool_]:
 
 def checksums(records: Records) -> npt.NDArray[np.uint8]:
     """Return the checksum byte that each record should have: a change of any one byte changes it."""
-    rows = records.view(np.uint8).reshape(-1, RECORD_BYTES)
-    sums = np.empty(len(rows), dtype=np.uint8)
-    for start in range(0, len(rows), _CHECKSUM_ROWS):
-        block = slice(start, start + _CHECKSUM_ROWS)
-        sums[block] = (rows[block].astype(np.uint32) @ _FACTORS) & 0xFF
-    return sums
+    return np.einsum("ij,j->i", records.view(np.uint8).reshape(-1, RECORD_BYTES), _FACTORS)
 
 
-def read_description(shard: Path) -> ShardDescription:
-    """Read shard.json."""
-    path = shard / "shard.json"
-    try:
-        fields = json.loads(path.read_bytes())
-        version = fields.pop("version")
-        if version not in _READABLE_VERSIONS:
-            raise LedgerError(
-                f"{path} has version {version}, and this samestep reads version {_VERSION}: update samestep"
-            )
-        return ShardDescription(**fields)
-    except FileNotFoundError as error:
-        raise LedgerError(
-            f"{path} is missing, and the records next to it cannot be interpreted without it: restore it"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LedgerError(f"{path} does not describe a shard ({error}): restore it") from error
+def running_hash(previous: int, *records: bytes | memoryview) -> int:
+    """Return the hash of a `CHECK` record: of the one before it in the file, and of all records between them."""
+    digest = hashlib.sha256(previous.to_bytes(8, "little"))
+    for part in records:
+        digest.update(part)
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
-def _write_description(shard: Path, description: ShardDescription) -> None:
-    path = shard / "shard.json"
-    if path.exists():
-        was, now = asdict(read_description(shard)), asdict(description)
-        changed = [f"{name} was {was[name]} and is now {now[name]}" for name in now if was[name] != now[name]]
-        if changed:
-            raise LedgerError(
-                f"{path} describes other data: {', '.join(changed)}; use a new folder for the changed run"
-            )
-    write_atomically(path, json.dumps({"version": _VERSION, **asdict(description)}, indent=2) + "\n")
-
-
-def _hash_option(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
+def _read_hash(path: Path) -> tuple[int, bytes]:
+    """Return the last running hash of a file, and the records after it; (0, all records) if an old version wrote it."""
+    after = b""
+    for _, records in _read_backwards(path):
+        found = np.flatnonzero(records["kind"] == RecordKind.CHECK)
+        if found.size:
+            return int(records["first"][found[-1]]), records[found[-1] + 1 :].tobytes() + after
+        after = records.tobytes() + after
+    return 0, after
 
 
 # Reading
@@ -381,13 +387,19 @@ class Generation:
     world_size: int
     started_at: float  # seconds since 1970
     ranks: frozenset[int]  # the ranks that have a start record
-    ends: dict[int, tuple[Position, bool]]
-    """For each rank that has an end record: up to where it has trained, and whether the run succeeded."""
+    version: int  # of the ledger; 1 for versions 1 and 2
+    ends: dict[int, tuple[Position, bool, int]]
+    """For each rank that has an end record: up to where it trained, whether the run succeeded, and its samples."""
+
+    @cached_property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks without a start record."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
     @property
     def succeeded(self) -> bool:
         """Whether some rank recorded that the run succeeded: then every rank must have recorded everything."""
-        return any(success for _, success in self.ends.values())
+        return any(success for _, success, _ in self.ends.values())
 
 
 @dataclass(frozen=True)
@@ -406,11 +418,32 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Something that the ledger must contain before the audit can certify the run."""
+
+    text: str  # the message for the user
+    ranks: tuple[int, ...] = ()
+    epoch: int | None = None  # from where on it is missing, if this is known
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The file of one rank, as far as it is valid."""
+
+    length: int  # records
+    hashes: dict[int, int]  # the running hash, by the number of records up to and including the `CHECK`
+    began: int  # microseconds since 1970, of the first record
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Everything that was recorded for one shard."""
 
     name: str
     description: ShardDescription
+    starts: int  # how often the run was started according to shard.json; 0 if it does not say
+    files: dict[int, RankFile]
     generations: tuple[Generation, ...]  # sorted by number
     trained: Records
     evaluated: Records
@@ -423,25 +456,57 @@ class Ledger:
 
 def read_ledger(shard: Path) -> Ledger:
     """Read the files of all ranks in the folder of one shard."""
-    description = read_description(shard)
-    faults, notes = list[Fault](), list[str]()
+    description, starts = read_description(shard)
+    faults, notes, files = list[Fault](), list[str](), dict[int, RankFile]()
     paths = [path for path in sorted(shard.glob("rank-*.bin")) if _RANK_FILE.fullmatch(path.name)]
-    parts = [_read_file(path, faults, notes) for path in paths]
-    records = np.concatenate(parts or [np.empty(0, dtype=RECORD)])
+    parts = [np.empty(0, dtype=RECORD)]
+    for path in paths:
+        rank = int(path.stem.removeprefix("rank-"))
+        own, files[rank] = _read_file(path, rank, faults, notes)
+        possible = _possible_mask(own, description.global_batch)
+        if not possible.all():
+            record = own[~possible][0]
+            text = (
+                f"{path.name}: {int((~possible).sum())} record(s) with impossible numbers, the first has epoch "
+                f"{record['epoch']}, step {record['step']}, first {record['first']} and count {record['count']}"
+            )
+            faults.append(Fault("corrupt file", text, ranks=(rank,)))
+        parts.append(own[possible])
+    records = np.concatenate(parts)
     generations = _read_generations(records, faults)
     kinds = (
         RecordKind.TRAINED, RecordKind.EVALUATED, RecordKind.EVALUATION_END, RecordKind.OPTION, RecordKind.PROBE,
     )  # fmt: skip
     selected = (records[records["kind"] == kind] for kind in kinds)
-    return Ledger(shard.name, description, generations, *selected, faults=tuple(faults), notes=tuple(notes))
+    return Ledger(
+        shard.name, description, starts, files, generations, *selected, faults=tuple(faults), notes=tuple(notes)
+    )
 
 
-def _read_file(path: Path, faults: list[Fault], notes: list[str]) -> Records:
+def _possible_mask(records: Records, global_batch: int) -> npt.NDArray[np.bool_]:
+    """Return which records have numbers that a run can have, so that sums and products of them fit into 64 bits."""
+    kind = records["kind"]
+    trained, counted = kind == RecordKind.TRAINED, np.isin(kind, (RecordKind.TRAINED, RecordKind.EVALUATED))
+    placed = trained | np.isin(kind, (RecordKind.START, RecordKind.END, RecordKind.CHECK))
+    sizes = (records["count"] >= 1) & (records["count"] <= _MAX_RANKS)
+    return (
+        (~placed | ((records["epoch"] < MAX_EPOCHS) & (records["step"] < 1 << STEP_BITS)))
+        & (~trained | (records["step"] < _MAX_POSITION // global_batch))
+        & (~counted | (records["first"] <= _MAX_POSITION))
+        & ((kind != RecordKind.START) | sizes)
+    )
+
+
+def _read_file(path: Path, rank: int, faults: list[Fault], notes: list[str]) -> tuple[Records, RankFile]:
     """Return the valid records of one rank; add what is wrong with its file to the two lists."""
-    rank = int(path.stem.removeprefix("rank-"))
-    size = path.stat().st_size
-    # A live run may append meanwhile: read only what is there now.
-    records = np.fromfile(path, dtype=RECORD, count=size // RECORD_BYTES)
+    try:
+        check_is_file(path)
+        size = path.stat().st_size
+        # A live run may append meanwhile: read only what is there now.
+        records = np.fromfile(path, dtype=RECORD, count=size // RECORD_BYTES)
+    except (OSError, MemoryError) as error:
+        reason = f"it does not fit into memory ({error})" if isinstance(error, MemoryError) else error.strerror
+        raise LedgerError(f"{path} cannot be read: {reason}; check the path and its permissions") from error
     valid = valid_mask(records)
     end = int(np.flatnonzero(valid)[-1]) + 1 if valid.any() else 0
     if incomplete := size - end * RECORD_BYTES:
@@ -450,13 +515,36 @@ def _read_file(path: Path, faults: list[Fault], notes: list[str]) -> Records:
     if corrupt.size:
         text = f"{path.name}: {corrupt.size} corrupt record{'s' * (corrupt.size > 1)}, first record {corrupt[0]}"
         faults.append(Fault("corrupt file", text, ranks=(rank,)))
+    hashes, changed = _check_hashes(records[:end])
+    if changed and not corrupt.size:
+        faults.append(Fault("corrupt file", f"{path.name}: {changed}", ranks=(rank,)))
     own = records[:end][valid[:end]]
     foreign = own["rank"][own["rank"] != rank]
     if foreign.size:
         others = tuple(int(other) for other in np.unique(foreign))
         text = f"{path.name}: {foreign.size} record{'s' * (foreign.size > 1)} of {format_ranks(others)}"
         faults.append(Fault("corrupt file", text, ranks=(rank, *others)))
-    return own
+    starts = own[own["kind"] == RecordKind.START]
+    if (starts["weight"] == VERSION).any():
+        # What follows the last CHECK was cut off in the middle of a write: the process has not ended its file.
+        tail = np.arange(len(own)) >= max(hashes, default=0) - corrupt.size
+        own = own[~(tail & (own["kind"] == RecordKind.END))]
+    return own, RankFile(end, hashes, int(records["first"][0]) if end else 0)
+
+
+def _check_hashes(records: Records) -> tuple[dict[int, int], str]:
+    """Return the running hashes in a file, and what is wrong with the first one that does not fit to its records."""
+    hashes, changed = dict[int, int](), ""
+    data, start, previous = records.view(np.uint8).data, 0, 0
+    for at in np.flatnonzero(records["kind"] == RecordKind.CHECK).tolist():
+        before, written = int(records["count"][at]), int(records["first"][at])
+        found = running_hash(previous, data[start * RECORD_BYTES : at * RECORD_BYTES])
+        if not changed and before != at % (1 << 32):
+            changed = f"{before} records were written before record {at}, so records were removed or added"
+        elif not changed and found != written:
+            changed = f"records {start} to {at - 1} were changed after they were written (the running hash differs)"
+        hashes[at + 1], start, previous = written, at + 1, written
+    return hashes, changed
 
 
 def _read_generations(records: Records, faults: list[Fault]) -> tuple[Generation, ...]:
@@ -478,10 +566,11 @@ def _read_generations(records: Records, faults: list[Fault]) -> tuple[Generation
         epoch, step, world_size = claims[0]
         started_at, ranks = int(own["first"].min()) / 1e6, frozenset(own["rank"].tolist())
         own_ends = {
-            int(end["rank"]): ((int(end["epoch"]), int(end["step"])), bool(end["weight"]))
+            int(end["rank"]): ((int(end["epoch"]), int(end["step"])), bool(end["weight"]), int(end["first"]))
             for end in ends[ends["generation"] == number]
         }
-        generations.append(Generation(number, (epoch, step), world_size, started_at, ranks, own_ends))
+        version = VERSION if (own["weight"] == VERSION).any() else 1
+        generations.append(Generation(number, (epoch, step), world_size, started_at, ranks, version, own_ends))
     return tuple(generations)
 
 
@@ -489,6 +578,11 @@ def read_probe(record: np.void) -> Probe:
     """Return the probe in a record."""
     first, second = struct.unpack("<2f", struct.pack("<Q", int(record["first"])))
     return Probe(int(record["epoch"]), int(record["step"]), int(record["count"]), (first, second))
+
+
+def count_samples(records: Records) -> int:
+    """Return how many samples these records counted."""
+    return int(records["count"][records["weight"] > 0].sum(dtype=np.int64))
 
 
 def format_ranks(ranks: tuple[int, ...] | npt.NDArray[np.integer], shown: int = 8) -> str:

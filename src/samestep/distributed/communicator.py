@@ -47,7 +47,7 @@ class Communicator:
         self._board: StatusBoard | None = None
         self._control_group: dist.ProcessGroup | None = None
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
-        self._existing_group = self._is_open = False
+        self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
 
     @property
@@ -81,11 +81,11 @@ class Communicator:
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
+        if self._board is not None:
+            self.exchange("Run.close", [])
+        self.mark_closed()
         if self._board is None:
-            self._is_open = False
             return
-        self.exchange("Run.close", [])
-        self._is_open = False
         self._board.end(None)
         for group in dict.fromkeys((None, self._control_group)):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
@@ -102,6 +102,10 @@ class Communicator:
         if self._board is not None:
             with suppress(RuntimeError):  # the store exited with its host, and the other ranks notice that
                 self._board.end(failure)
+
+    def mark_closed(self) -> None:
+        """Refuse collectives from now on."""
+        self._is_open, self._is_closed = False, True
 
     def start_steps(self) -> None:
         """Switch from `start_timeout` to the shorter `step_timeout`, once the first step is complete."""
@@ -169,9 +173,10 @@ class Communicator:
     def refuse_inside_once(self, operation: str) -> None:
         """Raise if a collective is called inside `run.once`, or before or after the run: other ranks are not there."""
         if not self._is_open:
+            state = "closed" if self._is_closed else "not started"
             raise CommunicationError(
-                f"{operation} at {call_site()} was called on a run that is not started or is closed: call it inside "
-                "`with Run(...) as run:`, or between run.start() and run.close()"
+                f"{operation} at {call_site()} was called on a run that is {state}: call it inside `with Run(...) as "
+                "run:`, or between run.start() and run.close()"
             )
         if self._inside_once is not None:
             raise CommunicationError(

@@ -4,7 +4,9 @@ This is the only module that reads and sets environment variables.
 """
 
 import os
+import pwd
 import re
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,9 +162,21 @@ def launch_name(environ: Mapping[str, str] | None = None) -> str:
     return "" if name == "none" else name  # torchrun's default for every launch
 
 
+def home_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The user's home directory: HOME, or else that of the user id; None if it has none, as in some containers."""
+    home = Path(_environ(environ).get("HOME", ""))
+    try:
+        return home if home.is_absolute() else Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The user's folder for files that can be created again: XDG_CACHE_HOME, or ~/.cache."""
-    return Path(_environ(environ).get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
+    """The user's folder for files that can be created again: XDG_CACHE_HOME, ~/.cache, or one for temporary files."""
+    folder, home = Path(_environ(environ).get("XDG_CACHE_HOME", "")), home_folder(environ)
+    if folder.is_absolute():  # others are to be ignored, says the XDG specification
+        return folder / "samestep"
+    return home / ".cache" / "samestep" if home else Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
 
 
 def oom_retries(environ: Mapping[str, str] | None = None) -> int:

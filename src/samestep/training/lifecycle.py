@@ -11,7 +11,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
+from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
+from samestep.data.content_probe import describe_files
 from samestep.data.ledger import next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
@@ -46,6 +48,7 @@ from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
 _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
+_CLOSED = "this run is closed: use it inside `with Run(...) as run:`, before run.close(), or create another Run"
 _FIRST_STEPS = 20  # what fits in the first steps usually keeps fitting, unless samples differ in size
 # How a rank words that a peer ran out of memory, and how the CPU allocator words it.
 _OUT_OF_MEMORY_TEXTS = ("failed: OutOfMemoryError", "DefaultCPUAllocator: can't allocate memory")
@@ -56,6 +59,7 @@ class Lifecycle:
 
     def __init__(self, config: RunConfig) -> None:
         config.check()
+        config = replace(config, global_batch=int(config.global_batch), seed=int(config.seed))  # not numpy's
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
         self._precision_variable = PRECISION if requested_precision() else ""
@@ -71,12 +75,14 @@ class Lifecycle:
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
+        self._has_ended = self._files_closed = False
         self._last_context: RunContext | None = None
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
         self._folder_is_final = config.folder is not None or explicit
         self._loggers: Loggers | None = None
         self._preemption: Preemption | None = None
+        self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
@@ -87,7 +93,7 @@ class Lifecycle:
     def loop(self) -> StepLoop:
         """The step loop; exists between start and end."""
         if self._loop is None:
-            raise CommunicationError(_NOT_STARTED)
+            raise CommunicationError(_CLOSED if self._has_ended else _NOT_STARTED)
         return self._loop
 
     @property
@@ -104,6 +110,8 @@ class Lifecycle:
 
     def start(self) -> None:
         """Connect the ranks and open what they need."""
+        if self._has_ended:
+            raise CommunicationError(_CLOSED)
         if self._loop is not None:
             raise CommunicationError("this run was already started: start a Run once, by `with` or by start()")
         device = self.device_choice.device
@@ -157,7 +165,7 @@ class Lifecycle:
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
-        if os.getpid() != self._pid:
+        if self._has_ended or os.getpid() != self._pid:
             return
         try:
             context = self.context
@@ -172,6 +180,8 @@ class Lifecycle:
                 callback.on_run_end(failed=False)
             context.flush_metrics("Run.close")
             self._release(failed=False)
+            if self.config.ledger:
+                self._ledger_files = context.gather_ledgers("Run.close", None)[1]
             self._close_files("finished" if early is None else early.status)
             self.comm.close()
             self._watch.stop()
@@ -184,17 +194,25 @@ class Lifecycle:
         except BaseException as error:
             self.fail(error)
             raise
-        self._loop = None
+        self._loop, self._has_ended = None, True
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
         self._add_peers_note(error)
+        self._has_ended = True
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
+        try:
+            self._close_after_failure()
+        except Exception as second:  # noqa: BLE001  # it must not replace the cause
+            error.add_note(f"closing the run failed too: {type(second).__name__}: {second}")
+
+    def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
             closing.callback(export, {OPEN_RUN: None})
+            closing.callback(self.comm.mark_closed)
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
@@ -270,9 +288,11 @@ class Lifecycle:
             self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
-        """Print on rank 0 and keep the text in the text log."""
-        if self._loggers is not None:
+        """Print on rank 0 and keep the text in the text log, until it is closed."""
+        if self._loggers is not None and not self._files_closed:
             self._loggers.print(text)
+        elif self._loggers is not None:
+            sys.stdout.write(f"{text}\n")
 
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
@@ -280,8 +300,18 @@ class Lifecycle:
 
     def _close_files(self, status: str) -> None:
         self._log_capture.close()
+        self._files_closed = True
         if self._loggers is not None:
-            self._loggers.close(self.summary(status) if self._loggers.is_open else {})
+            self._loggers.close(self.summary(status) | self._ledger_summary() if self._loggers.is_open else {})
+
+    def _ledger_summary(self) -> dict[str, object]:
+        """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
+        if self._loop is None or not self.config.ledger:
+            return {}
+        context = self.context
+        files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
+        folders = [str(each.folder) for each in context.callbacks if isinstance(each, Checkpoint)]
+        return {"ledger": files, "checkpoints": folders}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -318,11 +348,12 @@ def _refuse_child_of_rank(world: World) -> None:
 
 
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:
-    for rank, (batch, seed) in enumerate(comm.exchange_objects("Run.start", (config.global_batch, config.seed))):
-        if (batch, seed) != (config.global_batch, config.seed):
+    own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
+    for rank, other in enumerate(comm.exchange_objects("Run.start", own)):
+        if other != own:
             raise CommunicationError(
-                f"rank {comm.world.rank} has Run(global_batch={config.global_batch}, seed={config.seed}) and rank "
-                f"{rank} has Run(global_batch={batch}, seed={seed}): pass the same values on all ranks"
+                f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
+                "ranks"
             )
 
 

@@ -16,14 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
-from samestep.data.ledger import ShardDescription
+from samestep.data.content_probe import (
+    Probe,
+    ShardDescription,
+    check_same_options,
+    check_same_samples,
+    hash_values,
+    probe_indices,
+)
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.mistakes import check_data
+from samestep.training.mistakes import check_data, check_setting
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.step_loss import MicroBatch, StepPosition
@@ -68,7 +74,9 @@ class Shard(TrainingData):
         self._order, weights_hash = SampleOrder(n, seed, shuffle, weights), hash_values(weights)
         rows, world = choose_micro_batch(context, micro_batch), context.world
         self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
+        self._name = name or f"shard-{loop.shards}"
         options = {"shuffle": shuffle, "sampling_weights": weights_hash, "drop_last": drop_last, "micro_batch": rows}
+        options["name"] = self._name  # that of the ledger
         by_rank = context.comm.exchange_objects("run.shard", (n, options))
         check_lengths([length for length, _ in by_rank])
         check_same_options("run.shard", [options for _, options in by_rank])
@@ -76,7 +84,6 @@ class Shard(TrainingData):
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
         description = ShardDescription(n, seed, shuffle, global_batch, weights is not None, drop_last)
-        self._name = name or f"shard-{loop.shards}"
         loop.shards += 1
         self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
@@ -224,7 +231,8 @@ class Shard(TrainingData):
         )
 
     def _epoch_setting(self, epoch: int) -> object:
-        return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        settings = self._epoch_settings
+        return NO_SETTING if settings is None else check_setting(settings(epoch), self._num_workers)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
