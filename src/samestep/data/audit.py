@@ -35,6 +35,7 @@ from samestep.data.ledger import (
     Records,
     count_samples,
     format_ranks,
+    has_weight,
     read_ledger,
     read_probe,
 )  # fmt: skip
@@ -197,7 +198,7 @@ class _LedgerAudit:
         processes = trained["generation"].astype(np.int64) * (1 << 16) + trained["rank"]
         known, which = np.unique(processes, return_inverse=True)
         sums = np.zeros(len(known), dtype=np.int64)
-        np.add.at(sums, which, trained["count"] * (trained["weight"] > 0))
+        np.add.at(sums, which, trained["count"] * has_weight(trained))
         recorded = dict(zip(known.tolist(), sums.tolist(), strict=True))
         for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
             for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
@@ -562,7 +563,7 @@ def _position_numbers(records: Records) -> npt.NDArray[np.int64]:
 
 def _counting(records: Records) -> Records:
     """Return the records that are not padding."""
-    return records[(records["weight"] > 0) & (records["count"] > 0)]
+    return records[has_weight(records) & (records["count"] > 0)]
 
 
 def _ranges(records: Records) -> tuple[Positions, Positions]:

@@ -184,14 +184,12 @@ def init_process_group(store: dist.Store, world: World, backend: str, device: to
     )
 
 
-def new_control_group(backend: str, timeout: float) -> dist.ProcessGroup | None:
-    """A group for small exchanges if training uses gloo too; a collective of all ranks. None: not needed.
+def new_gloo_group(timeout: float) -> dist.ProcessGroup:
+    """Another group of all ranks, for tensors on the CPU; a collective of all ranks.
 
-    In one group with training, a small exchange could match an all-gather of FSDP, and gloo aborts a process that
-    receives more bytes than it has allocated.
+    In one group, a collective of samestep on one rank could match another one of the script on another rank, and gloo
+    aborts a process that receives more bytes than it has allocated.
     """
-    if backend != "gloo":
-        return None
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group

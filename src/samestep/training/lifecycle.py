@@ -1,8 +1,10 @@
 """The lifecycle of a run: start on all ranks, end after success, end early, end after a failure."""
 
+import faulthandler
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, own_variable
 from samestep.environment.world import (
@@ -84,6 +87,7 @@ class Lifecycle:
         self._preemption: Preemption | None = None
         self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
+        self._explained: list[BaseException] = []  # errors that were posted, and have the status of the other ranks
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
         self._pid = os.getpid()
@@ -119,6 +123,7 @@ class Lifecycle:
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
         _refuse_child_of_rank(self.world)
         self._watch.start()
+        self._log_capture.callback(_show_crashes())
         self.comm.open(device)
         export({OPEN_RUN: own_variable()})
         try:
@@ -155,7 +160,7 @@ class Lifecycle:
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.end()
         else:
-            self._add_peers_note(error)
+            self._inform_peers(error)
             if self._loop is not None:
                 add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
@@ -198,9 +203,8 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
-        self._add_peers_note(error)
+        self._inform_peers(error)
         self._has_ended = True
-        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
         try:
@@ -253,10 +257,13 @@ class Lifecycle:
             "teacher": [teacher.summary() for teacher in self.teachers] if self._loop else [],
         }
 
-    def _add_peers_note(self, error: BaseException) -> None:
-        """Add the status of the other ranks to an error of torch, which does not know which rank it waited for."""
-        added = getattr(error, "__notes__", [])
-        if isinstance(error, RuntimeError) and (note := self.comm.peers_note()) and note not in added:
+    def _inform_peers(self, error: BaseException) -> None:
+        """Post the error for the other ranks, and add their status to one of torch, which does not know it."""
+        if error in self._explained:
+            return
+        self._explained.append(error)
+        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0] + failed_line(error))
+        if isinstance(error, RuntimeError) and (note := self.comm.peers_note(error)):
             error.add_note(note)
 
     def _handle_out_of_memory(self, error: BaseException) -> bool:
@@ -312,6 +319,15 @@ class Lifecycle:
         files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
         folders = [str(each.folder) for each in context.callbacks if isinstance(each, Checkpoint)]
         return {"ledger": files, "checkpoints": folders}
+
+
+def _show_crashes() -> Callable[[], object]:
+    """Print the stack of the script if native code ends this process, as gloo and NCCL do; returns how to undo it."""
+    if faulthandler.is_enabled():
+        return list
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is closed or has no file
+        faulthandler.enable()
+    return faulthandler.disable
 
 
 def is_out_of_memory(error: BaseException) -> bool:
