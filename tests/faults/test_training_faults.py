@@ -1,5 +1,7 @@
 """Data, steps and runs that a script uses wrongly: the exit code and the sentence."""
 
+import pytest
+
 from tests.faults.harness import Fault, cases, check
 from tests.faults.trainings import training
 
@@ -90,9 +92,41 @@ with Run(global_batch=4) as run:
     raise ValueError("the cause")
 """)),
 ]  # fmt: skip
+
+
+def alone(body: str, before: str = "", ranks: int = 2) -> str:
+    """A script in which the ranks make different calls of torch."""
+    return training(f"""
+{before}
+with Run(global_batch=4, start_timeout=30, step_timeout=6) as run:
+    def each(done):
+        if done == 2:
+            {body}
+
+    train(run, folder=None, each=each)
+""")
+
+
+RULE = r"every rank must make the same calls in the same order \(is one of them under `if run.is_main:`\?\)"
+COLLECTIVES = [
+    Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 failed: .* at train\.py:\d+ in all_reduce", 1,
+          alone("if run.is_main: dist.all_reduce(torch.ones(5))"), 2),
+    Fault("broadcast of torch on one rank, then run.mean", rf"rank 0 .* at train\.py:\d+ in broadcast.*{RULE}", 1,
+          alone("if run.is_main: dist.broadcast(torch.ones(3), 0)\n            run.mean([1])"), 2),
+    Fault("barrier of torch on one rank, in a group of the script", r"rank 0 .* at train\.py:\d+ in barrier", 1,
+          alone("if run.is_main: dist.barrier()\n            run.barrier()", 'dist.init_process_group("gloo")'), 2),
+    Fault("an all_reduce of torch on one rank that is not waited for", "step 3/4", 0,
+          alone("if run.is_main: run.work = dist.all_reduce(torch.ones(5), async_op=True)"), 2),
+]  # fmt: skip
 FAULTS = [*WORKERS, *RUNS]
 
 
 @cases(FAULTS)
 def test_a_fault_ends_with_its_sentence(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+@pytest.mark.slow
+@cases(COLLECTIVES)
+def test_a_collective_of_torch_on_one_rank_is_named(fault, tmp_path):
     check(fault, tmp_path)

@@ -116,11 +116,16 @@ def edit(folder: Path, rank: int, change: Callable[[np.ndarray], np.ndarray]) ->
     write(folder, rank, records)
 
 
-def write(folder: Path, rank: int, records: np.ndarray) -> None:
-    """Replace the records of a rank, with their checksums and running hashes."""
+def replace_records(folder: Path, rank: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change the records of a rank, their checksums and the running hashes, but not the sums at the end."""
+    write(folder, rank, change(np.fromfile(file_of(folder, rank), dtype=RECORD)))
+
+
+def write(folder: Path, rank: int, records: np.ndarray, hashes: bool = True) -> None:
+    """Replace the records of a rank, with their checksums and, unless told otherwise, their running hashes."""
     records["checksum"] = checksums(records)
     start = previous = 0
-    for at in np.flatnonzero(records["kind"] == RecordKind.CHECK).tolist():
+    for at in np.flatnonzero(records["kind"] == RecordKind.CHECK).tolist() if hashes else ():
         previous = running_hash(previous, records[start:at].tobytes())
         records["first"][at], records["count"][at], start = previous, at, at + 1
         records[at : at + 1]["checksum"] = checksums(records[at : at + 1])

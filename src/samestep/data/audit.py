@@ -35,6 +35,7 @@ from samestep.data.ledger import (
     Records,
     count_samples,
     format_ranks,
+    has_weight,
     read_ledger,
     read_probe,
 )  # fmt: skip
@@ -128,7 +129,7 @@ class AuditReport:
     def as_dict(self) -> dict[str, object]:
         """Return the report as plain values for JSON."""
         shards = [{"verdict": each.verdict, "exactly_once": each.exactly_once, **asdict(each)} for each in self.shards]
-        own = {"folder": str(self.folder), "verdict": self.verdict, "exactly_once": self.exactly_once}
+        own = {"verdict": self.verdict, "exactly_once": self.exactly_once}
         return {**own, **asdict(replace(self, shards=())), "folder": str(self.folder), "shards": shards}
 
 
@@ -197,7 +198,7 @@ class _LedgerAudit:
         processes = trained["generation"].astype(np.int64) * (1 << 16) + trained["rank"]
         known, which = np.unique(processes, return_inverse=True)
         sums = np.zeros(len(known), dtype=np.int64)
-        np.add.at(sums, which, trained["count"] * (trained["weight"] > 0))
+        np.add.at(sums, which, trained["count"] * has_weight(trained))
         recorded = dict(zip(known.tolist(), sums.tolist(), strict=True))
         for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
             for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
@@ -217,9 +218,8 @@ class _LedgerAudit:
         if short:
             ranks = tuple(rank for rank, _ in short)
             end = max((state.epoch, state.step) for state in states if state is not None)
-            text = (
-                f"{source} says that training came to {_format(end)}, and {'; '.join(has for _, has in short[:_SHOWN])}"
-            )
+            has = "; ".join(text for _, text in short[:_SHOWN])
+            text = f"{source} says that training came to {_format(end)}, and {has}"
             begin = min(_last_position(self._ledger.trained, rank) for rank in ranks)
             self._missing.append(Missing(text, ranks, *begin))
         if changed:
@@ -230,14 +230,13 @@ class _LedgerAudit:
 
     def _check_options(self) -> None:
         """Find options that are not the same on all ranks and in all starts."""
-        options, none = self._ledger.options, np.uint64(hash_option(None))
+        options = self._ledger.options
         for number, name in enumerate(OPTIONS):
             own = options[options["epoch"] == number]
             value = getattr(self._description, "weighted" if name == "sampling_weights" else name)
-            as_described = own["first"] == np.uint64(hash_option(value))
-            if name == "sampling_weights":
-                as_described = (own["first"] != none) == value
-            if len(own) and not as_described.any():
+            is_none = own["first"] == np.uint64(hash_option(None))
+            same = is_none != value if name == "sampling_weights" else own["first"] == np.uint64(hash_option(value))
+            if len(own) and not same.any():
                 text = f"shard.json has {name}={value}, and {_format_process(own[0])} recorded another value"
                 self._faults.append(Fault("different data", text, ranks=(int(own["rank"][0]),)))
             if len(own) and (own["first"] != own["first"][0]).any():
@@ -270,16 +269,13 @@ class _LedgerAudit:
             ranks, probed = (
                 set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
             )
-            if missing := tuple(sorted(ranks - probed)):
-                self._add_missing_probes(generation, missing, bool(probed))
-
-    def _add_missing_probes(self, generation: Generation, missing: tuple[int, ...], others: bool) -> None:
-        text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
-        if others:
-            self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
-        elif generation.world_size > 1:
-            text += ", so it is unknown whether all ranks read the same data"
-            self._missing.append(Missing(text, missing, *generation.start))
+            missing = tuple(sorted(ranks - probed))
+            text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
+            if missing and probed:
+                self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
+            elif missing and generation.world_size > 1:
+                text += ", so it is unknown whether all ranks read the same data"
+                self._missing.append(Missing(text, missing, *generation.start))
 
 
 class _ShardAudit(_LedgerAudit):
@@ -361,6 +357,8 @@ class _ShardAudit(_LedgerAudit):
         open_ranks = tuple(rank for rank in sorted(last.ranks) if rank < last.world_size and rank not in last.ends)
         if open_ranks:
             self._add_missing_end(last, open_ranks, slowest, min(reached[rank] for rank in open_ranks))
+        if last.ends and not last.succeeded:
+            self._notes.append(f"the run failed at {_format(fastest)} in generation {last.number} and was not resumed")
         if slowest == fastest or (last.succeeded and not open_ranks and not last.silent):
             return fastest
         behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
@@ -376,17 +374,15 @@ class _ShardAudit(_LedgerAudit):
         return slowest
 
     def _add_missing_end(self, last: Generation, ranks: tuple[int, ...], checked: Position, end: Position) -> None:
-        if last.ends:
-            text = (
-                f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is "
-                f"cut off at {_format(end)}, or the process was killed"
-            )
-        else:
-            text = (
-                f"the run has not ended (generation {last.number} has no end record: it is still running, or it was "
-                f"killed and not resumed); sound up to {_format(checked)}"
-            )
-        self._missing.append(Missing(text, ranks, *end))
+        not_ended = (
+            f"the run has not ended (generation {last.number} has no end record: it is still running, or it was killed "
+            f"and not resumed); sound up to {_format(checked)}"
+        )
+        cut_off = (
+            f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is cut "
+            f"off at {_format(end)}, or the process was killed"
+        )
+        self._missing.append(Missing(cut_off if last.ends else not_ended, ranks, *end))
 
     def _steps_in_epoch(self, records: Records) -> int:
         """Return the steps of a complete epoch; for a stream, the steps that were recorded."""
@@ -567,7 +563,7 @@ def _position_numbers(records: Records) -> npt.NDArray[np.int64]:
 
 def _counting(records: Records) -> Records:
     """Return the records that are not padding."""
-    return records[(records["weight"] > 0) & (records["count"] > 0)]
+    return records[has_weight(records) & (records["count"] > 0)]
 
 
 def _ranges(records: Records) -> tuple[Positions, Positions]:
@@ -590,10 +586,9 @@ def _check_samples(summary: Mapping[str, Any], reports: Sequence[ShardReport]) -
     trained, counted = summary.get("samples"), sum(epoch.samples for each in reports for epoch in each.epochs)
     from_start = all((first.epoch, first.step) == (0, 0) for each in reports for first in each.generations[:1])
     # A run that failed may have counted a step that did not end.
-    if type(trained) is not int or trained <= counted or not from_start or summary.get("status") == "failed":
-        return []
+    lost = type(trained) is int and trained > counted and from_start and summary.get("status") != "failed"
     text = (
         f"summary.json says that {trained} samples were trained, and the ledger has {counted}: a start had no "
         "ledger=True, or its checkpoint did not contain the position in the data, or records were removed"
     )
-    return [Missing(text)]
+    return [Missing(text)] * lost

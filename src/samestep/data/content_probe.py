@@ -7,6 +7,7 @@ The ledger keeps them, and the audit compares them across ranks and starts.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -254,23 +255,22 @@ class ShardDescription:
     """Samples are drawn with sampling weights, which the ledger does not store: the audit then reports positions."""
     drop_last: bool = False
 
-    def __post_init__(self) -> None:
-        """Convert numpy numbers and truth values, which JSON cannot represent, to those of Python."""
-        for name in ("n", "seed", "global_batch"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(value))
-        for name in _FLAGS:
-            object.__setattr__(self, name, bool(getattr(self, name)))
-
 
 OPTIONS: Final = ("n", "seed", "shuffle", "global_batch", "drop_last", "sampling_weights")
 """The options of a shard that must be the same on all ranks and in all starts, by their number in the records."""
+
+
+def check_is_file(path: Path) -> None:
+    """Raise OSError if a path is a folder, a pipe or a device, from which a read may never return."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def read_description(shard: Path) -> tuple[ShardDescription, int]:
     """Read the description of a shard, and how often the run was started; 0 if shard.json does not say it."""
     path = shard / "shard.json"
     try:
+        check_is_file(path)
         fields = json.loads(path.read_bytes())
         version = fields.pop("version")
         if version not in _READABLE_VERSIONS:
@@ -367,7 +367,8 @@ def read_described(folder: Path) -> tuple[dict[str, Any], dict[str, Described], 
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        check_is_file(path)
         return dict(json.loads(path.read_bytes()))
     return {}
 

@@ -16,12 +16,12 @@ from samestep.distributed.process_group import (
     check_existing_group,
     connect_store,
     init_process_group,
-    new_control_group,
+    new_gloo_group,
     rendezvous,
 )
-from samestep.distributed.rank_status import ORDER_RULE, STORE_GONE, RankStatus, StatusBoard, call_site
+from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout
 from samestep.environment.world import World
-from samestep.errors import CommunicationError, RankMissing
+from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
@@ -45,7 +45,10 @@ class Communicator:
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
-        self._control_group: dist.ProcessGroup | None = None
+        self._control_group: dist.ProcessGroup | None = None  # for small exchanges
+        self.group: dist.ProcessGroup | None = None
+        """The group for tensors of training. With gloo, the default group is left to the script; with NCCL it is None:
+        the default group, since a second one takes memory of the GPU."""
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
         self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
@@ -77,7 +80,9 @@ class Communicator:
         if not self._existing_group:
             group_store = dist.PrefixStore(f"{generation}/group", base)
             init_process_group(group_store, self.world, self.backend, device, self.start_timeout)
-        self._control_group = new_control_group(self.backend, self.start_timeout)
+        self._control_group = new_gloo_group(self.start_timeout)
+        if self.backend == "gloo":
+            self.group = new_gloo_group(self.start_timeout)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
@@ -87,15 +92,16 @@ class Communicator:
         if self._board is None:
             return
         self._board.end(None)
-        for group in dict.fromkeys((None, self._control_group)):
+        for group in (self.group, self._control_group):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
             dist.all_reduce(last, group=group)
             wait_until_released(last)
         if not self._existing_group:
             dist.destroy_process_group()
-        elif self._control_group is not None:
-            dist.destroy_process_group(self._control_group)
-        self._board = self._store = self._control_group = None
+        else:
+            for group in filter(None, (self.group, self._control_group)):
+                dist.destroy_process_group(group)
+        self._board = self._store = self._control_group = self.group = None
 
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
@@ -113,7 +119,7 @@ class Communicator:
             return
         self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            for group in dict.fromkeys((dist.group.WORLD, self._control_group or dist.group.WORLD)):
+            for group in filter(None, (dist.group.WORLD, self.group, self._control_group)):
                 set_group_timeout(self._step_timeout, group)
 
     def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
@@ -198,13 +204,14 @@ class Communicator:
         diverged = self._board.diverged()
         if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
             raise self._board.diverged_error(own, settled)
+        self._board.request_locations()
         if (waited := time.monotonic() - since) > timeout:
             raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option)
         return diverged
 
-    def peers_note(self) -> str | None:
+    def peers_note(self, error: RuntimeError | None = None) -> str | None:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
-        return None if self._board is None else self._board.peers_note()
+        return None if self._board is None else self._board.peers_note(is_timeout(error))
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
@@ -228,7 +235,7 @@ class Communicator:
         try:
             diverged = self._board.diverged()
         except RuntimeError:
-            raise RankMissing(f"rank {self.world.rank} {own}, and {STORE_GONE}") from error
+            raise self._board.store_gone_error(own) from error
         if diverged:
             raise self._board.diverged_error(own, diverged) from error
         raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option) from error

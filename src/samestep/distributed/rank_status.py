@@ -1,10 +1,22 @@
-"""What each rank is doing, posted in the store at every collective, so that a rank that waits can name the others."""
+"""What each rank is doing, posted in the store at every collective, so that a rank that waits can name the others.
+
+A rank that is in no collective of samestep, for example in one of torch that no other rank has called, has posted
+nothing new. A rank that waits for it therefore requests its location, and a thread of it answers with the line of the
+script that it runs.
+"""
 
 import contextlib
 import json
+import sys
+import sysconfig
+import threading
+import time
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from samestep.errors import RankMissing
@@ -12,7 +24,10 @@ from samestep.messages import calling_frame
 
 ORDER_RULE = "every rank must make the same calls in the same order (is one of them under `if run.is_main:`?)"
 _NOT_USER_CODE = (str(Path(__file__).parent.parent), contextlib.__file__)
+_LIBRARIES = (*_NOT_USER_CODE, str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 _SHOWN = 8
+_ANSWER_SECONDS = 1.0  # how often a rank looks for requests: one small message to the store
+_REQUEST_SECONDS = 10.0  # how often a rank that waits requests the locations of the others
 STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
 
 
@@ -45,6 +60,11 @@ class StatusBoard:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self.own = RankStatus(0, "Run.start", "the start", "past")
+        self._locations: dict[int, str] = {}  # the lines that other ranks run, as they have answered
+        self._requested_at = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="samestep status", daemon=True)
+        self._thread.start()
 
     def enter(self, operation: str, call_site: str) -> None:
         """Post that this rank has started a collective."""
@@ -56,6 +76,8 @@ class StatusBoard:
 
     def end(self, failure: str | None) -> None:
         """Post that the run of this rank is over, with the exception if it failed."""
+        self._ended.set()
+        self._thread.join(_ANSWER_SECONDS)
         self._post(replace(self.own, state="failed" if failure else "ended", failure=failure or ""))
 
     def peers(self) -> dict[int, RankStatus]:
@@ -77,27 +99,65 @@ class StatusBoard:
         """Peers that are not in the collective this rank waits in."""
         return {rank: status for rank, status in self.peers().items() if not self._in_same_collective(status)}
 
+    def request_locations(self, timeout: float = 0.0) -> None:
+        """Request the lines that the missing ranks run, and wait up to `timeout` seconds for the answers."""
+        missing, now = [f"location/{rank}" for rank in self.missing()], time.monotonic()
+        if timeout or now - self._requested_at > _REQUEST_SECONDS:
+            self._requested_at = now
+            self._store.add("location requests", 1)
+        while timeout and not self._store.check(missing) and time.monotonic() - now < timeout:
+            time.sleep(_ANSWER_SECONDS / 10)
+        for key in missing:
+            if self._store.check([key]):
+                self._locations[int(key.partition("/")[2])] = self._store.get(key).decode()
+
     def diverged_error(self, own: RankStatus, diverged: dict[int, RankStatus]) -> RankMissing:
         """The error for peers that will not come: they failed, ended, or wait in another collective."""
         rule = "" if all(status.state == "failed" for status in diverged.values()) else f": {ORDER_RULE}"
-        return RankMissing(f"rank {self._rank} {own}, but {_format(diverged)}{rule}")
+        return RankMissing(f"rank {self._rank} {own}, but {self._format(diverged)}{rule}")
 
     def timeout_error(self, own: RankStatus, waited: float, timeout: float, option: str) -> RankMissing:
         """The error for peers that have not come. Before the timeout it means that a connection broke."""
         remedy = (
-            f"If that rank is still progressing, raise the timeout with Run({option}=...); if it is stuck, see its "
-            "stack with `py-spy dump --pid PID`"
+            f"If that rank is still progressing, raise the timeout with Run({option}=...); if it is in a collective of "
+            f"torch, {ORDER_RULE}; if it is stuck, see its stack with `py-spy dump --pid PID`"
             if waited >= timeout
             else "The connection to a rank was lost: its process exited or was killed; look for its last lines"
         )
-        return RankMissing(f"rank {self._rank} {own} since {waited:.0f} s: {_format(self.missing())}. {remedy}")
+        return RankMissing(f"rank {self._rank} {own} since {waited:.0f} s: {self._format(self.missing())}. {remedy}")
 
-    def peers_note(self) -> str:
+    def store_gone_error(self, own: RankStatus) -> RankMissing:
+        """The error if the status of the peers cannot be read: the host of the store has exited."""
+        known = "".join(f"; rank {rank} was at {line}" for rank, line in sorted(self._locations.items())[:_SHOWN])
+        return RankMissing(f"rank {self._rank} {own}, and {STORE_GONE}{known}")
+
+    def peers_note(self, timed_out: bool) -> str:
         """A note with the status of all peers, for an exception that torch raised by itself."""
         try:
-            return f"status seen from rank {self._rank}: {_format(self.peers())}"
+            if timed_out:
+                self.request_locations(timeout=3 * _ANSWER_SECONDS)
+            peers = self.peers()
         except RuntimeError:
             return STORE_GONE
+        rule = f": {ORDER_RULE}" if any(status.state == "waiting" for status in peers.values()) else ""
+        return f"status seen from rank {self._rank}: {self._format(peers)}{rule}"
+
+    def _answer(self) -> None:
+        """In a thread: post the line that this rank runs whenever another rank requests it."""
+        answered = 0
+        with contextlib.suppress(RuntimeError):  # the host of the store has exited
+            while not self._ended.wait(_ANSWER_SECONDS):
+                if (requests := self._store.add("location requests", 0)) != answered:
+                    answered = requests
+                    self._store.set(f"location/{self._rank}", running_line())
+
+    def _format(self, statuses: dict[int, RankStatus]) -> str:
+        shown = (
+            f"rank {rank} {status}"
+            + (f", and is now at {self._locations[rank]}" if status.state == "past" and rank in self._locations else "")
+            for rank, status in sorted(statuses.items())[:_SHOWN]
+        )
+        return "; ".join(shown) or "no rank reports why"
 
     def _in_same_collective(self, status: RankStatus) -> bool:
         same = (status.count, status.operation) == (self.own.count, self.own.operation)
@@ -114,6 +174,28 @@ def call_site() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _format(statuses: dict[int, RankStatus]) -> str:
-    shown = (f"rank {rank} {status}" for rank, status in sorted(statuses.items())[:_SHOWN])
-    return "; ".join(shown) or "no rank reports why"
+def running_line() -> str:
+    """The line of the script that the main thread runs, and the function of a library that it has called there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # the only way
+    return "an unknown line" if frame is None else _user_line(frame)
+
+
+def failed_line(error: BaseException) -> str:
+    """The line of the script at which an exception was raised, for a collective of torch that timed out; or nothing."""
+    if not is_timeout(error) or error.__traceback__ is None:
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return f" at {_user_line(frame)}"
+
+
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether this is how gloo reports that another rank did not come."""
+    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
+
+
+def _user_line(frame: FrameType) -> str:
+    called = ""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        called = called if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" + (f" in {called}" if called else "")

@@ -1,8 +1,10 @@
 """The lifecycle of a run: start on all ranks, end after success, end early, end after a failure."""
 
+import faulthandler
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,15 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
-from samestep.environment.processes import LAUNCHER, LauncherWatch
+from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, own_variable
 from samestep.environment.world import (
     PRECISION,
+    World,
     comparison_folder,
     deadline,
+    export,
     last_step,
     read_environ,
     read_world,
@@ -33,7 +38,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError, WorldError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
@@ -57,6 +62,7 @@ class Lifecycle:
 
     def __init__(self, config: RunConfig) -> None:
         config.check()
+        config = replace(config, global_batch=int(config.global_batch), seed=int(config.seed))  # not numpy's
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
         self._precision_variable = PRECISION if requested_precision() else ""
@@ -81,8 +87,10 @@ class Lifecycle:
         self._preemption: Preemption | None = None
         self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
+        self._explained: list[BaseException] = []  # errors that were posted, and have the status of the other ranks
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
+        self._pid = os.getpid()
         self._started_at = time.monotonic()
 
     @property
@@ -113,8 +121,11 @@ class Lifecycle:
         device = self.device_choice.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
+        _refuse_child_of_rank(self.world)
         self._watch.start()
+        self._log_capture.callback(_show_crashes())
         self.comm.open(device)
+        export({OPEN_RUN: own_variable()})
         try:
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
@@ -142,12 +153,14 @@ class Lifecycle:
 
     def leave(self, error: BaseException | None) -> None:
         """End as `with` does: after success, early, or after an exception."""
+        if os.getpid() != self._pid:  # a child that the script has forked: the run is that of its parent
+            return
         if isinstance(error, StoppedEarly):
             self.end(error)
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.end()
         else:
-            self._add_peers_note(error)
+            self._inform_peers(error)
             if self._loop is not None:
                 add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
@@ -157,7 +170,7 @@ class Lifecycle:
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
-        if self._has_ended:
+        if self._has_ended or os.getpid() != self._pid:
             return
         try:
             context = self.context
@@ -177,6 +190,7 @@ class Lifecycle:
             self._close_files("finished" if early is None else early.status)
             self.comm.close()
             self._watch.stop()
+            export({OPEN_RUN: None})
             self._remove_signal_handlers(exiting=early is not None)
             if self._watch.launched:
                 keep_exit_code()
@@ -189,9 +203,8 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
-        self._add_peers_note(error)
+        self._inform_peers(error)
         self._has_ended = True
-        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for the launcher, which shows it last
         try:
@@ -202,6 +215,7 @@ class Lifecycle:
     def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
+            closing.callback(export, {OPEN_RUN: None})
             closing.callback(self.comm.mark_closed)
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
@@ -243,10 +257,13 @@ class Lifecycle:
             "teacher": [teacher.summary() for teacher in self.teachers] if self._loop else [],
         }
 
-    def _add_peers_note(self, error: BaseException) -> None:
-        """Add the status of the other ranks to an error of torch, which does not know which rank it waited for."""
-        added = getattr(error, "__notes__", [])
-        if isinstance(error, RuntimeError) and (note := self.comm.peers_note()) and note not in added:
+    def _inform_peers(self, error: BaseException) -> None:
+        """Post the error for the other ranks, and add their status to one of torch, which does not know it."""
+        if error in self._explained:
+            return
+        self._explained.append(error)
+        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0] + failed_line(error))
+        if isinstance(error, RuntimeError) and (note := self.comm.peers_note(error)):
             error.add_note(note)
 
     def _handle_out_of_memory(self, error: BaseException) -> bool:
@@ -304,6 +321,15 @@ class Lifecycle:
         return {"ledger": files, "checkpoints": folders}
 
 
+def _show_crashes() -> Callable[[], object]:
+    """Print the stack of the script if native code ends this process, as gloo and NCCL do; returns how to undo it."""
+    if faulthandler.is_enabled():
+        return list
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is closed or has no file
+        faulthandler.enable()
+    return faulthandler.disable
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this rank, or a peer that it waited for, ran out of memory."""
     notes: list[str] = getattr(error, "__notes__", [])
@@ -327,12 +353,23 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
     )
 
 
+def _refuse_child_of_rank(world: World) -> None:
+    """Raise if a rank with an open run has started this process, which has inherited the rank's variables."""
+    if world.size > 1 and (pid := find_parent_rank(read_environ())) is not None:
+        raise WorldError(
+            f"rank {world.rank} (process {pid}) started this process while its run is open, and this process inherited "
+            f"RANK={world.rank} and WORLD_SIZE={world.size}, so it would wait for other ranks: start it as a single "
+            "process, with `env -u RANK -u WORLD_SIZE -u LOCAL_RANK python tool.py`, or after the run has ended"
+        )
+
+
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:
-    for rank, (batch, seed) in enumerate(comm.exchange_objects("Run.start", (config.global_batch, config.seed))):
-        if (batch, seed) != (config.global_batch, config.seed):
+    own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
+    for rank, other in enumerate(comm.exchange_objects("Run.start", own)):
+        if other != own:
             raise CommunicationError(
-                f"rank {comm.world.rank} has Run(global_batch={config.global_batch}, seed={config.seed}) and rank "
-                f"{rank} has Run(global_batch={batch}, seed={seed}): pass the same values on all ranks"
+                f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
+                "ranks"
             )
 
 

@@ -74,15 +74,16 @@ class Shard(TrainingData):
         self._order, weights_hash = SampleOrder(n, seed, shuffle, weights), hash_values(weights)
         rows, world = choose_micro_batch(context, micro_batch), context.world
         self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
+        self._name = name or f"shard-{loop.shards}"
         options = {"shuffle": shuffle, "sampling_weights": weights_hash, "drop_last": drop_last, "micro_batch": rows}
+        options["name"] = self._name  # that of the ledger
         by_rank = context.comm.exchange_objects("run.shard", (n, options))
         check_lengths([length for length, _ in by_rank])
         check_same_options("run.shard", [options for _, options in by_rank])
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
-        description = ShardDescription(n, seed, shuffle, global_batch, weights is not None, drop_last)
-        self._name = name or f"shard-{loop.shards}"
+        description = ShardDescription(n, seed, bool(shuffle), global_batch, weights is not None, bool(drop_last))
         loop.shards += 1
         self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
