@@ -5,16 +5,21 @@ A launcher is a script here, `main(["run", ...])` in a process that has imported
 
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from uuid import uuid4
 
+import psutil
 import pytest
 
 from tests.faults.harness import Fault, cases, check
+from tests.launch.launched import MARK, variable, wait_for
 
 NUMBER = "7" * 5000
 IS_ROOT = os.geteuid() == 0
@@ -27,30 +32,30 @@ NO_PORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 TWO = {**NO_PORT, "MASTER_PORT": "29999"}
 
 
-def variable(name: str, value: str, says: str, **others: str) -> Fault:
+def environment(name: str, value: str, says: str, **others: str) -> Fault:
     """A variable with a bad value, in the environment of a script that opens a Run."""
     shown = value if len(value) < 20 else f"{len(value)} characters"
     return Fault(f"{name}={shown!r} {' '.join(others)}", says, script=RUN, environment={**others, name: value})
 
 
 VARIABLES = [
-    variable("RANK", NUMBER, r"RANK=7{60}\.\.\.\S* is too large: it has 5000 digits", WORLD_SIZE="2"),
-    variable("WORLD_SIZE", NUMBER, "is too large: it has 5000 digits", RANK="0"),
-    variable("WORLD_SIZE", "1000001", "WORLD_SIZE=1000001 is more than 1000000 ranks: no job has so many", RANK="0"),
-    variable("WORLD_SIZE", "0x2", "WORLD_SIZE=0x2 is not a non-negative integer", RANK="0"),
-    variable("RANK", "1.5", "RANK=1.5 is not a non-negative integer", WORLD_SIZE="2"),
-    variable("RANK", "", "RANK='' is not a non-negative integer", WORLD_SIZE="2"),
-    variable("RANK", "2", "RANK=2 is out of range for WORLD_SIZE=2", WORLD_SIZE="2"),
-    variable("LOCAL_RANK", NUMBER, "is too large: it has 5000 digits", **TWO),
-    variable("LOCAL_RANK", "1000", "LOCAL_RANK=1000 is out of range for 2 rank", **TWO),
-    variable("LOCAL_WORLD_SIZE", "99999999", "LOCAL_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
-    variable("GROUP_WORLD_SIZE", "99999999", "GROUP_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
-    variable("MASTER_PORT", "0", "MASTER_PORT=0 is not a port from 1 to 65535", **NO_PORT),
-    variable("MASTER_PORT", "http", "MASTER_PORT=http is not a non-negative integer", **NO_PORT),
-    variable("MASTER_PORT", NUMBER, "is too large: it has 5000 digits", **NO_PORT),
-    variable("TORCHELASTIC_RESTART_COUNT", "soon", "TORCHELASTIC_RESTART_COUNT=soon is not a non-negative", **TWO),
+    environment("RANK", NUMBER, r"RANK=7{60}\.\.\.\S* is too large: it has 5000 digits", WORLD_SIZE="2"),
+    environment("WORLD_SIZE", NUMBER, "is too large: it has 5000 digits", RANK="0"),
+    environment("WORLD_SIZE", "1000001", "WORLD_SIZE=1000001 is more than 1000000 ranks: no job has so many", RANK="0"),
+    environment("WORLD_SIZE", "0x2", "WORLD_SIZE=0x2 is not a non-negative integer", RANK="0"),
+    environment("RANK", "1.5", "RANK=1.5 is not a non-negative integer", WORLD_SIZE="2"),
+    environment("RANK", "", "RANK='' is not a non-negative integer", WORLD_SIZE="2"),
+    environment("RANK", "2", "RANK=2 is out of range for WORLD_SIZE=2", WORLD_SIZE="2"),
+    environment("LOCAL_RANK", NUMBER, "is too large: it has 5000 digits", **TWO),
+    environment("LOCAL_RANK", "1000", "LOCAL_RANK=1000 is out of range for 2 rank", **TWO),
+    environment("LOCAL_WORLD_SIZE", "99999999", "LOCAL_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
+    environment("GROUP_WORLD_SIZE", "99999999", "GROUP_WORLD_SIZE=99999999 is larger than WORLD_SIZE=2", **TWO),
+    environment("MASTER_PORT", "0", "MASTER_PORT=0 is not a port from 1 to 65535", **NO_PORT),
+    environment("MASTER_PORT", "http", "MASTER_PORT=http is not a non-negative integer", **NO_PORT),
+    environment("MASTER_PORT", NUMBER, "is too large: it has 5000 digits", **NO_PORT),
+    environment("TORCHELASTIC_RESTART_COUNT", "soon", "TORCHELASTIC_RESTART_COUNT=soon is not a non-negative", **TWO),
     *(
-        variable(
+        environment(
             f"SAMESTEP_{name}", value,
             rf"WorldError: SAMESTEP_{name}=\S+ is not a number from 0 to \S+: samestep sets this variable itself for "
             rf"the processes that it starts; run `unset SAMESTEP_{name}`",
@@ -60,10 +65,10 @@ VARIABLES = [
             ("LAST_STEP", "many"), ("LAST_STEP", "-1"), ("LAST_STEP", NUMBER),
         ]
     ),
-    variable("SAMESTEP_PRECISION", "fp7", "SAMESTEP_PRECISION='fp7' is not valid: use one of"),
-    variable("SAMESTEP_FOLDER", "x" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
-    variable("SAMESTEP_COMPARISON", "y" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
-    variable("SAMESTEP_FOLDER", "/dev/null/x", "the run folder /dev/null/x cannot be created: /dev/null is a file"),
+    environment("SAMESTEP_PRECISION", "fp7", "SAMESTEP_PRECISION='fp7' is not valid: use one of"),
+    environment("SAMESTEP_FOLDER", "x" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
+    environment("SAMESTEP_COMPARISON", "y" * 5000, "the run folder .* cannot be created: File name too long"),
+    environment("SAMESTEP_FOLDER", "/dev/null/x", "the run folder /dev/null/x cannot be created: /dev/null is a file"),
 ]  # fmt: skip
 
 
@@ -174,7 +179,7 @@ def command_line(name: str, *arguments: str, says: str, before: str = "") -> Fau
 
 
 HUGE = "1" + "0" * 20
-AS_NOBODY = "os.chmod('broken.py', 0o600); os.chmod('.', 0o755); os.setuid(65534)"
+AS_OTHER_USER = "os.chmod('broken.py', 0o600); os.chmod('.', 0o755); os.setuid(65534)"
 OPTIONS = [
     *(
         command_line(
@@ -193,7 +198,7 @@ OPTIONS = [
     command_line("parity with many ranks", "parity", "--ranks", f"1,{HUGE}", "train.py",
                  says=f"--ranks=1,{HUGE} must be at least two different numbers, for example .* at most 4096"),
     command_line("endpoint with port 0", "run", "--nnodes", "2", "--rdzv-endpoint", "localhost:0", "train.py",
-                 says="localhost:0 has port 0, which stands for any free port, so other processes cannot know it"),
+                 says="localhost:0 has port 0, which means any free port, so other processes cannot know it"),
     command_line("static endpoint with port 0", "run", "--rdzv-backend", "static", "--rdzv-endpoint", "localhost:0",
                  "train.py", says="localhost:0 has port 0"),
     command_line("endpoint that does not resolve", "run", "--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:9",
@@ -230,7 +235,7 @@ OPTIONS = [
                  says=r"broken.py is not a Python script in line 2 \(expected ':'\): correct it, or pass another file"),
     command_line("script with a long name", "run", "x" * 5000, says=r"script x+\.\.\. cannot be read \(File name too"),
     command_line("script in a file", "run", "broken.py/train.py", says="script broken.py/train.py not found in /"),
-    command_line("script that this user may not read", "run", "broken.py", before=AS_NOBODY,
+    command_line("script that this user may not read", "run", "broken.py", before=AS_OTHER_USER,
                  says=r"script broken.py cannot be read \(Permission denied\): check its permissions"),
     command_line("deleted folder", "run", "train.py", before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
                  says="the current folder does not exist any more: change to another one with `cd`"),
@@ -248,3 +253,262 @@ OPTIONS = [
 def test_a_bad_command_line_is_one_sentence(fault, tmp_path):
     ended = check(fault, tmp_path)
     assert "Traceback" not in ended.outputs[0]
+
+
+def launch(
+    name: str, script: str, says: str, code: int = 1, ranks: int = 1, options: str = "", before: str = ""
+) -> Fault:
+    """`samestep run` of a script; `before` is code that runs in the launcher before."""
+    arguments = ["run", "--nproc-per-node", str(ranks), "--folder", "kept", *options.split(), "rank.py"]
+    source = f"import os, sys\nfrom samestep.cli.main import main\n{before}\nsys.exit(main({arguments!r}))"
+    text = "import os, signal, subprocess, sys, time\nrank = os.environ['RANK']\n" + dedent(script)
+    return Fault(name, says, code, script=source, prepare=lambda folder: (folder / "rank.py").write_text(text))
+
+
+ENDED = "samestep: all ranks have ended, so the launcher has ended what they left running: process [0-9]+"
+FIRST = "<- first failure.*rank [0-9] on .*, "
+OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
+OTHER_NAME = "import ctypes, socket; ctypes.CDLL(None).unshare(0x04000000); socket.sethostname('no-such-name')"
+LAUNCHES = [
+    launch("child after success", "subprocess.Popen(['sleep', '50'])", ENDED, code=0),
+    launch("child in its own session", "subprocess.Popen(['sleep', '50'], start_new_session=True)", ENDED, code=0),
+    launch("child of a child", "subprocess.run('(setsid sleep 50 &)', shell=True)", ENDED, code=0),
+    launch(
+        "child that ignores SIGTERM",
+        "subprocess.Popen(['sh', '-c', 'trap : TERM; while :; do sleep 0.1; done'])",
+        ENDED,
+        code=0,
+        before="os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'] = '1'",
+    ),
+    launch(
+        "child after failure",
+        "subprocess.Popen(['sleep', '50'], start_new_session=True); sys.exit(3)",
+        f"{FIRST}exit code 3; it printed nothing",
+        code=3,
+    ),
+    launch(
+        "child after a kill",
+        "subprocess.Popen(['sleep', '50']); os.kill(os.getpid(), signal.SIGKILL)",
+        f"{FIRST}killed by SIGKILL: often the kernel's out-of-memory killer",
+        code=137,
+    ),
+    launch(
+        "children without a parent that waits",
+        "for _ in range(50):\n    os.fork() or os._exit(0)\nprint('forked')",
+        "forked",
+        code=0,
+    ),
+    launch(
+        "killed launcher, ranks in native code",
+        """
+           if rank == "1":
+               subprocess.Popen(["sleep", "60"], start_new_session=True)
+               os.kill(os.getppid(), signal.SIGKILL)
+           sum(range(10**12))  # holds the GIL for hours
+           """,
+        "",
+        code=-signal.SIGKILL,
+        ranks=2,
+    ),
+    launch(
+        "stopped rank",
+        """
+           if rank == "1":
+               os.kill(os.getpid(), signal.SIGSTOP)
+           time.sleep(0.3)
+           os.kill(os.getppid(), signal.SIGTERM)
+           time.sleep(60)
+           """,
+        "samestep: stopped by SIGTERM; all ranks have ended",
+        code=143,
+        ranks=2,
+    ),
+    launch(
+        "rank that ignores SIGTERM",
+        """
+           signal.signal(signal.SIGTERM, signal.SIG_IGN)
+           if rank == "1":
+               os.kill(os.getppid(), signal.SIGTERM)
+           time.sleep(60)
+           """,
+        "samestep: stopped by SIGTERM; all ranks have ended",
+        code=143,
+        ranks=2,
+        options="--grace 1",
+    ),
+    launch(
+        "crash in native code",
+        "import ctypes; ctypes.string_at(0)",
+        f"{FIRST}killed by SIGSEGV: a crash in native",
+        code=139,
+    ),
+    launch(
+        "endless recursion in native code",
+        """
+           sys.setrecursionlimit(10**9)
+           class Endless:
+               def __repr__(self): return repr(self)
+           repr(Endless())
+           """,
+        f"{FIRST}killed by SIGSEGV: a crash in native code",
+        code=139,
+    ),
+    launch("abort", "os.abort()", f"{FIRST}killed by SIGABRT: native code aborted", code=134),
+    launch(
+        "bus error", "os.kill(os.getpid(), signal.SIGBUS)", f"{FIRST}killed by SIGBUS: often a full /dev/shm", code=135
+    ),
+    launch("real-time signal", "os.kill(os.getpid(), 40)", f"{FIRST}killed by signal 40", code=168),
+    launch(
+        "KeyboardInterrupt",
+        "raise KeyboardInterrupt('in line 3')",
+        f"{FIRST}killed by SIGINT: Ctrl-C, or a KeyboardInterrupt in the script: Traceback .*: in line 3$",
+        code=130,
+    ),
+    launch(
+        "exit code of a killed subprocess",
+        "sys.exit(subprocess.run(['sh', '-c', 'kill -TERM $$']).returncode)",
+        f"{FIRST}exit code 241: as of sys.exit with the return code of a subprocess that SIGTERM has killed",
+        code=241,
+    ),
+    launch("exit code -1", "sys.exit(-1)", f"{FIRST}exit code 255; it printed nothing", code=255),
+    launch(
+        "end without Python's end",
+        "rank == '1' and os._exit(7); time.sleep(60)",
+        f"{FIRST}exit code 7; it printed nothing",
+        code=7,
+        ranks=2,
+    ),
+    launch(
+        "closed streams",
+        "os.close(1); os.close(2); raise ValueError('unseen')",
+        f"{FIRST}exit code 1; it printed nothing",
+    ),
+    launch(
+        "binary output", "sys.stderr.buffer.write(bytes(range(256)) * 100); sys.exit(9)", f"{FIRST}exit code 9", code=9
+    ),
+    launch(
+        "one line of 5 MB",
+        "sys.stdout.write('y' * 5_000_000); sys.exit(9)",
+        f"{FIRST}exit code 9; its last lines: y+",
+        code=9,
+    ),
+    launch(
+        "removed log folder",
+        """
+           import shutil
+           if rank == "1":
+               shutil.rmtree("kept")
+               raise ValueError("after")
+           time.sleep(60)
+           """,
+        f"samestep: the log folder .* was removed while the ranks were running .*{FIRST}exit code 1",
+        ranks=2,
+    ),
+    launch(
+        "file in place of the log folder",
+        "",
+        r"cannot write the logs of the ranks to .*/logs \(File exists\): choose another",
+        code=2,
+        before="os.mkdir('kept'); open('kept/logs', 'w').close()",
+    ),
+    launch(
+        "12 open files",
+        "",
+        "this process may open 12 files and needs up to 40, sockets included: run `ulimit -n 4096` "
+        "before; or start fewer ranks",
+        code=2,
+        before=OPEN_FILES,
+    ),
+    launch(
+        "host name that does not resolve", "print(os.environ['MASTER_ADDR'])", "localhost", code=0, before=OTHER_NAME
+    ),
+    launch(
+        "no more processes",
+        "",
+        r"this user may not start more processes \(.*\): start fewer ranks, or raise `ulimit -u`",
+        code=2,
+        before="import encodings.idna, resource; os.chmod('.', 0o777); os.setuid(65534); "
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))",
+    ),
+]
+
+
+@cases([fault for fault in LAUNCHES if IS_ROOT or not re.search("setuid|unshare", fault.script)])
+def test_a_launch_ends_with_its_sentence_and_leaves_no_process(fault, tmp_path):
+    mark = uuid4().hex
+    try:
+        check(replace(fault, environment={MARK: mark}), tmp_path)
+        wait_for(lambda: not marked(mark), 120, lambda: str([process.cmdline() for process in marked(mark)]))
+    finally:
+        for process in marked(mark):
+            process.kill()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if variable(process, MARK) == mark]
+
+
+RANKS = [
+    Fault(
+        "12 open files",
+        "rank 0 cannot connect 2 ranks: this process may open 12 files and needs up to 40, sockets included",
+        ranks=2,
+        script=f"{OPEN_FILES}\n{dedent(RUN)}",
+    ),
+    Fault(
+        "program that inherits the variables of its rank",
+        "rank 0 .process [0-9]+. started this process while its run is open, and this process inherited RANK=0 and "
+        "WORLD_SIZE=2, so it would wait for other ranks: start it as a single process",
+        ranks=2,
+        script="""
+            import subprocess, sys
+            from samestep import Run
+            with Run(global_batch=4, start_timeout=100) as run:
+                if run.is_main:
+                    sys.exit(subprocess.run([sys.executable, "train.py"]).returncode)
+                run.barrier()
+        """,
+    ),
+    *(
+        Fault(
+            f"forked child that leaves the run by {how!r}",
+            "the parent has ended",
+            code=0,
+            ranks=2,
+            script=f"""
+                import os, sys
+                from samestep import Run
+                with Run(global_batch=4) as run:
+                    child = os.fork()
+                    if child:
+                        os.waitpid(child, 0)
+                        run.barrier()
+                    else:
+                        {how}
+                if child:
+                    print("the parent has ended")
+            """,
+        )
+        for how in ("pass", "sys.exit(0)", "raise ValueError('in the child')")
+    ),
+    Fault(
+        "KeyboardInterrupt in a dataset",
+        "KeyboardInterrupt",
+        script="""
+            from samestep import Run
+            class Data:
+                def __len__(self): return 8
+                def __getitem__(self, index): raise KeyboardInterrupt
+            with Run(global_batch=4) as run:
+                for epoch in run.shard(Data(), num_workers=0).epochs(1):
+                    for step in epoch:
+                        for rows in step:
+                            pass
+        """,
+    ),
+]
+
+
+@cases(RANKS)
+def test_a_rank_ends_with_its_sentence(fault, tmp_path):
+    check(fault, tmp_path)

@@ -296,6 +296,13 @@ def test_an_older_ledger_is_read_and_continued_with_running_hashes(tmp_path, ver
     assert audit(tmp_path).verdict == "faulty"
 
 
+def test_weights_above_zero_are_found_by_their_bits():
+    weights = [0.0, -0.0, 1.0, 0.5, 6e-8, 65504.0, np.inf, -1.0, -np.inf, np.nan, -np.nan]
+    records = np.zeros(len(weights), dtype=RECORD)
+    records["weight"] = weights
+    assert ledger_module.has_weight(records).tolist() == (records["weight"] > 0).tolist()
+
+
 def test_every_write_ends_with_the_running_hash_of_the_file(tmp_path):
     ledger = open_ledger(tmp_path, world_size=1)
     for step in range(3):
@@ -386,15 +393,3 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
     description.mkdir()
     with pytest.raises(LedgerError, match=r"shard\.json cannot be read: it is not a regular file; check the path"):
         audit(tmp_path)
-
-
-def test_numpy_numbers_in_a_description_are_written_as_json(tmp_path):
-    ledger = ShardLedger(
-        tmp_path, "train", ShardDescription(np.int64(20), np.int32(3), 1, np.int64(10), np.bool_(False)), 0, 1, 0
-    )
-    ledger.begin(0, 0)
-    ledger.record_data([])
-    for step in range(2):
-        ledger.record_training(0, step, 10 * step, 10)
-    ledger.close()
-    assert audit(tmp_path).verdict == "sound"

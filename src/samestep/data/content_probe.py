@@ -255,14 +255,6 @@ class ShardDescription:
     """Samples are drawn with sampling weights, which the ledger does not store: the audit then reports positions."""
     drop_last: bool = False
 
-    def __post_init__(self) -> None:
-        """Convert numpy numbers and truth values, which JSON cannot represent, to those of Python."""
-        for name in ("n", "seed", "global_batch"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(value))
-        for name in _FLAGS:
-            object.__setattr__(self, name, bool(getattr(self, name)))
-
 
 OPTIONS: Final = ("n", "seed", "shuffle", "global_batch", "drop_last", "sampling_weights")
 """The options of a shard that must be the same on all ranks and in all starts, by their number in the records."""

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
+from samestep.environment.processes import allow_open_files
 from samestep.environment.world import World
 from samestep.errors import WorldError
 
+_OPEN_FILES: Final = 34  # of a rank, besides its connections to other ranks
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must not overload the store
 
@@ -24,6 +26,10 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     if dist.is_initialized():
         return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
+    if problem := allow_open_files(
+        _OPEN_FILES + (3 if hosts else 2) * world.size
+    ):  # two groups, and the store's clients
+        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(
             f"rank {world.rank} cannot reach rank 0: {problem}; set MASTER_ADDR to an address of rank 0's machine that "

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -16,6 +18,8 @@ from samestep.messages import read_integer
 
 LAUNCHER: Final = "SAMESTEP_LAUNCHER"
 """The variable that `samestep run` sets for its ranks: its process id and PID namespace."""
+OPEN_RUN: Final = "SAMESTEP_OPEN_RUN"
+"""The variable that a rank sets for its children while its run is open: its process id and PID namespace."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_ROUNDS = 3
@@ -23,7 +27,36 @@ _KILL_ROUNDS = 3
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 _POLL_SECONDS: Final = 0.5
+_NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
+# Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
+_GUARD_CODE: Final = """
+import os, signal, sys, time
+mark, seconds = sys.argv[1].encode(), float(sys.argv[2])
+found = [] if sys.stdin.buffer.read(1) else [os.getpid()]
+while found:
+    time.sleep(seconds)
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if mark in file.read().split(b"\\0"):
+                    os.kill(int(name), signal.SIGKILL)
+                    found.append(name)
+        except OSError:  # it has ended, or belongs to another user
+            continue
+"""
 _STDERR: Final = 2  # not sys.stderr, whose lock may be held by a thread that prints
+
+
+def allow_open_files(needed: int) -> str:
+    """Let this process open as many files as it needs, sockets included; returns why it may not, or an empty text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return ""
+    return f"this process may open {hard} files and needs up to {needed}, sockets included: run `ulimit -n 4096` before"
 
 
 def adopt_orphans(enabled: bool) -> None:
@@ -40,13 +73,14 @@ def running(pids: Collection[int]) -> set[int]:
     return {process.pid for process in _running_descendants() if process.pid in pids}
 
 
-def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
-    """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left.
+def terminate_descendants(exclude: Collection[int], timeout: float) -> list[psutil.Process]:
+    """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left; returns them.
 
     A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
     it after a few seconds.
     """
-    psutil.wait_procs(kill_descendants(exclude, signal.SIGTERM), timeout=timeout)
+    found = kill_descendants(exclude, signal.SIGTERM)
+    psutil.wait_procs(found, timeout=timeout)
     for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
         processes = kill_descendants(exclude)
         if not processes:
@@ -57,22 +91,23 @@ def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
         if child.pid not in exclude and process_is_gone(child):
             with suppress(ChildProcessError):  # collected already
                 os.waitpid(child.pid, os.WNOHANG)
+    return found
 
 
 def kill_descendants(exclude: Collection[int] = (), number: signal.Signals = signal.SIGKILL) -> list[psutil.Process]:
     """Send SIGKILL, or another signal, to every descendant not in `exclude`, without waiting; returns them."""
     processes = _running_descendants(exclude)
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    send_signal([process.pid for process in processes], number)
     return processes
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, some of which may have ended."""
+    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+            if number == signal.SIGTERM:
+                os.kill(pid, signal.SIGCONT)
 
 
 def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
@@ -90,10 +125,39 @@ def process_is_gone(process: psutil.Process | int) -> bool:
         return True
 
 
+class OrphanGuard:
+    """A small process that outlives a launcher that is killed, and then kills what the launcher has started.
+
+    Ranks watch their launcher by themselves, but native code may hold their GIL, and their children do not watch it.
+    The guard finds all of them by the launcher's variable in their environment. Linux only.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, in a session of its own, so that a signal to the launcher's group does not end it."""
+        if sys.platform == "linux":
+            mark = f"{LAUNCHER}={own_variable()}"
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD_CODE, mark, str(_NOTICE_SECONDS)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """End the process: the launcher has ended all others."""
+        if self._process is not None:
+            with suppress(BrokenPipeError):  # someone has killed it
+                self._process.communicate(b".")
+            self._process = None
+
+
 class LauncherWatch:
     """A thread that ends this rank and its descendants if the launcher is gone, since nothing would restart or stop it.
 
-    The thread needs the GIL: native code that holds it for minutes delays the end by as long.
+    The thread needs the GIL: native code that holds it for minutes delays the end by as long, except under `samestep
+    run`, whose OrphanGuard kills the rank.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
@@ -128,7 +192,20 @@ class LauncherWatch:
 
 def launcher_variable() -> dict[str, str]:
     """The variable by which the ranks of this process recognize it as their launcher."""
-    return {LAUNCHER: f"{os.getpid()} {process_namespace()}"}
+    return {LAUNCHER: own_variable()}
+
+
+def own_variable() -> str:
+    """This process, as the variables of its children name it: its process id and PID namespace."""
+    return f"{os.getpid()} {process_namespace()}"
+
+
+def find_parent_rank(environ: Mapping[str, str]) -> int | None:
+    """The process id of the rank that has an open run and started this process; None if there is none."""
+    pid, _, namespace = environ.get(OPEN_RUN, "").partition(" ")
+    number = read_integer(pid)
+    ancestors = {process.pid for process in psutil.Process().parents()} if number is not None else set[int]()
+    return number if number in ancestors and namespace == process_namespace() else None
 
 
 def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:

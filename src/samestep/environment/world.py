@@ -36,7 +36,7 @@ LAST_STEP = "SAMESTEP_LAST_STEP"
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 
-_MAX_HALVINGS = 64  # of a micro-batch: none has more rows than a 64-bit integer can count
+_MAX_OOM_RETRIES = 64  # of a micro-batch: none has more rows than a 64-bit integer can count
 _IMPORT_ONLY = "SAMESTEP_IMPORT_ONLY"
 _LOCALHOST = "127.0.0.1"
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -117,9 +117,13 @@ def read_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
-def export(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and for the processes that it starts from now on."""
-    os.environ.update(variables)
+def export(variables: Mapping[str, str | None]) -> None:
+    """Set variables, or remove those that are None, for this process and for processes that it starts from now on."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
@@ -177,7 +181,7 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 def oom_retries(environ: Mapping[str, str] | None = None) -> int:
     """How often `samestep run` has restarted with half the micro-batch because the first steps ran out of memory."""
-    return int(_own_number(OOM_RETRIES, environ, most=_MAX_HALVINGS) or 0)
+    return int(_own_number(OOM_RETRIES, environ, most=_MAX_OOM_RETRIES) or 0)
 
 
 def halved_note(environ: Mapping[str, str] | None = None) -> str:

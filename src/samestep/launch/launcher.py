@@ -8,6 +8,7 @@ prints one report (failure_report.py).
 
 import logging
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from samestep.launch.job import Job
 from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal
+from samestep.messages import format_list
 
 _DISK_BLOCK = 4096  # bytes: with less free space no line can be written
 
@@ -47,14 +49,19 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
 
-        Raises StoppedBySignal if a signal stopped the job. After a failure or a signal no process of the job is left.
-        After success, a process that a rank started and left running on purpose may continue.
+        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, also none that a rank has
+        started in the background.
         """
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
             self._halve_micro_batch()
             failures = self._run_attempts()
-        return self._report_end(failures) if failures else 0
+        if failures:
+            return self._report_end(failures)
+        if left := self._signals.end_descendants():
+            shown = format_list([f"process {process.pid}" for process in left], 5)
+            self._echo(f"samestep: all ranks have ended, so the launcher has ended what they left running: {shown}")
+        return 0
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""
@@ -84,7 +91,8 @@ class Launcher:
         return []
 
     def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
-        output, is_traceback = read_last_output(self._logs.files[rank], crashed=failure.exitcode < 0)
+        crashed = failure.exitcode < 0 and failure.exitcode != -signal.SIGINT  # Python ends itself by SIGINT
+        output, is_traceback = read_last_output(self._logs.files[rank], crashed)
         killed = failure.pid in self._signals.killed_pids and failure.exitcode < 0  # else it ended by itself before
         return Failure(
             rank=rank,
@@ -110,7 +118,9 @@ class Launcher:
                 "resume"
             )
             return TIME_LIMIT_REACHED
-        if shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
+        if not self._logs.folder.is_dir():
+            self._echo(f"samestep: the log folder {self._logs.folder} was removed while the ranks were running")
+        elif shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
         several_nodes = self._job.rendezvous.max_nodes > 1
         self._echo(format_report(failures, self._job.processes, socket.gethostname(), self._logs.folder, several_nodes))

@@ -148,7 +148,8 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
     given = (options.endpoint, options.address, options.port, options.backend)
     if options.standalone or (most == 1 and all(value is None for value in given)):
         _check_standalone(options, most)
-        return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, options.local_address)
+        address = options.local_address or "localhost"  # the host name of a single machine may not resolve
+        return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, address)
     backend = _choose_backend(options)
     if backend == "static":
         endpoint = _static_endpoint(options, most)
@@ -157,7 +158,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
         endpoint = _dynamic_endpoint(options, backend, most)
     if _parse_port(endpoint) == 0 and (most > 1 or backend == "static"):
         raise LaunchError(
-            f"{endpoint} has port 0, which stands for any free port, so other processes cannot know it: pass a port "
+            f"{endpoint} has port 0, which means any free port, so other processes cannot know it: pass a port "
             "from 1 to 65535, the same on every node"
         )
     return Rendezvous(backend, endpoint, options.id or "samestep", settings, fewest, most, options.local_address)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from samestep.environment.processes import (
+    OrphanGuard,
     adopt_orphans,
     kill_descendants,
     running,
@@ -59,9 +60,11 @@ class SignalHandler:
         self._earlier_handlers: dict[signal.Signals, Any] = {}
         self._wakeup_fd, self._earlier_wakeup_fd = -1, -1
         self._timers: list[threading.Timer] = []
+        self._guard = OrphanGuard()
 
     def __enter__(self) -> "SignalHandler":
         adopt_orphans(True)
+        self._guard.start()
         self._earlier_pids = {child.pid for child in psutil.Process().children(recursive=True)}
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -73,6 +76,8 @@ class SignalHandler:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end_descendants()
+        self._guard.stop()
         for timer in self._timers:
             timer.cancel()
         signal.set_wakeup_fd(self._earlier_wakeup_fd)
@@ -100,10 +105,10 @@ class SignalHandler:
         self.killed_pids |= remaining
         send_signal(remaining, signal.SIGKILL)
 
-    def end_descendants(self) -> None:
-        """Terminate processes that ranks started and did not end; a second signal shortens the wait."""
+    def end_descendants(self) -> list[psutil.Process]:
+        """Terminate processes that ranks started and did not end; a second signal shortens the wait. Returns them."""
         left = self.shutdown_timeout if self.received is None else max(0.0, self._deadline - time.monotonic())
-        terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
+        return terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, received = time.monotonic(), signal.Signals(number)

@@ -23,11 +23,13 @@ from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
 from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
-from samestep.environment.processes import LAUNCHER, LauncherWatch
+from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, own_variable
 from samestep.environment.world import (
     PRECISION,
+    World,
     comparison_folder,
     deadline,
+    export,
     last_step,
     read_environ,
     read_world,
@@ -36,7 +38,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError, WorldError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
@@ -88,6 +90,7 @@ class Lifecycle:
         self._explained: list[BaseException] = []  # errors that were posted, and have the status of the other ranks
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
+        self._pid = os.getpid()
         self._started_at = time.monotonic()
 
     @property
@@ -118,9 +121,11 @@ class Lifecycle:
         device = self.device_choice.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
+        _refuse_child_of_rank(self.world)
         self._watch.start()
         self._log_capture.callback(_show_crashes())
         self.comm.open(device)
+        export({OPEN_RUN: own_variable()})
         try:
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
@@ -148,6 +153,8 @@ class Lifecycle:
 
     def leave(self, error: BaseException | None) -> None:
         """End as `with` does: after success, early, or after an exception."""
+        if os.getpid() != self._pid:  # a child that the script has forked: the run is that of its parent
+            return
         if isinstance(error, StoppedEarly):
             self.end(error)
         elif error is None or (isinstance(error, SystemExit) and not error.code):
@@ -163,7 +170,7 @@ class Lifecycle:
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
-        if self._has_ended:
+        if self._has_ended or os.getpid() != self._pid:
             return
         try:
             context = self.context
@@ -183,6 +190,7 @@ class Lifecycle:
             self._close_files("finished" if early is None else early.status)
             self.comm.close()
             self._watch.stop()
+            export({OPEN_RUN: None})
             self._remove_signal_handlers(exiting=early is not None)
             if self._watch.launched:
                 keep_exit_code()
@@ -207,6 +215,7 @@ class Lifecycle:
     def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
+            closing.callback(export, {OPEN_RUN: None})
             closing.callback(self.comm.mark_closed)
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
@@ -300,7 +309,9 @@ class Lifecycle:
         self._log_capture.close()
         self._files_closed = True
         if self._loggers is not None:
-            self._loggers.close(self.summary(status) | self._ledger_summary() if self._loggers.is_open else {})
+            ledger = self._ledger_summary()
+            wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
+            self._loggers.close(self.summary(status) | ledger if wanted else {})
 
     def _ledger_summary(self) -> dict[str, object]:
         """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
@@ -342,6 +353,16 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
         "out of memory with one row per micro-batch: shard the model with run.wrap(model, 'fsdp'), recompute "
         "activations with run.wrap(model, activation_checkpointing=(Block,)), or see what fits with `samestep plan`"
     )
+
+
+def _refuse_child_of_rank(world: World) -> None:
+    """Raise if a rank with an open run has started this process, which has inherited the rank's variables."""
+    if world.size > 1 and (pid := find_parent_rank(read_environ())) is not None:
+        raise WorldError(
+            f"rank {world.rank} (process {pid}) started this process while its run is open, and this process inherited "
+            f"RANK={world.rank} and WORLD_SIZE={world.size}, so it would wait for other ranks: start it as a single "
+            "process, with `env -u RANK -u WORLD_SIZE -u LOCAL_RANK python tool.py`, or after the run has ended"
+        )
 
 
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:

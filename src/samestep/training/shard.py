@@ -83,7 +83,7 @@ class Shard(TrainingData):
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
-        description = ShardDescription(n, seed, shuffle, global_batch, weights is not None, drop_last)
+        description = ShardDescription(n, seed, bool(shuffle), global_batch, weights is not None, bool(drop_last))
         loop.shards += 1
         self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)

@@ -61,7 +61,7 @@ class Stream(TrainingData):
         options = {"drop_last": drop_last, "micro_batch": self._micro_batch, "num_shards": shards}
         check_same_options("run.stream", context.comm.exchange_objects("run.stream", options))
         description = ShardDescription(
-            n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
+            n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=bool(drop_last)
         )
         self._ledger = open_ledger(context, f"stream-{len(context.ledgers)}", description)
         self._number = 0
