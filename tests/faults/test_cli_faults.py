@@ -1,12 +1,22 @@
 """Commands in bad surroundings: streams that are closed, full or cannot print, missing homes, broken files."""
 
+import builtins
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
+import psutil
+import pytest
+
+from samestep.__main__ import main as start
 from samestep.cli.main import OutputStream
+from samestep.launch.slurm import SubmittedJob, add_to_job_list
 from tests.faults.harness import Fault, cases, check
 
 FULL = "samestep: the output is incomplete, since standard output failed: the disk is full: free some space"
@@ -143,4 +153,93 @@ CONSOLES = [
 
 @cases(CONSOLES)
 def test_a_stream_that_fails_does_not_end_training(fault: Fault, tmp_path: Path):
+    check(fault, tmp_path)
+
+
+# Ctrl-C
+
+
+def interrupt(arguments: list[str], folder: Path, started: str, **variables: str) -> tuple[int, str]:
+    """Start a command, send Ctrl-C to its process group when it has created the file, return exit code and stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samestep", *arguments],
+        cwd=folder, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+        # Children of a test runner in the background of a shell would ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / started).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        error = process.communicate(timeout=120)[1]
+        return process.returncode, error
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def waiting_program(folder: Path, name: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\ntouch {folder}/started\nexec sleep 200\n")
+    (folder / name).chmod(0o755)
+
+
+def test_ctrl_c_while_slurm_does_not_answer(tmp_path: Path):
+    waiting_program(tmp_path, "scontrol")
+    job = SubmittedJob("7", "train", "2026-01-31T09:30:05+01:00", 2, str(tmp_path), "f", ("train.py",))
+    add_to_job_list(tmp_path / "samestep" / "jobs.jsonl", job)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    code, error = interrupt(["jobs"], tmp_path, "started", PATH=path, XDG_STATE_HOME=str(tmp_path))
+    assert (code, error.strip()) == (130, "")
+
+
+def test_ctrl_c_while_sbatch_does_not_answer(tmp_path: Path):
+    waiting_program(tmp_path, "sbatch")
+    (tmp_path / "train.py").touch()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert interrupt(["submit", "train.py"], tmp_path, "started", PATH=path) == (130, "\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_plan_imports_the_script(tmp_path: Path):
+    (tmp_path / "model.py").write_text("import time\nopen('started', 'w')\nfor _ in range(2000): time.sleep(0.1)\n")
+    code, error = interrupt(["plan", "model.py:build", "--global-batch", "8"], tmp_path, "started")
+    assert (code, error.strip()) == (130, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_comparison_leaves_no_rank(tmp_path: Path):
+    script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\nos.rename('pid', 'started')\ntime.sleep(200)"
+    (tmp_path / "train.py").write_text(script)
+    code, error = interrupt(["parity", "train.py"], tmp_path, "started")
+    assert code == 130, error
+    assert not psutil.pid_exists(int((tmp_path / "started").read_text()))
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(name: str, *arguments: object, imported: Callable[..., object] = builtins.__import__) -> object:
+        if name == "samestep.cli.main":
+            raise KeyboardInterrupt
+        return imported(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    assert start() == 130
+
+
+def test_following_a_job_ends_with_the_reader_of_the_output(tmp_path: Path):
+    programs = {
+        "sbatch": "echo 12",
+        "scontrol": r"printf '\n   JobState=RUNNING Reason=None \n   Requeue=1 Restarts=0 x ExitCode=0:0\n'",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm-12.log").write_bytes(b"caf\xc3\xa9\n" * 100_000)
+    fault = Fault("", r"^café 141 .*samestep: job 12 continues; cancel it with `scancel 12`", code=0, command=(
+        f"PATH={tmp_path}:$PATH; samestep submit --follow --folder run train.py 2> err | head -2 | tail -1; "
+        "echo ${PIPESTATUS[0]}; cat err"
+    ), environment={"XDG_STATE_HOME": str(tmp_path)})  # fmt: skip
     check(fault, tmp_path)

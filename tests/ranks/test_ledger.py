@@ -85,3 +85,30 @@ def skip_a_step(folder):
                     continue  # no sample of it is trained
                 for _ in step:
                     pass
+
+
+def evaluate_only(folder):
+    with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
+        return float(run.mean(x for (x,) in run.shard(TensorDataset(torch.arange(7.0)), name="test")))
+
+
+def test_a_run_that_logs_nothing_has_a_summary_with_the_files_of_all_ranks(ranks, tmp_path):
+    assert ranks(2, evaluate_only, tmp_path) == [3.0, 3.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger", "summary.json"]
+    described = json.loads((tmp_path / "summary.json").read_text())["ledger"]["test"]
+    for rank, state in enumerate(described):
+        path = tmp_path / "ledger" / "test" / f"rank-{rank:05}.bin"
+        assert path.stat().st_size == 32 * state["records"]
+    assert len(described) == 2
+    report = audit(tmp_path)
+    assert (report.verdict, report.compared, report.not_compared) == ("sound", ("summary.json",), ())
+
+
+def test_a_run_without_a_ledger_has_no_description_of_it(ranks, tmp_path):
+    ranks(1, log_once, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()).keys().isdisjoint({"ledger", "checkpoints"})
+
+
+def log_once(folder):
+    with Run(global_batch=6, seed=1, folder=folder) as run:
+        run.log({"val/accuracy": 1.0})

@@ -180,7 +180,7 @@ def test_a_stream_that_has_records_on_one_rank_only_is_an_error(ranks):
 
 def test_a_stream_that_differs_between_workers_is_an_error_on_one_rank(ranks):
     (error,) = errors(ranks, train, SeededByClock, None, 2, True, size=1)
-    assert "the stream SeededByClock differs between data workers of this rank: record 0 is " in error
+    assert "the stream SeededByClock differs between data workers of this rank: record " in error
 
 
 class Sharded(IterableDataset):

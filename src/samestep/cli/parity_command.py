@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from samestep.messages import read_integer, shorten
 
 Record = Mapping[str, float]
 _echo = partial(click.echo, err=True)
+_SHUTDOWN_SECONDS = 20.0  # in which a launcher ends after Ctrl-C
 _AXES = ("step", "epoch", "time")
 _MEASURED = ("train/samples_per_s", "train/memory_bytes")  # they differ between two runs on the same number of ranks
 
@@ -127,12 +129,18 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
     _echo(f"samestep: {' '.join(target)} on {count} rank(s) in {precision}, {steps} steps")
     launch = ["-m", "samestep", "run", "--nproc-per-node", str(count), "--precision", precision]
     environment = {**read_environ(), COMPARISON: str(folder), LAST_STEP: str(steps)}
-    ended = subprocess.run(
-        [sys.executable, *launch, "--folder", str(folder), *target], env=environment, stdout=sys.stderr, check=False
-    )
-    if ended.returncode:
+    command = [sys.executable, *launch, "--folder", str(folder), *target]
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as launcher:
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:  # Ctrl-C reaches the launcher too, which ends its ranks; subprocess.run would kill it
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_SHUTDOWN_SECONDS)
+            launcher.terminate()
+            raise
+    if code:
         raise LaunchError(
-            f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above; if a folder "
+            f"the script ended with exit code {code} on {count} rank(s): its report is above; if a folder "
             "is missing, write files below run.folder, since parity replaces the folder that the script passes to Run"
         )
     path = folder / "metrics.jsonl"

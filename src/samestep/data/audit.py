@@ -363,6 +363,8 @@ class _ShardAudit(_LedgerAudit):
             return fastest
         behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
         progress = f"{format_ranks(behind)} recorded up to {_format(slowest)}, others up to {_format(fastest)}"
+        if last.ends and open_ranks:
+            return slowest  # as already reported
         if slowest[0] == newest_epoch and newest_step - slowest[1] <= BUFFER_RECORDS:
             self._notes.append(f"{progress}: steps that all ranks have recorded are checked")
         elif not last.ends and not last.silent:
@@ -586,7 +588,8 @@ def _check_samples(summary: Mapping[str, Any], reports: Sequence[ShardReport]) -
     trained, counted = summary.get("samples"), sum(epoch.samples for each in reports for epoch in each.epochs)
     from_start = all((first.epoch, first.step) == (0, 0) for each in reports for first in each.generations[:1])
     # A run that failed may have counted a step that did not end.
-    lost = type(trained) is int and trained > counted and from_start and summary.get("status") != "failed"
+    known = not from_start or any(each.missing for each in reports)
+    lost = type(trained) is int and trained > counted and not known and summary.get("status") != "failed"
     text = (
         f"summary.json says that {trained} samples were trained, and the ledger has {counted}: a start had no "
         "ledger=True, or its checkpoint did not contain the position in the data, or records were removed"

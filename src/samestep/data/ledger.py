@@ -506,7 +506,7 @@ def _read_file(path: Path, rank: int, faults: list[Fault], notes: list[str]) -> 
         # A live run may append meanwhile: read only what is there now.
         records = np.fromfile(path, dtype=RECORD, count=size // RECORD_BYTES)
     except (OSError, MemoryError) as error:
-        reason = f"it does not fit into memory ({error})" if isinstance(error, MemoryError) else error.strerror
+        reason = "it does not fit into memory" if isinstance(error, MemoryError) else error.strerror
         raise LedgerError(f"{path} cannot be read: {reason}; check the path and its permissions") from error
     valid = valid_mask(records)
     end = int(np.flatnonzero(valid)[-1]) + 1 if valid.any() else 0

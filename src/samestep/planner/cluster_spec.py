@@ -246,7 +246,7 @@ def mig_fraction(cuda_name: str) -> float:
 
 
 _KINDS = ("cuda", "mps", "cpu")
-_MAX_NUMBER = 1_000_000_000  # of GiB, GB/s, TFLOP/s, cores
+_MIN_NUMBER, _MAX_NUMBER = 1e-6, 1_000_000_000  # of GiB, GB/s, TFLOP/s, cores
 _DTYPES = ("float32", "tf32", "bfloat16", "float16")
 _INTEGERS = ("count", "cores")
 _REQUIRED = ("name", "memory_gib", "bandwidth_gbs", "tflops")
@@ -370,8 +370,8 @@ def _check_fields(fields: Mapping[str, object], source: str) -> None:
     for name in ("memory_gib", "bandwidth_gbs", *_DEFAULTS):
         value, integer = fields.get(name, 1), name in _INTEGERS
         if not _is_positive(value) or (integer and not isinstance(value, int)):
-            expected = "a positive integer" if integer else "a positive number"
-            raise PlanError(f"{source}: {name} must be {expected} up to {_MAX_NUMBER:,}, got {shorten(repr(value))}.")
+            expected = "an integer from 1" if integer else f"a number from {_MIN_NUMBER}"
+            raise PlanError(f"{source}: {name} must be {expected} to {_MAX_NUMBER:,}, got {value!r:.60}.")
     if not isinstance(fields["name"], str) or not fields["name"].strip():
         raise PlanError(f"{source}: name must be text that is not empty, got {fields['name']!r}.")
     if int(cast("int", fields.get("count", 1))) > MAX_LOCAL_RANKS:
@@ -388,4 +388,4 @@ def _check_fields(fields: Mapping[str, object], source: str) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and _MIN_NUMBER <= value <= _MAX_NUMBER

@@ -310,7 +310,9 @@ class Lifecycle:
         self._log_capture.close()
         self._files_closed = True
         if self._loggers is not None:
-            self._loggers.close(self.summary(status) | self._ledger_summary() if self._loggers.is_open else {})
+            ledger = self._ledger_summary()
+            wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
+            self._loggers.close(self.summary(status) | ledger if wanted else {})
 
     def _ledger_summary(self) -> dict[str, object]:
         """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
