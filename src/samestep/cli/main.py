@@ -94,6 +94,10 @@ def samestep(ctx: click.Context) -> None:
     """N GPUs, the same step: train on any number of processes with the same result."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    else:
+        from samestep.environment.processes import check_current_folder  # imports psutil, which --help does not need
+
+        check_current_folder()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
