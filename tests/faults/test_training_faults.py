@@ -118,7 +118,145 @@ COLLECTIVES = [
     Fault("an all_reduce of torch on one rank that is not waited for", "step 3/4", 0,
           alone("if run.is_main: run.work = dist.all_reduce(torch.ones(5), async_op=True)"), 2),
 ]  # fmt: skip
-FAULTS = [*WORKERS, *RUNS]
+
+
+def steps(body: str, ranks: int = 1) -> str:
+    """A training whose loop over the micro-batches is `body`."""
+    return training(f"""
+with Run(global_batch=4, start_timeout=60) as run:
+    model, other = run.wrap(nn.Linear(1, 1)), nn.Linear(1, 1)
+    optimizer, foreign = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    shard = run.shard(data())
+    for epoch in shard.epochs(1):
+        for step in epoch:
+            for x, y in step:
+                loss = step.mean((model(x) - y).flatten())
+                {body}
+""")
+
+
+def length(value: str) -> str:
+    """A dataset with this length."""
+    return training(f"""
+class Data(Dataset):
+    def __len__(self):
+        return {value}
+    def __getitem__(self, index):
+        return data()[index]
+
+with Run(global_batch=4) as run:
+    train(run, folder=None, dataset=Data(), data=dict(num_workers=0))
+""")
+
+
+def weights(value: str) -> str:
+    """Sampling weights of a dataset with 16 samples."""
+    return training(f"with Run(global_batch=4) as run: run.shard(data(), sampling_weights={value})")
+
+
+def evaluating(body: str) -> str:
+    """Two ranks with two models."""
+    return training(f"""
+with Run(global_batch=4, start_timeout=60) as run:
+    model, other = run.wrap(nn.Linear(1, 1)), run.wrap(nn.Linear(1, 1))
+    {body}
+    run.barrier()
+    print("modes", model.training, other.training)
+""")
+
+
+HDF5 = """
+import h5py, numpy
+from samestep.data import HDF5Dataset
+
+def write(samples=16):
+    with h5py.File("data.h5", "w") as file:
+        file["x"] = file["y"] = numpy.zeros((samples, 1), "float32")
+
+write()
+"""
+
+
+def hdf5(change: str, workers: int = 0, before: str = "") -> str:
+    """A training on an HDF5 file that changes after the second step."""
+    return training(
+        HDF5
+        + f"""
+{before}
+with Run(global_batch=2) as run:
+    dataset = HDF5Dataset("data.h5", ["x", "y"])
+    train(run, folder=None, dataset=dataset, data=dict(num_workers={workers}), each=lambda n: n == 2 and ({change}))
+"""
+    )
+
+
+CHANGED = "data.h5 was changed or replaced during the run .*: start the run again with the complete file"
+DATASETS = [
+    Fault("an empty dataset", "list is empty, so there is nothing to shard", 1,
+          training("with Run(global_batch=4) as run: run.shard([])")),
+    Fault("a length that is too long", "sample 16 could not be read on rank 0, in the training process: IndexError", 1,
+          length("100")),
+    Fault("a negative length", r"len\(Data\) failed .*: return the number of samples from __len__", 1, length("-3")),
+    Fault("a huge length", r"len\(Data\) failed .*: return the number of samples from __len__", 1, length("10**30")),
+    Fault("a length that is not an integer", r"len\(Data\) failed \('float' object", 1, length("4.5")),
+    Fault("samples that are None", "could not make a batch of 4 samples on rank 0.* found <class 'NoneType", 1,
+          reading("Data(result=lambda index: None)", workers=0)),
+    Fault("samples of different shapes", "if the samples differ in shape, pass run.shard a collate_fn=", 1,
+          reading("Data(result=lambda index: torch.ones(index + 1))", workers=0)),
+    Fault("a collate_fn with too many rows", "need one loss for each of the 4 rows of this micro-batch, got shape", 1,
+          reading("data()", ", collate_fn=lambda samples: (torch.ones(7, 1), torch.ones(7, 1))", workers=0)),
+    Fault("weights of nan", "16 of 16 sampling_weights are negative, nan or infinite", 1,
+          weights("torch.full((16,), math.nan)")),
+    Fault("weights of zero", "all 16 sampling_weights are 0, so no sample can be drawn", 1, weights("torch.zeros(16)")),
+    Fault("too few weights", r"sampling_weights have shape \(3,\) and the dataset has 16", 1, weights("torch.ones(3)")),
+    Fault("an HDF5 file that shrinks", CHANGED, 1, hdf5('os.truncate("data.h5", 1000)')),
+    Fault("an HDF5 file that is written again", CHANGED, 1, hdf5("write(8)", workers=1)),
+    Fault("an HDF5 file that is removed", "no file now", 1, hdf5('os.unlink("data.h5")')),
+    Fault("an HDF5 file that is truncated before the start", "data.h5 cannot be opened: it is truncated", 1,
+          hdf5("0", before='os.truncate("data.h5", 1000)')),
+]  # fmt: skip
+STEPS = [
+    Fault("an optimizer of another model", r"SGD has 2 parameter\(s\) that no wrapped model owns", 1,
+          steps("loss.backward(); foreign.step()")),
+    Fault("a loss that is a number", "got a float: use reduction='none'", 1, steps("step.mean(3.0)")),
+    Fault("a loss without a graph", "does not require grad", 1, steps("step.mean(y.flatten()).backward()")),
+    Fault("two backward passes", "backward through the graph a second time", 1,
+          steps("loss = step.mean(model(x).square().flatten()); loss.backward(); loss.backward()")),
+    Fault("a step that is read again", "step 0 was iterated too often", 1, steps("list(step)")),
+    Fault("a model without parameters", "ReLU has no trainable parameter: call it without run.wrap", 1,
+          training("with Run(global_batch=4) as run: run.wrap(nn.ReLU())"), 2),
+    Fault("a Run inside of run.once", r"a Run was started inside run\.once\(start\), which one rank alone runs", 1,
+          training("""
+def start():
+    with Run(global_batch=4):
+        pass
+
+with Run(global_batch=4, start_timeout=60) as run:
+    run.once(start)
+"""), 2),
+    Fault("two runs at the same time", "both", 0, training("""
+with Run(global_batch=4) as run, Run(global_batch=4) as other:
+    train(run, folder=None)
+    train(other, folder=None)
+    print("both")
+"""), 2),
+    Fault("one rank saves", r"called checkpoint\.save at train\.py:\d+ while rank 1", 1, training("""
+with Run(global_batch=4, start_timeout=60) as run:
+    checkpoint = run.checkpoint(OUT, model=run.wrap(nn.Linear(1, 1)))
+    if run.is_main:
+        checkpoint.save()
+    run.barrier()
+"""), 2),
+    Fault("one rank evaluates", r"rank 0 called run\.evaluate at train\.py:\d+ while rank 1 called run\.barrier", 1,
+          evaluating("if run.is_main: run.evaluate(model).__enter__()"), 2),
+    Fault("one rank leaves an evaluation early", r"called run\.mean at train\.py:\d+ while rank 1 called", 1,
+          evaluating("with run.evaluate(model): run.is_main and run.mean([1])"), 2),
+    Fault("ranks evaluate different models", r"rank 0 evaluates Linear \(model 0\) and rank 1 evaluates Linear", 1,
+          evaluating("run.evaluate(model if run.is_main else other).__enter__()"), 2),
+    Fault("nested evaluations", "modes True True", 0,
+          evaluating("with run.evaluate(model), run.evaluate(other), run.evaluate(model): run.barrier()"), 2),
+]  # fmt: skip
+FAULTS = [*WORKERS, *RUNS, *DATASETS, *STEPS]
 
 
 @cases(FAULTS)

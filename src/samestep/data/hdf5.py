@@ -56,6 +56,7 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
         self._file: Any = None
         self._columns: tuple[Any, ...] = ()
         # Errors are raised here, on the user's line, and not later in a worker.
+        self._version = _file_version(self._path)
         file, _, self._length = _open(self._path, self._keys)
         file.close()
 
@@ -79,6 +80,8 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
         rows = np.unique(checked)
         parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
         runs = [(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
+        self._check_unchanged()
+        self._ensure_open()
         columns = [self._read_rows(column, runs) for column in range(len(self._keys))]
         # Each sample gets its own memory: a view would keep all rows read with it, and send them to the parent.
         return [tuple(_convert(column[index]) for column in columns) for index in checked]
@@ -101,8 +104,16 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
             raise DataError(f"index {index} is out of range: {self._path} has samples 0 to {self._length - 1}")
         return index
 
+    def _check_unchanged(self) -> None:
+        """Raise if the file was changed or replaced: HDF5 would return other rows, or zeros after a truncation."""
+        if (now := _file_version(self._path)) != self._version:
+            before, after = (f"{version[1]} bytes" if version else "no file" for version in (self._version, now))
+            raise DataError(
+                f"{self._path} was changed or replaced during the run ({before} at its start, {after} now): start the "
+                "run again with the complete file, and do not write to it while a run reads it"
+            )
+
     def _read_rows(self, column: int, runs: list[tuple[int, int]]) -> dict[int, Any]:
-        self._ensure_open()
         rows = dict[int, Any]()
         for start, stop in runs:
             try:
@@ -118,10 +129,7 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
     def _ensure_open(self) -> None:
         if self._file is not None:
             return
-        file, columns, length = _open(self._path, self._keys)
-        if length != self._length:
-            file.close()
-            raise DataError(f"{self._path} had {self._length} samples and now has {length}: start the run again")
+        file, columns, _ = _open(self._path, self._keys)
         self._file, self._columns = file, columns
         _open_datasets.add(self)
 
@@ -138,6 +146,15 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _file_version(path: Path) -> tuple[int, int, int] | None:
+    """What changes with the content of a file: its inode, size and time of modification; None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open(path: Path, keys: tuple[str, ...]) -> tuple[Any, tuple[Any, ...], int]:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ class Communicator:
     match each other's frame, see the label in it, and both raise at once instead of hanging or mixing values.
     """
 
+    once_of_process: ClassVar[str | None] = None
+    """The `run.once` that this process runs now, in any of its runs."""
+
     def __init__(self, world: World, backend: str, start_timeout: float, step_timeout: float) -> None:
         self.world, self.backend = world, backend
         self.timeout = self.start_timeout = start_timeout
@@ -66,6 +69,11 @@ class Communicator:
 
     def open(self, device: torch.device) -> None:
         """Connect the ranks. A process group that already exists is used, and kept when the run ends."""
+        if Communicator.once_of_process is not None:
+            raise CommunicationError(
+                f"a Run was started inside {self.once_of_process}, which one rank alone runs: its ranks would wait for "
+                "each other; start it outside of run.once"
+            )
         check_existing_group(self.world)
         self._is_open = True
         if self.alone:
@@ -168,13 +176,13 @@ class Communicator:
     @contextmanager
     def running_once(self, operation: str) -> Generator[None]:
         """Mark that this rank runs a function for all ranks, so that it starts no collective meanwhile."""
-        self._inside_once = operation
+        self._inside_once = Communicator.once_of_process = operation
         if self._board is not None:
             self._board.change("working")
         try:
             yield
         finally:
-            self._inside_once = None
+            self._inside_once = Communicator.once_of_process = None
 
     def refuse_inside_once(self, operation: str) -> None:
         """Raise if a collective is called inside `run.once`, or before or after the run: other ranks are not there."""

@@ -255,7 +255,10 @@ def check_dataset(dataset: object) -> int:
         )
     if not hasattr(dataset, "__getitem__"):
         raise DataError(f"{kind} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)")
-    length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
+    try:
+        length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
+    except (OverflowError, ValueError, TypeError) as error:
+        raise DataError(f"len({kind}) failed ({error}): return the number of samples from __len__") from error
     if length == 0:
         raise DataError(f"{kind} is empty, so there is nothing to shard: check the path it reads from")
     return length
