@@ -143,5 +143,6 @@ def read_integer(text: str) -> int | None:
 
 
 def shorten(text: str) -> str:
-    """A value as a shell would quote it, without the end of a very long one."""
+    """A value as a shell would quote it, without the end of a very long one; what is not UTF-8 is escaped."""
+    text = text.encode(errors="backslashreplace").decode()
     return shlex.quote(text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...")

@@ -226,6 +226,29 @@ OPTIONS = [
         )
         for value in ("soon", NUMBER, "1.5")
     ),
+    *(
+        command_line(
+            f"backend {name}", "run", "--rdzv-backend", name, "--rdzv-endpoint", "localhost:2379", "broken.py",
+            before="open('broken.py', 'w').close()",
+            says=f"--rdzv-backend {name} needs a package that is not installed .*: install it, or use c10d",
+        )
+        for name in ("etcd", "etcd-v2")
+    ),
+    *(
+        command_line(
+            f"rdzv-conf {setting[:16]}", "run", "--rdzv-conf", setting, "broken.py",
+            before="open('broken.py', 'w').close()", says="torch rejects --rdzv-conf: .*; pass timeouts in whole",
+        )
+        for setting in (f"join_timeout={HUGE}", f"read_timeout={HUGE}", "join_timeout=-1", "is_host=maybe")
+    ),
+    command_line("script without a name", "run", "", says="'' is a folder, not a script"),
+    command_line("script in bytes that are not UTF-8", "run", "\udcff.py", says=r"script .*udcff.py' not found in /"),
+    command_line("module without a name", "run", "-m", "", says="module  ?not found"),
+    command_line("folder in a loop of links", "run", "--folder", "loop/x", "broken.py",
+                 before="open('broken.py', 'w').close(); os.symlink('loop', 'loop')",
+                 says=r"cannot create the run's folder loop/x \(Too many levels of symbolic links\): choose another"),
+    command_line("folder that is a pipe", "run", "--folder", "pipe.py", "broken.py",
+                 before="open('broken.py', 'w').close()", says="--folder pipe.py is a file: choose a folder or a new"),
     command_line("script is a pipe", "run", "pipe.py", says="pipe.py is not a regular file, and every rank reads the"),
     command_line("script is a device", "run", "/dev/zero", says="/dev/zero is not a regular file"),
     command_line("script is a folder", "run", "folder.py", says="folder.py is a folder, not a script: pass a file"),
@@ -238,6 +261,9 @@ OPTIONS = [
     command_line("script that this user may not read", "run", "broken.py", before=AS_OTHER_USER,
                  says=r"script broken.py cannot be read \(Permission denied\): check its permissions"),
     command_line("deleted folder", "run", "train.py", before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
+                 says="the current folder does not exist any more: change to another one with `cd`"),
+    command_line("deleted folder with doctor", "doctor",
+                 before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
                  says="the current folder does not exist any more: change to another one with `cd`"),
     command_line("deleted folder with parity", "parity", "train.py",
                  before="os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
@@ -419,6 +445,24 @@ LAUNCHES = [
         code=2,
         before=OPEN_FILES,
     ),
+    launch("arguments of 3 MB", "", "Argument list too long", code=2, options="rank.py " + 3000 * f"{1000 * 'x'} "),
+    launch(
+        "killed guard",
+        """
+           import psutil
+           guard, = [each for each in psutil.Process(os.getppid()).children() if "-I" in each.cmdline()]
+           guard.kill()
+           print("the guard is gone")
+           """,
+        "the guard is gone",
+        code=0,
+    ),
+    launch(
+        "rank that becomes a daemon",
+        "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(60)",
+        ENDED,
+        code=0,
+    ),
     launch(
         "host name that does not resolve", "print(os.environ['MASTER_ADDR'])", "localhost", code=0, before=OTHER_NAME
     ),
@@ -449,6 +493,46 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 RANKS = [
+    Fault(
+        "deleted folder",
+        "LogError: the current folder does not exist any more, so the run folder cannot be created: change to another",
+        script=f"import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n{dedent(RUN)}",
+    ),
+    Fault(
+        "error file that cannot be written",
+        "ValueError: the cause$",
+        script="""
+            from samestep import Run
+            with Run(global_batch=4) as run:
+                raise ValueError("the cause")
+        """,
+        environment={"TORCHELASTIC_ERROR_FILE": "/no/such/folder/error.json"},
+    ),
+    Fault(
+        "two ranks 0",
+        "rank 0 cannot listen on 127.0.0.1:[0-9]+: set MASTER_PORT to a free port",
+        ranks=2,
+        script=f"import os; os.environ['RANK'] = os.environ['LOCAL_RANK'] = '0'\n{dedent(RUN)}",
+    ),
+    Fault(
+        "two ranks 1",
+        "rank 1 cannot connect to rank 0 at 127.0.0.1:[0-9]+ within 2 s: check that rank 0 has started",
+        ranks=2,
+        script=f"import os; os.environ['RANK'] = os.environ['LOCAL_RANK'] = '1'\n{dedent(RUN)}",
+    ),
+    Fault(
+        "ranks with different numbers of ranks",
+        "rank 1 waited for 3 ranks and lost the store of rank 0 .*: rank 0 has exited, so look for its last lines",
+        ranks=2,
+        script="""
+            import os
+            if os.environ["RANK"] == "1":
+                os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+            from samestep import Run
+            with Run(global_batch=4, start_timeout=2 + 60 * (os.environ["RANK"] == "1")):
+                pass
+        """,
+    ),
     Fault(
         "12 open files",
         "rank 0 cannot connect 2 ranks: this process may open 12 files and needs up to 40, sockets included",

@@ -100,7 +100,18 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     its token in the list and confirmed it. The token of a dead process is never confirmed. When its successor posts a
     new token, rank 0 publishes a new list.
     """
-    board, token = dist.PrefixStore(f"samestep/rendezvous/{size}", store), uuid4().hex
+    board = dist.PrefixStore(f"samestep/rendezvous/{size}", store)
+    try:
+        return _agree_on_generation(board, rank, size, timeout)
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {rank} waited for {size} ranks and lost the store of rank 0 ({str(error).splitlines()[0]}): rank 0 "
+            "has exited, so look for its last lines, and check that WORLD_SIZE is the same on every rank"
+        ) from error
+
+
+def _agree_on_generation(board: dist.Store, rank: int, size: int, timeout: float) -> str:
+    token = uuid4().hex
     board.set(f"token/{rank}", token)
     since, pause, members, confirmed = time.monotonic(), _FIRST_PAUSE, b"", ""
     while True:

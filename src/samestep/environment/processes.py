@@ -14,6 +14,7 @@ from typing import Final
 
 import psutil
 
+from samestep.errors import LaunchError
 from samestep.messages import read_integer
 
 LAUNCHER: Final = "SAMESTEP_LAUNCHER"
@@ -46,6 +47,14 @@ while found:
             continue
 """
 _STDERR: Final = 2  # not sys.stderr, whose lock may be held by a thread that prints
+
+
+def check_current_folder() -> None:
+    """Raise if the current folder was deleted, in which MKL ends the process when torch is imported."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise LaunchError("the current folder does not exist any more: change to another one with `cd`") from error
 
 
 def allow_open_files(needed: int) -> str:

@@ -99,10 +99,15 @@ def _connect(rendezvous: Rendezvous, parameters: RendezvousParameters) -> Rendez
 
     try:
         handler = connect_unless_silent(connect, rendezvous.host, rendezvous.port)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise LaunchError(
             f"torch rejects --rdzv-conf: {str(error).rstrip('.')}; pass timeouts in whole seconds, as in "
             "--rdzv-conf join_timeout=600"
+        ) from error
+    except ImportError as error:  # of the client of etcd
+        raise LaunchError(
+            f"--rdzv-backend {rendezvous.backend} needs a package that is not installed ({error}): install it, or use "
+            "c10d"
         ) from error
     if handler is None:
         raise LaunchError(

@@ -170,10 +170,7 @@ def make_folder(explicit: Path | None, name: str) -> Path:
 
 def check_target(target: str, module: bool) -> None:
     """Raise if `python TARGET`, or `python -m TARGET` for a module, could not start; imports nothing."""
-    try:
-        here = Path.cwd()
-    except FileNotFoundError as error:
-        raise LaunchError("the current folder does not exist any more: change to another one with `cd`") from error
+    here = Path.cwd()
     if module:
         _check_module(target, here)
         return
@@ -182,7 +179,7 @@ def check_target(target: str, module: bool) -> None:
         mode = script.stat().st_mode
         if stat.S_ISDIR(mode):
             raise LaunchError(
-                f"{target} is a folder, not a script: pass a file, or `samestep run -m PACKAGE` for a package"
+                f"{shorten(target)} is a folder, not a script: pass a file, or `samestep run -m PACKAGE` for a package"
             )
         if not stat.S_ISREG(mode):
             raise LaunchError(f"{target} is not a regular file, and every rank reads the script: pass a file")

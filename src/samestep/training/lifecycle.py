@@ -206,7 +206,8 @@ class Lifecycle:
         self._inform_peers(error)
         self._has_ended = True
         if isinstance(error, Exception):
-            get_error_handler().record_exception(error)  # for the launcher, which shows it last
+            with suppress(OSError):  # a full disk, or a log folder that was removed: the error is in the log as well
+                get_error_handler().record_exception(error)  # for the launcher, which shows it last
         try:
             self._close_after_failure()
         except Exception as second:  # noqa: BLE001  # it must not replace the cause
@@ -376,10 +377,14 @@ def _check_same_config(comm: Communicator, config: RunConfig) -> None:
 
 
 def _choose_folder(requested: Path | None) -> Path:
-    if requested is not None:
-        return _check_creatable(requested.absolute())
     script = Path(sys.argv[0]).stem or "run"
-    return Path("runs").absolute() / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        folder = (requested or Path("runs")).absolute()
+    except FileNotFoundError as error:
+        raise LogError(
+            "the current folder does not exist any more, so the run folder cannot be created: change to another folder"
+        ) from error
+    return folder / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}" if requested is None else _check_creatable(folder)
 
 
 def _check_creatable(folder: Path) -> Path:
