@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _CAUSES: Final = {
@@ -33,6 +33,18 @@ def describe_os_error(error: OSError) -> str:
     'the disk is full: free some space'
     """
     return _CAUSES.get(error.errno or 0, error.strerror or str(error))
+
+
+def discard_buffer(stream: IO[Any], forever: bool = False) -> None:
+    """Empty the buffer of a stream that cannot be written into /dev/null; `forever`: connect the stream to it."""
+    number = stream.fileno()
+    before, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    stream.flush()
+    if not forever:
+        os.dup2(before, number)
+    os.close(before)
+    os.close(null)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from samestep.cli.main import COMMANDS, main, samestep
+from samestep.cli.main import COMMANDS, NumberRange, main, samestep
 from samestep.errors import LaunchError
 
 OPTIONS = (
@@ -191,7 +191,9 @@ def number_options(command: click.Command = samestep, names: tuple[str, ...] = (
     for option in (each for each in command.params if isinstance(each, click.Option) and not each.hidden):
         is_text = isinstance(option.type, click.types.StringParamType)
         assert not is_text or option.opts[-1] in {*NUMBERS_IN_TEXT, *TEXTS}, f"{option.opts} may be a number or text"
-        is_number = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+        unlimited = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+        is_number = isinstance(option.type, NumberRange)
+        assert is_number or not unlimited, f"{option.opts} needs a NumberRange"
         if is_number or option.opts[-1] in NUMBERS_IN_TEXT:
             yield " ".join(names), option.opts[-1]
     group = command if isinstance(command, click.Group) else click.Group()

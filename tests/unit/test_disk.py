@@ -166,15 +166,14 @@ def test_a_read_only_disk_only_costs_the_files_until_it_is_writable(disk, retry_
 
 
 def test_a_console_on_a_full_disk_does_not_raise():
-    stream = Path("/dev/full").open("w")  # noqa: SIM115  # closing it raises, as does every write
+    stream = Path("/dev/full").open("w")  # noqa: SIM115
     console = open_console(stream)
     with pytest.warns(
         SamestepWarning, match="^standard output cannot be written: the disk is full: free some space; tr"
     ):
         console.print("hello")
     console.print("again")
-    with pytest.raises(OSError, match="No space left"):
-        stream.close()
+    stream.close()  # does not raise, since nothing is left in its buffer
 
 
 # The lock

@@ -275,11 +275,11 @@ def test_what_if_accepts_device_descriptions_and_presets(lab, capsys):
         ("plan planlab:build --global-batch 0", "--global-batch must be an integer from 1 to 1000000000, got 0"),
         (
             "plan planlab:build --global-batch 8 --margin 1",
-            "--margin must be a number of at least 0 and less than 1, got 1\n",
+            "--margin must be a number from 0.0 to 0.99, got 1\n",
         ),
         (
             "plan planlab:build --global-batch 8 --margin nan",
-            "--margin must be a number of at least 0 and less than 1, got nan",
+            "--margin must be a number from 0.0 to 0.99, got nan",
         ),
         (
             "plan planlab:build --global-batch 8 --what-if --samples 0",

@@ -113,8 +113,8 @@ def _recipe_build(name: str) -> Callable[..., object]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        problem = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
-        raise PlanError(f"{path} {problem}. Pass a file and its function, for example {_EXAMPLE}.")
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise PlanError(f"{path} {problem} in {Path.cwd()}. Pass a file and its function, for example {_EXAMPLE}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

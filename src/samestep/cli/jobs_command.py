@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samestep.cli.main import IntegerRange
+from samestep.cli.main import NumberRange
 from samestep.environment.world import read_environ
 from samestep.launch.sbatch import log_path
 from samestep.launch.slurm import JobState, StateQuery, SubmittedJob, job_list_path, read_job_list
@@ -22,7 +22,7 @@ _COLORS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
 
 @click.command("jobs")
 @click.option(
-    "--last", type=IntegerRange(1, 1_000_000), default=20, show_default=True, metavar="N", help="Number of jobs."
+    "--last", type=NumberRange(1, 1_000_000), default=20, show_default=True, metavar="N", help="Number of jobs."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(last: int, as_json: bool) -> None:

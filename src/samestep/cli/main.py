@@ -4,10 +4,8 @@ import ast
 import errno
 import inspect
 import io
-import math
 import os
 import re
-import select
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,18 +13,17 @@ from difflib import get_close_matches
 from importlib import import_module
 from shlex import quote
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from samestep.disk import describe_os_error
+from samestep.disk import describe_os_error, discard_buffer
 from samestep.errors import SamestepError
 from samestep.messages import shorten
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_Number = TypeVar("_Number", int, float)
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended, like `head` ends other programs
 _NAMES = ("<stdout>", "<stderr>")  # of Python's own streams
 _LONGEST_WORD = 300  # of an error message: a value of thousands of digits would hide the rest
@@ -159,43 +156,25 @@ class OutputStream(io.BufferedWriter):
 
     def __init__(self, number: int) -> None:
         super().__init__(io.FileIO(number, "w", closefd=False))
+        os.set_blocking(number, True)  # another program on the same terminal may have changed it
         self.failure: OSError | None = None  # the first one
         self.is_required = True  # whether the exit code reports a failure
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write all of `data`."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            try:
-                rest = rest[super().write(rest) :]
-            except BlockingIOError as error:
-                rest = rest[error.characters_written :]
-                select.select([], [self], [])  # another program has made the terminal non-blocking
-            except OSError as error:
-                self._discard(error)
-                break
+        """Write or discard all of `data`."""
+        self._try(super().write, data)
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        while True:
-            try:
-                return super().flush()
-            except BlockingIOError:
-                select.select([], [self], [])
-            except OSError as error:
-                return self._discard(error)
+        """Write or discard what is buffered."""
+        self._try(super().flush)
 
-    def _discard(self, error: OSError) -> None:
-        """Empty the buffer into /dev/null."""
-        self.failure = self.failure or error
-        number, null = self.fileno(), os.open(os.devnull, os.O_WRONLY)
-        before = os.dup(number)
-        os.dup2(null, number)
-        super().flush()
-        os.dup2(before, number)
-        os.close(before)
-        os.close(null)
+    def _try(self, act: Callable[..., object], *arguments: object) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self.failure = self.failure or error
+            discard_buffer(self)
 
 
 def output_failure(required: bool = True) -> OSError | None:
@@ -252,45 +231,21 @@ def _print_error(text: str) -> None:
     print(f"samestep: {shortened}", file=sys.stderr)
 
 
-class IntegerRange(click.IntRange):
-    """The integers from `first` to `last`."""
+class NumberRange(click.types.FloatParamType):
+    """The numbers from `first` to `last`, integers if both are; an error names the option and its range."""
 
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(first, last)
-        self.expected = f"an integer from {first} to {last}"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Convert and check."""
-        return _convert(super().convert, self.expected, value, param, ctx)
-
-
-class NumberRange(click.FloatRange):
-    """The numbers from `first` to `last`, or below `last` with `open`."""
-
-    def __init__(self, first: float, last: float, open: bool = False) -> None:
-        super().__init__(first, last, max_open=open)
-        self.expected = f"a number of at least {first} and {'less than' if open else 'at most'} {last}"
+    def __init__(self, first: float, last: float) -> None:
+        self._first, self._last = first, last
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Convert and check."""
-        return _convert(super().convert, self.expected, value, param, ctx)
-
-
-def _convert(
-    convert: Callable[[Any, click.Parameter | None, click.Context | None], _Number],
-    expected: str,
-    value: object,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> _Number:
-    """Convert the value of an option, with an error that names the option and what it expects."""
-    try:
-        if math.isfinite(number := convert(value, param, ctx)):
-            return number
-    except click.BadParameter:
-        pass
-    name = param.opts[-1] if param else "the value"
-    raise click.UsageError(f"{name} must be {expected}, got {shorten(str(value))}", ctx)
+        """Convert and check; nan is in no range, and int refuses thousands of digits."""
+        kind = int if isinstance(self._first, int) else float
+        with suppress(ValueError):
+            if self._first <= kind(value) <= self._last:
+                return kind(value)
+        name, what = param.opts[-1] if param else "the value", "an integer" if kind is int else "a number"
+        text = f"{name} must be {what} from {self._first} to {self._last}, got {shorten(str(value))}"
+        raise click.UsageError(text, ctx)
 
 
 def accept_underscores(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.main import IntegerRange, NumberRange, accept_underscores
+from samestep.cli.main import NumberRange, accept_underscores
 from samestep.environment.world import COMPARISON, LAST_STEP, MAX_LOCAL_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target
@@ -41,9 +41,9 @@ class Difference:
 @click.option("--ranks", default="1,2", show_default=True, metavar="N,N,...", help="Numbers of ranks to compare.")
 @click.option("--precision", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), default="fp64", show_default=True,
               help="Replaces the precision of the script.")  # fmt: skip
-@click.option("--steps", type=IntegerRange(1, 1_000_000_000), default=20, show_default=True, metavar="N",
+@click.option("--steps", type=NumberRange(1, 1_000_000_000), default=20, show_default=True, metavar="N",
               help="Optimizer steps to compare.")  # fmt: skip
-@click.option("--tolerance", type=NumberRange(0, 1), default=1e-9, show_default=True, metavar="X",
+@click.option("--tolerance", type=NumberRange(0.0, 1.0), default=1e-9, show_default=True, metavar="X",
               help="Largest relative difference that counts as the same.")  # fmt: skip
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(script: tuple[str, ...], module: bool, ranks: str, precision: str, steps: int, tolerance: float) -> int:

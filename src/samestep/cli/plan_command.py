@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.build_function import find_build, script_of
-from samestep.cli.main import IntegerRange, NumberRange
+from samestep.cli.main import NumberRange
 from samestep.environment.world import MAX_RANKS, read_environ
 from samestep.errors import PlanError
 from samestep.messages import format_bytes
@@ -61,7 +61,7 @@ _MAX_DEVICES_PER_NODE = 8
 @click.argument("arguments", metavar="[-- OPTIONS OF THE FUNCTION]...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--global-batch",
-    type=IntegerRange(1, 1_000_000_000),
+    type=NumberRange(1, 1_000_000_000),
     metavar="N",
     help="Samples per optimizer step, over all ranks.",
 )
@@ -74,7 +74,7 @@ _MAX_DEVICES_PER_NODE = 8
 )
 @click.option(
     "--nodes",
-    type=IntegerRange(1, MAX_RANKS),
+    type=NumberRange(1, MAX_RANKS),
     metavar="N",
     help="Number of nodes. Default: 1; with `local`, those of the SLURM job.",
 )
@@ -86,7 +86,7 @@ _MAX_DEVICES_PER_NODE = 8
 )
 @click.option(
     "--margin",
-    type=NumberRange(0, 1, open=True),
+    type=NumberRange(0.0, 0.99),
     default=CUDA_MARGIN,
     show_default=True,
     metavar="FRACTION",
@@ -95,7 +95,7 @@ _MAX_DEVICES_PER_NODE = 8
 @click.option("--what-if", is_flag=True, help="Compare 1 to 16 GPUs of several kinds, with speed-up and GPU-hours.")
 @click.option(
     "--samples",
-    type=IntegerRange(1, 10**18),
+    type=NumberRange(1, 10**18),
     default=1_000_000,
     show_default=True,
     metavar="N",

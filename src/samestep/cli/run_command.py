@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.main import IntegerRange, accept_underscores, output_failure
+from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
 from samestep.environment.processes import allow_open_files, launcher_variable
@@ -66,20 +66,20 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--rdzv-id", "id", metavar="NAME", help="Name of the job; the same on every node.")
 @click.option("--rdzv-conf", "settings", default="", metavar="KEY=VALUE,...", help="Further settings of the backend.")
 @click.option(
-    "--node-rank", type=IntegerRange(0, MAX_RANKS - 1), metavar="N", help="Number of this node, with --master-addr."
+    "--node-rank", type=NumberRange(0, MAX_RANKS - 1), metavar="N", help="Number of this node, with --master-addr."
 )
 @click.option("--master-addr", "address", metavar="HOST", help="Host of node 0.")
-@click.option("--master-port", "port", type=IntegerRange(1, 65535), metavar="PORT", help="Port of node 0.")
+@click.option("--master-port", "port", type=NumberRange(1, 65535), metavar="PORT", help="Port of node 0.")
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
-@click.option("--max-restarts", type=IntegerRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
+@click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
 @click.option("--folder-is-default", is_flag=True, hidden=True)  # set by `samestep submit` if it chose the folder
 @click.option("--time-limit", metavar="TIME",
               help="Save and end before this time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
-@click.option("--grace", type=IntegerRange(0, _LONGEST_GRACE), metavar="SECONDS",
+@click.option("--grace", type=NumberRange(0, _LONGEST_GRACE), metavar="SECONDS",
               help="Time that ranks get to save and end after SIGTERM; default 120.")  # fmt: skip
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.main import IntegerRange, accept_underscores, output_failure
+from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.world import MAX_LOCAL_RANKS, MAX_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target, count_processes, folder_name, make_folder, read_time_limit
@@ -34,7 +34,7 @@ _echo = partial(click.echo, err=True)
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
 @click.option(
-    "--nodes", type=IntegerRange(1, MAX_RANKS), default=1, show_default=True, metavar="N", help="Number of nodes."
+    "--nodes", type=NumberRange(1, MAX_RANKS), default=1, show_default=True, metavar="N", help="Number of nodes."
 )
 @click.option(
     "--nproc-per-node", "processes", default="auto", show_default=True, metavar="auto|gpu|cpu|N",
@@ -42,7 +42,7 @@ _echo = partial(click.echo, err=True)
 )  # fmt: skip
 @click.option("--gpus-per-node", "gpus", metavar="[TYPE:]N", help="GPUs per node.")
 @click.option(
-    "--cpus-per-task", type=IntegerRange(1, MAX_LOCAL_RANKS), metavar="N", help="Cores per node, for all its ranks."
+    "--cpus-per-task", type=NumberRange(1, MAX_LOCAL_RANKS), metavar="N", help="Cores per node, for all its ranks."
 )
 @click.option("--mem", "memory", metavar="SIZE", help="Memory per node, as in 64G.")
 @click.option("--time", metavar="LIMIT", help="Time limit, as in 4:00:00, 1-12:00:00 or 3h55m.")
@@ -55,7 +55,7 @@ _echo = partial(click.echo, err=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
 @click.option("--requeue/--no-requeue", default=True, show_default=True,
               help="Requeue the job after preemption, or after its ranks saved because of a warning.")  # fmt: skip
-@click.option("--signal-before", type=IntegerRange(0, 65535), default=120, show_default=True, metavar="SECONDS",
+@click.option("--signal-before", type=NumberRange(0, 65535), default=120, show_default=True, metavar="SECONDS",
               help="Warn the ranks this long before the time limit; 0 for no warning.")  # fmt: skip
 @click.option(
     "--setup", multiple=True, metavar="LINE", help="Shell line to run first, as in 'module load cuda'; repeatable."

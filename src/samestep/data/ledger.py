@@ -56,8 +56,8 @@ _BUFFER_BYTES: Final = BUFFER_RECORDS * RECORD_BYTES
 # Odd factors, so that a change of one byte changes the sum; 0 for byte 1, which holds the sum.
 _FACTORS: Final = np.arange(1, 2 * RECORD_BYTES, 2, dtype=np.uint8) * (np.arange(RECORD_BYTES) != 1)
 _MAX_RANKS: Final = 1 << 16  # ranks and generations have 16 bits
-MAX_EPOCHS: Final = 1 << 22
-STEP_BITS: Final = 40
+MAX_EPOCHS: Final = 1 << 26
+STEP_BITS: Final = 36
 _MAX_POSITION: Final = 1 << 62  # of a sample: sums of two positions fit into 64 bits
 _RANK_FILE: Final = re.compile(r"rank-(\d{5})\.bin")
 _SHARD_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -140,7 +140,7 @@ class ShardLedger:
             raise self._cannot_write(error) from error
         self._begun = True
         self._epoch, self._trained_until = epoch, (epoch, step)
-        now = time.time_ns() // 1000
+        now = max(1, time.time_ns() // 1000)  # the clock of a machine without a battery may be before 1970
         self._began = self._began or now
         self._append(RecordKind.START, epoch, step, now, self._world_size, float(VERSION))
         self.flush()

@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from samestep.disk import describe_os_error
+from samestep.disk import describe_os_error, discard_buffer
 from samestep.loggers import text_log
 from samestep.messages import format_duration, warn
 
@@ -94,47 +93,30 @@ class ConsoleStream:
 
     def write(self, text: str) -> int:
         """Write text; a character that the encoding does not have becomes an escape."""
-        try:
-            if self._stream is not None:
-                self._stream.write(text)
-        except UnicodeEncodeError as error:
-            self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-        except (OSError, ValueError) as error:  # ValueError: the script has closed the stream
-            self._on_failure(error)
+        if self._stream is not None:
+            try:
+                self._try(self._stream.write, text)
+            except UnicodeEncodeError as error:
+                self._try(self._stream.write, text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:
         """Write what is buffered."""
+        if self._stream is not None:
+            self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., object], *arguments: object) -> None:
         try:
-            if self._stream is not None:
-                self._stream.flush()
-        except (OSError, ValueError) as error:
-            self._on_failure(error)
-
-    def _on_failure(self, error: OSError | ValueError) -> None:
-        if isinstance(error, BrokenPipeError):
-            self._discard()  # forever: it will have no other reader
-        if not self._failed:
-            self._failed = True
-            atexit.register(self._flush_at_exit)
-            reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
-            warn(f"standard output cannot be written: {reason}; training continues, and log.txt has all lines")
-
-    def _flush_at_exit(self) -> None:
-        """Discard what is buffered if it still cannot be written: Python would exit with 120."""
-        try:
-            if self._stream is not None:
-                self._stream.flush()
-        except (OSError, ValueError):
-            self._discard()
-
-    def _discard(self) -> None:
-        """Connect the stream to /dev/null."""
-        with suppress(AttributeError, OSError, ValueError):  # an object without a file, or a closed one
-            number = cast("TextIO", self._stream).fileno()
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, number)
-            os.close(null)
+            act(*arguments)
+        except UnicodeEncodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: the script has closed the stream
+            with suppress(AttributeError, OSError, ValueError):  # an object without a file, or a closed one
+                discard_buffer(cast("TextIO", self._stream), forever=isinstance(error, BrokenPipeError))
+            if not self._failed:
+                self._failed = True
+                reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+                warn(f"standard output cannot be written: {reason}; training continues, and log.txt has all lines")
 
 
 def open_console(stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> Console:
