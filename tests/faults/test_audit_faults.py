@@ -14,6 +14,7 @@ import pytest
 from samestep.cli.main import main
 from samestep.data.content_probe import FileState, describe_files
 from samestep.data.ledger import RECORD, RECORD_BYTES, RecordKind, read_ledger
+from samestep.errors import LedgerError
 from tests.faults.harness import Fault, cases, check
 from tests.unit.simulated_ledgers import (
     DESCRIPTION,
@@ -165,7 +166,8 @@ def two_writers(run: Path) -> None:
             writer.record_training(2, step, 10 * step, 10)
             writer.flush()
     for writer in writers:
-        writer.close()
+        with pytest.raises(LedgerError, match="was removed or changed while this run wrote it"):
+            writer.close()
 
 
 def many(*damages: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -441,7 +443,7 @@ LEDGERS = [
         1,
         change("step", 2**63),
     ),
-    audited("step 2**40 - 1", r"record\(s\) in the wrong step: rank 0 counted", 1, change("step", 2**40 - 1)),
+    audited("step 2**36 - 1", r"record\(s\) in the wrong step: rank 0 counted", 1, change("step", 2**36 - 1)),
     audited("position 2**64 - 1", "impossible numbers, .* first 18446744073709551615", 1, change("first", 2**64 - 1)),
     audited(
         "position 2**62",
@@ -619,6 +621,16 @@ LEDGERS = [
         lambda run: write_summary(run, ledger=describe_files([*states(run), states(run)[0]])),
     ),
     audited(
+        "a checkpoint of another ledger",
+        r"sound compared with: summary.json not compared with: old/step-00000014 \(it belongs to another ledger\)",
+        0,
+        lambda run: [
+            simulate(run / "old", DESCRIPTION, Generation(2, 0, 14)),
+            write_checkpoint(run / "old"),
+            shutil.rmtree(run / "step-00000014"),
+        ],
+    ),
+    audited(
         "a manifest is garbage",
         "not compared with: step-00000014",
         0,
@@ -663,6 +675,19 @@ HEAD = """
 def trained(name: str, says: str, body: str, code: int = 1) -> Fault:
     return Fault(name, says, code, HEAD + body, ranks=2)
 
+
+DURING = """
+    with Run(global_batch=4, folder="run", ledger=True, step_timeout=20) as run:
+        data = run.shard(range(40), num_workers=0)
+        for epoch in data.epochs(2):
+            for step in epoch:
+                for _ in step:
+                    pass
+                path = f"run/ledger/shard-0/rank-0000{{rank}}.bin"
+                if step.number == 12 and rank == 0:
+                    {action}
+            # saves
+"""
 
 RUNS = [
     trained(
@@ -808,6 +833,28 @@ RUNS = [
 """,
     ),
     trained(
+        "the ledger is removed during training",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it: let only one run",
+        DURING.format(action="os.unlink(path)"),
+    ),
+    trained(
+        "the ledger is cut off during training",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="os.truncate(path, 100)"),
+    ),
+    trained(
+        "another process writes to the ledger",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="open(path, 'ab').write(bytes(32))"),
+    ),
+    trained(
+        "the ledger is removed before a checkpoint",
+        "rank 0: the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="os.unlink(path)").replace(
+            "# saves", "epoch.number and run.checkpoint('saved', data=data).save()"
+        ),
+    ),
+    trained(
         "numpy numbers",
         "ended",
         """
@@ -870,10 +917,12 @@ def test_a_killed_run_is_incomplete_until_it_is_resumed(tmp_path, capsys, checkp
     code, text = verdict(capsys, tmp_path)
     assert code == 3
     assert "the run has not ended (generation 0 has no end record" in text
-    assert ("compared with: step-00000003" in text) == (checkpoints != "elsewhere")  # a killed run has no summary
+    assert ("step-00000003" in text) == (checkpoints != "elsewhere")  # a killed run has no summary that names it
     resume(tmp_path, "pass", checkpoints, code=0, ranks=2)
     code, text = verdict(capsys, tmp_path)
-    assert (code, "compared with: summary.json, step-00000003, step-00000008" in text) == (0, True), text
+    folder = {"run": "", "run/saved": "saved/", "elsewhere": f"{tmp_path}/elsewhere/"}[checkpoints]
+    assert code == 0, text
+    assert f"compared with: summary.json, {folder}step-00000003, {folder}step-00000008" in text
     path = tmp_path / "run" / "ledger" / "train" / "rank-00000.bin"
     os.truncate(path, path.stat().st_size - 64)
     code, text = verdict(capsys, tmp_path)
@@ -883,9 +932,8 @@ def test_a_killed_run_is_incomplete_until_it_is_resumed(tmp_path, capsys, checkp
     os.truncate(path, path.stat().st_size - 7 * RECORD_BYTES)
     code, text = verdict(capsys, tmp_path)
     assert code == 3
-    assert ("missing: train: step-00000008 says that training came to epoch 1, step 2" in text) == (
-        checkpoints != "elsewhere"
-    ), text
+    says = f"missing: train: {folder}step-00000008 says that training came to epoch 1, step 2"
+    assert (says in text) == (checkpoints != "elsewhere"), text
 
 
 def test_a_failed_run_is_sound_up_to_the_failure_and_a_note_says_so(tmp_path, capsys):

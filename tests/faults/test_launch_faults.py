@@ -29,13 +29,17 @@ RUN = """
         print("trained on", run.size)
 """
 NO_PORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_NODELIST": "node[1-2]",
+}  # fmt: skip
 TWO = {**NO_PORT, "MASTER_PORT": "29999"}
 
 
-def environment(name: str, value: str, says: str, **others: str) -> Fault:
+def environment(name: str, value: str, says: str, /, **others: str) -> Fault:
     """A variable with a bad value, in the environment of a script that opens a Run."""
     shown = value if len(value) < 20 else f"{len(value)} characters"
-    return Fault(f"{name}={shown!r} {' '.join(others)}", says, script=RUN, environment={**others, name: value})
+    return Fault(f"{name}={shown!r} {' '.join(others)}"[:60], says, script=RUN, environment={**others, name: value})
 
 
 VARIABLES = [
@@ -65,6 +69,11 @@ VARIABLES = [
             ("LAST_STEP", "many"), ("LAST_STEP", "-1"), ("LAST_STEP", NUMBER),
         ]
     ),
+    environment("SLURM_NTASKS", "1000001", "SLURM_NTASKS=1000001 is more than 1000000 ranks", **SRUN),
+    environment("SLURM_NTASKS", NUMBER, "is too large: it has 5000 digits", **SRUN),
+    environment("SLURM_JOB_NODELIST", "node[0-99999999999]", "0-99999999999. is not a range of nodes such as", **SRUN),
+    environment("SLURM_JOB_NODELIST", "n[0-999]m[0-999]", "'n.0-999.m.0-999.' has more than 100000 nodes", **SRUN),
+    environment("SLURM_TASKS_PER_NODE", "2(x99999999999)", "'2.x99999999999.' is not a list of tasks such as", **SRUN),
     environment("SAMESTEP_PRECISION", "fp7", "SAMESTEP_PRECISION='fp7' is not valid: use one of"),
     environment("SAMESTEP_FOLDER", "x" * 5000, r"LogError: the run folder .* cannot be created: File name too long"),
     environment("SAMESTEP_COMPARISON", "y" * 5000, "the run folder .* cannot be created: File name too long"),
@@ -477,6 +486,7 @@ LAUNCHES = [
 ]
 
 
+@pytest.mark.slow
 @cases([fault for fault in LAUNCHES if IS_ROOT or not re.search("setuid|unshare", fault.script)])
 def test_a_launch_ends_with_its_sentence_and_leaves_no_process(fault, tmp_path):
     mark = uuid4().hex
@@ -553,6 +563,30 @@ RANKS = [
                 run.barrier()
         """,
     ),
+    Fault(
+        "launcher that a rank starts",
+        "rank 0 of 2 in a launch of rank 0",
+        code=0,
+        ranks=2,
+        script="""
+            import os, sys
+            from pathlib import Path
+            from samestep import Run
+            from samestep.cli.main import main
+            Path("inner.py").write_text('''if True:
+                import os
+                from samestep.environment.processes import find_parent_rank
+                rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+                assert find_parent_rank(os.environ, rank, size, port) is None
+                print("rank", rank, "of", size, "in a launch of rank", os.environ["OUTER"])
+            ''')
+            with Run(global_batch=4) as run:
+                os.environ["OUTER"] = str(run.rank)
+                code = main(["run", "--nproc-per-node", "2", "--folder", f"inner-{run.rank}", "inner.py"])
+                run.barrier()
+            sys.exit(code)
+        """,
+    ),
     *(
         Fault(
             f"forked child that leaves the run by {how!r}",
@@ -596,3 +630,15 @@ RANKS = [
 @cases(RANKS)
 def test_a_rank_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--rdzv-conf is_host=0 --rdzv-endpoint 127.0.0.1:PORT",
+                                     "--node-rank 1 --master-addr 127.0.0.1 --master-port PORT"])  # fmt: skip
+@pytest.mark.parametrize("name", ["HTTP", "silent"])
+def test_another_service_at_the_endpoint_of_the_launchers_is_noticed(name, options, tmp_path):
+    with service(SERVICES[name]) as port:
+        arguments = options.replace("PORT", str(port)).split()
+        says = f"the process that listens at 127.0.0.1:{port} is not a launcher, since it does not answer like a store"
+        fault = command_line(name, "run", "--nnodes", "2", *arguments, "broken.py", says=says)
+        check(replace(fault, prepare=lambda folder: (folder / "broken.py").touch()), tmp_path)

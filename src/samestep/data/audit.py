@@ -118,8 +118,7 @@ class AuditReport:
     def verdict(self) -> Verdict:
         """The worst verdict of any shard, at least incomplete if the run lacks something."""
         verdicts = {shard.verdict for shard in self.shards}
-        lacks = bool(self.missing) or "incomplete" in verdicts
-        return "faulty" if "faulty" in verdicts else "incomplete" if lacks else "sound"
+        return "faulty" if "faulty" in verdicts else "incomplete" if self.missing or verdicts - {"sound"} else "sound"
 
     @property
     def exactly_once(self) -> bool:
@@ -135,22 +134,28 @@ class AuditReport:
 
 def audit(folder: Path) -> AuditReport:
     """Check the ledgers of all shards in a run's folder, and compare them with its summary and checkpoints."""
-    ledgers = folder / "ledger"
+    parent = folder / "ledger"
     try:
-        shards = sorted(path for path in ledgers.iterdir() if path.is_dir()) if ledgers.is_dir() else []
+        shards = sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
     except OSError as error:
-        raise LedgerError(f"{ledgers} cannot be read: {error.strerror}; check the path and its permissions") from error
+        raise LedgerError(f"{parent} cannot be read: {error.strerror}; check the path and its permissions") from error
     if not shards:
         raise LedgerError(
-            f"{folder} is not the folder of a run with a ledger (there is no {ledgers}/SHARD/shard.json): name the "
+            f"{folder} is not the folder of a run with a ledger (there is no {parent}/SHARD/shard.json): name the "
             "folder of a run with ledger=True"
         )
     summary, described, not_compared = read_described(folder)
-    reports = tuple(_ShardAudit(read_ledger(shard), described).report() for shard in shards)
-    names = {shard.name for shard in shards}
+    ledgers = [read_ledger(shard) for shard in shards]
+    began = {ledger.name: ledger.files[0].began for ledger in ledgers if 0 in ledger.files}
+    for source, files in list(described.items()):  # a folder of checkpoints may have those of runs in other folders
+        times = {name: states[0].began for name, states in files.items() if states and states[0] is not None}
+        if source != "summary.json" and any(began.get(name, time) != time for name, time in times.items()):
+            not_compared.append(f"{source} (it belongs to another ledger)")
+            del described[source]
+    reports = tuple(_ShardAudit(ledger, described).report() for ledger in ledgers)
     missing = [
         Missing(f"{source} names the shard {name}, and ledger/{name} is missing")
-        for source, files in described.items() for name in files if name not in names
+        for source, files in described.items() for name in files if not (parent / name).is_dir()
     ]  # fmt: skip
     missing += _check_samples(summary, reports)
     return AuditReport(folder, reports, tuple(missing), tuple(described), tuple(not_compared))
@@ -195,16 +200,13 @@ class _LedgerAudit:
     def _check_sums(self) -> None:
         """Find ranks that have recorded another number of samples than they say at their end."""
         trained = self._ledger.trained
-        processes = trained["generation"].astype(np.int64) * (1 << 16) + trained["rank"]
-        known, which = np.unique(processes, return_inverse=True)
-        sums = np.zeros(len(known), dtype=np.int64)
-        np.add.at(sums, which, trained["count"] * has_weight(trained))
-        recorded = dict(zip(known.tolist(), sums.tolist(), strict=True))
         for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
+            own = trained[trained["generation"] == generation.number]
+            sums = np.bincount(own["rank"], own["count"] * has_weight(own), max(generation.ends, default=0) + 1)
             for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
-                if (own := recorded.get(generation.number * (1 << 16) + rank, 0)) != samples:
-                    text = f"generation {generation.number}: rank {rank} counted {samples} samples and recorded {own}"
-                    self._faults.append(Fault("corrupt file", text, count=abs(samples - own), ranks=(rank,)))
+                if (found := int(sums[rank])) != samples:
+                    text = f"generation {generation.number}: rank {rank} counted {samples} samples and recorded {found}"
+                    self._faults.append(Fault("corrupt file", text, count=abs(samples - found), ranks=(rank,)))
 
     def _compare_files(self, source: str, states: list[FileState | None]) -> None:
         """Find files that are shorter than summary.json or a checkpoint says, or that were replaced."""

@@ -357,7 +357,10 @@ def read_described(folder: Path) -> tuple[dict[str, Any], dict[str, Described], 
         with suppress(OSError, ValueError):
             manifests |= {path.resolve() for path in parent.glob(pattern) if (path / "manifest.json").exists()}
     records: dict[str, Any] = {"summary.json": summary} if (folder / "summary.json").exists() else {}
-    records |= {path.name: _read_object(path / "manifest.json").get("run") for path in sorted(manifests)}
+    for path in sorted(manifests):
+        inside = path.is_relative_to(folder.resolve())
+        source = str(path.relative_to(folder.resolve()) if inside else path)
+        records[source] = _read_object(path / "manifest.json").get("run")
     for source, record in records.items():
         try:
             described[source] = {name: [_parse(state) for state in states] for name, states in record["ledger"].items()}

@@ -20,7 +20,7 @@ from samestep.messages import read_integer
 LAUNCHER: Final = "SAMESTEP_LAUNCHER"
 """The variable that `samestep run` sets for its ranks: its process id and PID namespace."""
 OPEN_RUN: Final = "SAMESTEP_OPEN_RUN"
-"""The variable that a rank sets for its children while its run is open: its process id and PID namespace."""
+"""The variable that a rank sets for its children while its run is open."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_ROUNDS = 3
@@ -209,12 +209,21 @@ def own_variable() -> str:
     return f"{os.getpid()} {process_namespace()}"
 
 
-def find_parent_rank(environ: Mapping[str, str]) -> int | None:
-    """The process id of the rank that has an open run and started this process; None if there is none."""
-    pid, _, namespace = environ.get(OPEN_RUN, "").partition(" ")
+def open_run_variable(rank: int, size: int, port: int) -> str:
+    """The value of OPEN_RUN: this process and its place among the ranks."""
+    return f"{own_variable()} {rank}/{size}/{port}"
+
+
+def find_parent_rank(environ: Mapping[str, str], rank: int, size: int, port: int) -> int | None:
+    """The process id of the ancestor that is this rank of the same world and has an open run; None if there is none.
+
+    A launcher that a rank has started sets other values for its own ranks.
+    """
+    pid, _, rest = environ.get(OPEN_RUN, "").partition(" ")
     number = read_integer(pid)
-    ancestors = {process.pid for process in psutil.Process().parents()} if number is not None else set[int]()
-    return number if number in ancestors and namespace == process_namespace() else None
+    if number is None or rest != open_run_variable(rank, size, port).partition(" ")[2]:
+        return None
+    return number if number in {process.pid for process in psutil.Process().parents()} else None
 
 
 def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:

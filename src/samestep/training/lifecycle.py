@@ -23,7 +23,7 @@ from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
 from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
-from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, own_variable
+from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, open_run_variable
 from samestep.environment.world import (
     PRECISION,
     World,
@@ -125,7 +125,7 @@ class Lifecycle:
         self._watch.start()
         self._log_capture.callback(_show_crashes())
         self.comm.open(device)
-        export({OPEN_RUN: own_variable()})
+        export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
         try:
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
@@ -358,7 +358,8 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
 
 def _refuse_child_of_rank(world: World) -> None:
     """Raise if a rank with an open run has started this process, which has inherited the rank's variables."""
-    if world.size > 1 and (pid := find_parent_rank(read_environ())) is not None:
+    pid = find_parent_rank(read_environ(), world.rank, world.size, world.port) if world.size > 1 else None
+    if pid is not None:
         raise WorldError(
             f"rank {world.rank} (process {pid}) started this process while its run is open, and this process inherited "
             f"RANK={world.rank} and WORLD_SIZE={world.size}, so it would wait for other ranks: start it as a single "
