@@ -1,5 +1,7 @@
 """Checkpoint folders that are damaged, shared, full or changed during training: the exit code and the sentence."""
 
+import pytest
+
 from tests.faults.harness import Fault, cases, check
 from tests.faults.trainings import training
 
@@ -107,6 +109,78 @@ FAULTS = [
     Fault("a clock that was set back", "names: step-00000006 step-00000007 step-00000008$", 0,
           second_run('now = time.time; time.time = lambda: now() - 1e9; time.time_ns = lambda: int(1e9)')),
 ]  # fmt: skip
+
+# Where a save can end, as a function of samestep or Python, before or after its call; and what is restored then.
+PHASES = [
+    ("before the file of the rank", "save.write_verified", "before", 1),
+    ("before fsync", "manifest.os.fsync", "before", 1),
+    ("after fsync", "manifest.os.fsync", "after", 1),
+    ("before the manifest", "save.write_manifest", "before", 1),
+    ("after the manifest", "save.write_manifest", "after", 1),
+    ("after the folder was flushed", "save.fsync_folder", "after", 1),
+    ("before the name is written to latest", "checkpoint_folder.write_latest", "before", 2),
+    ("after the name was written to latest", "checkpoint_folder.write_latest", "after", 2),
+    ("before an old checkpoint is removed", "checkpoint_folder.remove_folder", "before", 2),
+    ("while an old checkpoint is removed", "checkpoint_folder.shutil.rmtree", "before", 2),
+    ("after an old checkpoint was removed", "checkpoint_folder.remove_folder", "after", 2),
+]
+
+
+def ending(where: str, when: str, how: str) -> str:
+    """A run whose second save ends in the middle, in a process of its own; then a run that resumes."""
+    return training(f"""
+from samestep.checkpoint import checkpoint_folder, manifest, save
+
+def end():
+    {how}
+
+def damage():
+    owner, name = "{where}".rpartition(".")[::2]
+    owner = eval(owner)
+    function = getattr(owner, name)
+    def wrapped(*args, **kwargs):
+        if "{when}" == "before":
+            end()
+        answer = function(*args, **kwargs)
+        end()
+        return answer
+    setattr(owner, name, wrapped)
+
+def half():
+    with Run(global_batch=4, folder="logs") as run:
+        train(run, keep=1, each=lambda done: done == 2 and damage() or done == 3 and os._exit(9))
+
+if not (child := os.fork()):
+    try:
+        half()
+    except BaseException as error:
+        print(f"{{type(error).__name__}}: {{error}}", flush=True)
+    os._exit(0)
+print("half ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+with Run(global_batch=4, folder="logs") as run:
+    train(run, keep=1)
+names = sorted(path.name for path in OUT.iterdir() if path.name.startswith("."))
+print("ended with", (OUT / "latest").read_text(), *names)
+""")
+
+
+KILLED = [
+    Fault(f"a kill {name}", f"half ended with -9 .*restored step {step} .*ended with step-00000004$", 0,
+          ending(where, when, "os.kill(os.getpid(), signal.SIGKILL)"))
+    for name, where, when, step in PHASES
+]  # fmt: skip
+FULL = 'raise OSError(errno.ENOSPC, "No space left on device")'
+FULL_DISKS = [
+    Fault(f"a full disk {name}", f"CheckpointError: .* failed: the disk is full: free some space.*restored step {step} "
+          ".*ended with step-00000004$", 0, ending(where, when, FULL))
+    for name, where, when, step in PHASES[:8]
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@cases([*KILLED, *FULL_DISKS])
+def test_a_save_that_ends_in_the_middle_leaves_a_valid_checkpoint(fault, tmp_path):
+    check(fault, tmp_path)
 
 
 @cases(FAULTS)

@@ -20,6 +20,7 @@ from samestep.launch.slurm import SubmittedJob, add_to_job_list
 from tests.faults.harness import Fault, cases, check
 
 FULL = "samestep: the output is incomplete, since standard output failed: the disk is full: free some space"
+UNPRINTABLE = SubmittedJob("7", "caf\u00e9 \u2192", "2026-01-31T09:30:05", 1, "/\udcff", "f", ("train.py",))
 STREAMS = [
     Fault("stdout is closed", r"^$", code=0, command="samestep --version >&-"),
     Fault(
@@ -41,6 +42,22 @@ STREAMS = [
         r"unknown command nonsense.* 2$",
         code=0,
         command="samestep nonsense | true; echo ${PIPESTATUS[0]}",
+    ),
+    *(
+        Fault(
+            f"table with characters that the terminal cannot print: {variables}",
+            r"caf(\\xe9|\ufffd) \\u2192 .* /\\udcff",
+            code=0,
+            command=f"{variables} PATH=$(dirname $(which samestep)) XDG_STATE_HOME=$PWD samestep jobs",
+            prepare=lambda folder: add_to_job_list(folder / "samestep" / "jobs.jsonl", UNPRINTABLE),
+        )
+        for variables in ("PYTHONIOENCODING=ascii", "PYTHONIOENCODING=latin-1", "LC_ALL=C PYTHONUTF8=0")
+    ),
+    Fault(
+        "path with bytes that are not text",
+        r"^samestep: the folder x\\udcff does not exist",
+        code=2,
+        command="samestep checkpoint verify $'x\\xff'",
     ),
     Fault(
         "help without docstrings",
