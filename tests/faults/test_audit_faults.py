@@ -14,6 +14,7 @@ import pytest
 from samestep.cli.main import main
 from samestep.data.content_probe import FileState, describe_files
 from samestep.data.ledger import RECORD, RECORD_BYTES, RecordKind, read_ledger
+from samestep.errors import LedgerError
 from tests.faults.harness import Fault, cases, check
 from tests.unit.simulated_ledgers import (
     DESCRIPTION,
@@ -165,7 +166,8 @@ def two_writers(run: Path) -> None:
             writer.record_training(2, step, 10 * step, 10)
             writer.flush()
     for writer in writers:
-        writer.close()
+        with pytest.raises(LedgerError, match="was removed or changed while this run wrote it"):
+            writer.close()
 
 
 def many(*damages: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -674,6 +676,19 @@ def trained(name: str, says: str, body: str, code: int = 1) -> Fault:
     return Fault(name, says, code, HEAD + body, ranks=2)
 
 
+DURING = """
+    with Run(global_batch=4, folder="run", ledger=True, step_timeout=20) as run:
+        data = run.shard(range(40), num_workers=0)
+        for epoch in data.epochs(2):
+            for step in epoch:
+                for _ in step:
+                    pass
+                path = f"run/ledger/shard-0/rank-0000{{rank}}.bin"
+                if step.number == 12 and rank == 0:
+                    {action}
+            # saves
+"""
+
 RUNS = [
     trained(
         "shuffle differs by rank",
@@ -816,6 +831,28 @@ RUNS = [
     open("run/ledger/shard-0/shard.json", "w").write("{")
     train(range(10))
 """,
+    ),
+    trained(
+        "the ledger is removed during training",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it: let only one run",
+        DURING.format(action="os.unlink(path)"),
+    ),
+    trained(
+        "the ledger is cut off during training",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="os.truncate(path, 100)"),
+    ),
+    trained(
+        "another process writes to the ledger",
+        "the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="open(path, 'ab').write(bytes(32))"),
+    ),
+    trained(
+        "the ledger is removed before a checkpoint",
+        "rank 0: the ledger .*rank-00000.bin was removed or changed while this run wrote it",
+        DURING.format(action="os.unlink(path)").replace(
+            "# saves", "epoch.number and run.checkpoint('saved', data=data).save()"
+        ),
     ),
     trained(
         "numpy numbers",

@@ -190,9 +190,7 @@ class ShardLedger:
         if self._filled and self._file < 0:
             raise LedgerError(f"the ledger {self._path} is closed: no more records can be added")
         if self._filled:
-            self._add_check()
-            self._unwritten += memoryview(self._buffer)[: self._filled]
-            self._filled = 0
+            self._complete_records()
         earlier_error, self._write_error = self._write_error, None
         try:
             while self._unwritten:  # bytes that the disk does not accept stay there for the next attempt
@@ -214,8 +212,14 @@ class ShardLedger:
             if self._write_error is not None:
                 raise self._write_error
             os.fsync(self._file)
+            found = os.fstat(self._file)
         except OSError as error:
             raise self._cannot_write(error) from error
+        if not found.st_nlink or found.st_size != self._records * RECORD_BYTES:
+            raise LedgerError(
+                f"the ledger {self._path} was removed or changed while this run wrote it: let only one run write to a "
+                "folder, and start again in a new one"
+            )
 
     def close(self, failed: bool = False) -> None:
         """Write all records and the end; with `failed` the audit allows ranks to differ by a step."""
@@ -274,25 +278,24 @@ class ShardLedger:
         _STRUCT.pack_into(self._buffer, self._filled, *values)
         self._filled += RECORD_BYTES
 
-    def _add_check(self) -> None:
-        """Complete the records in the buffer, and add one with the running hash over all records of the file."""
+    def _complete_records(self) -> None:
+        """Move the records in the buffer to those to write, and add one with the running hash over the full file."""
         filled = self._filled
         records = np.frombuffer(self._buffer, dtype=RECORD, count=filled // RECORD_BYTES)
         records["checksum"] = checksums(records)
         is_trained = records["kind"] == RecordKind.TRAINED
-        trained = np.flatnonzero(is_trained)
-        if trained.size:
-            last = records[trained[-1]]
+        if is_trained.any():
+            last = records[np.flatnonzero(is_trained)[-1]]
             self._trained_until = int(last["epoch"]), int(last["step"]) + 1
             self._samples += int(records["count"][is_trained & has_weight(records)].sum(dtype=np.int64))
         self._hash = running_hash(self._hash, self._unhashed, memoryview(self._buffer)[:filled])
         self._records, self._unhashed = self._records + len(records) + 1, b""
-        before = (self._records - 1) % (1 << 32)
-        values = (RecordKind.CHECK, 0, self.generation, *self._trained_until, self._hash, before, 1.0, self._rank)
-        _STRUCT.pack_into(self._buffer, filled, *values)
+        fields = *self._trained_until, self._hash, (self._records - 1) % (1 << 32), 1.0, self._rank
+        _STRUCT.pack_into(self._buffer, filled, RecordKind.CHECK, 0, self.generation, *fields)
         check = np.frombuffer(self._buffer, dtype=RECORD, count=1, offset=filled)
         check["checksum"] = checksums(check)
-        self._filled = filled + RECORD_BYTES
+        self._unwritten += memoryview(self._buffer)[: filled + RECORD_BYTES]
+        self._filled = 0
 
     def _cannot_write(self, error: OSError) -> LedgerError:
         return LedgerError(
@@ -525,8 +528,7 @@ def _read_file(path: Path, rank: int, faults: list[Fault], notes: list[str]) -> 
         others = tuple(int(other) for other in np.unique(foreign))
         text = f"{path.name}: {foreign.size} record{'s' * (foreign.size > 1)} of {format_ranks(others)}"
         faults.append(Fault("corrupt file", text, ranks=(rank, *others)))
-    starts = own[own["kind"] == RecordKind.START]
-    if (starts["weight"] == VERSION).any():
+    if (own["weight"][own["kind"] == RecordKind.START] == VERSION).any():
         # What follows the last CHECK was cut off in the middle of a write: the process has not ended its file.
         tail = np.arange(len(own)) >= max(hashes, default=0) - corrupt.size
         own = own[~(tail & (own["kind"] == RecordKind.END))]
