@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISFIFO
 from typing import IO, Any, Final
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -18,6 +19,9 @@ _CAUSES: Final = {
     errno.EROFS: "the disk is read-only: choose another folder",
     errno.ENOTDIR: "a file is where a folder is needed: choose another folder",
     errno.EISDIR: "a folder is where a file is needed: choose another folder",
+    errno.EEXIST: "a file is where a folder is needed: choose another folder",
+    errno.ELOOP: "a symbolic link leads to itself: remove it",
+    errno.ESPIPE: "a pipe is where a file is needed: remove it",
     errno.EFBIG: "the file would exceed the size limit: raise the limit (ulimit -f)",
 }
 
@@ -136,6 +140,8 @@ class AppendFile:
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if S_ISFIFO(os.fstat(self._file).st_mode):
+            raise OSError(errno.ESPIPE, "a pipe")  # writing would block when its buffer is full
         if self._is_text and (size := os.fstat(self._file).st_size) and os.pread(self._file, 1, size - 1) != b"\n":
             _write_all_or_nothing(self._file, b"\n")  # an earlier writer was killed within its last line
         return self._file

@@ -664,3 +664,30 @@ def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_is_inc
         "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same "
         "data"
     )
+
+
+@pytest.mark.parametrize("size", [1, RECORD_BYTES, 2 * RECORD_BYTES, 5 * RECORD_BYTES])
+def test_a_stream_whose_end_is_cut_off_on_all_ranks_is_incomplete(tmp_path, size):
+    simulate_stream(tmp_path)
+    assert audit_train(tmp_path).verdict == "sound"
+    for rank in range(3):
+        os.truncate(file_of(tmp_path, rank), file_of(tmp_path, rank).stat().st_size - size)
+    assert audit_train(tmp_path).verdict == "incomplete"
+    assert "the run has not ended" in only_missing(tmp_path).text
+
+
+def test_an_epoch_of_a_stream_without_records_is_a_fault(tmp_path):
+    simulate_stream(tmp_path)
+    for rank in range(3):
+        edit(tmp_path, rank, lambda records: records[(records["kind"] != RecordKind.TRAINED) | (records["epoch"] != 0)])
+    assert only_fault(tmp_path, "never counted").text == "epoch 0: no sample counted"
+
+
+def test_starts_that_have_no_records_are_missing(tmp_path):
+    simulate(tmp_path, DESCRIPTION, Generation(2, 0, 5), Generation(2, 5, 5), Generation(2, 10, 5))
+    for rank in range(2):
+        edit(tmp_path, rank, lambda records: records[records["generation"] != 1])
+    report = audit_train(tmp_path)
+    assert report.verdict == "faulty"  # the samples of that start are gone, too
+    assert only_missing(tmp_path).text == "the run was started 3 times, and there are no records of generation 1"
+    assert only_fault(tmp_path, "never counted").count == 50

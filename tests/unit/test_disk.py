@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_a_console_on_a_full_disk_does_not_raise():
         console.print("hello")
     console.print("again")
     stream.close()  # does not raise, since nothing is left in its buffer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "a pipe is where a file is needed: remove it"),
+        (Path.mkdir, "a folder is where a file is needed: choose another folder"),
+        (lambda path: path.symlink_to(path.name), "a symbolic link leads to itself: remove it"),
+    ],
+)
+def test_a_log_file_that_is_something_else_is_reported_and_never_blocks(make, reason, tmp_path):
+    make(tmp_path / "log")
+    warnings: list[str] = []
+    file = AppendFile(tmp_path / "log", warnings.append)
+    for _ in range(3):
+        file.append(b"x" * 100_000)  # more than a pipe holds
+    file.close()
+    assert warnings[0].startswith(f"{tmp_path}/log cannot be written: {reason}; training continues")
+    assert warnings[1:] == [f"{tmp_path}/log lacks its last 3 record(s): {reason}"]
 
 
 # The lock

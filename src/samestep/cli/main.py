@@ -142,6 +142,9 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         names = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         _print_error(f"{names or type(error).__name__}: {describe_os_error(error)}")
         return 2
+    except MemoryError:
+        _print_error("not enough memory: free some, or raise the limit of this process (ulimit -v)")
+        return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0

@@ -87,6 +87,8 @@ def copy_recipe(name: str, target: Path | None) -> None:
             folder, target = target, target / source.name
         elif target.suffix != ".py":
             folder, other = target, "pass a file name that ends in .py"
+        if folder.exists() and not folder.is_dir():
+            raise LaunchError(f"{folder} is not a folder: {other}")
         if not folder.is_dir():
             create = f"create it with `mkdir -p {quote(str(folder))}`"
             raise LaunchError(f"the folder {folder} does not exist: {create}, or {other}")

@@ -316,6 +316,7 @@ class _ShardAudit(_LedgerAudit):
             start, previous = begin_step if epoch == begin_epoch else 0, epoch
             stop = self._steps_in_epoch(records) if epoch < end_epoch else end_step
             if stop <= start and not len(records):
+                self._check_skipped(epoch, epoch + (epoch < end_epoch and not start))  # only in a stream
                 continue  # it has not begun
             checked = records[(records["step"] >= start) & (records["step"] < stop)]
             reports.append(EpochReport(epoch, epoch < end_epoch, max(0, stop - start), count_samples(checked)))
