@@ -173,6 +173,66 @@ def test_a_stream_that_fails_does_not_end_training(fault: Fault, tmp_path: Path)
     check(fault, tmp_path)
 
 
+# Homes
+
+NO_HOME = """
+    import os, pwd, sys
+    def unknown(_):
+        raise KeyError
+    pwd.getpwuid = unknown
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        os.environ.pop(name, None)
+    os.environ.update({variables})
+    from samestep.cli.main import main
+    sys.exit(main({arguments}))
+"""
+HOMES = [
+    Fault(
+        "no home directory",
+        "your user id [0-9]+ has no home directory for the list of submitted jobs: set XDG_STATE_HOME or HOME",
+        code=2,
+        script=NO_HOME.format(variables={}, arguments=["jobs"]),
+    ),
+    Fault(
+        "home directory that does not exist",
+        "no jobs submitted yet.*jobs are listed in /nowhere/.local/state/samestep/jobs.jsonl",
+        code=0,
+        script=NO_HOME.format(variables={"HOME": "/nowhere"}, arguments=["jobs"]),
+    ),
+    Fault(
+        "cache folder that is a file",
+        "The calibration cannot be saved to /dev/null/samestep .*Set XDG_CACHE_HOME to a folder that you can write to",
+        code=2,
+        script=NO_HOME.format(variables={"XDG_CACHE_HOME": "/dev/null"}, arguments=["plan", "--calibrate"]),
+    ),
+    Fault(
+        "relative state folder and no home directory",
+        "has no home directory for the list of submitted jobs",
+        code=2,
+        script=NO_HOME.format(variables={"XDG_STATE_HOME": "here", "HOME": ""}, arguments=["jobs"]),
+    ),
+    Fault(
+        "list of jobs is a folder",
+        "the list of submitted jobs .*jobs.jsonl is not a file: remove it",
+        code=2,
+        script=NO_HOME.format(variables={"XDG_STATE_HOME": "."}, arguments=["jobs"]).replace("'.'", "os.getcwd()"),
+        prepare=lambda folder: (folder / "samestep" / "jobs.jsonl").mkdir(parents=True),
+    ),
+]
+
+
+@cases(HOMES)
+def test_a_home_that_cannot_be_used_is_named(fault: Fault, tmp_path: Path):
+    check(fault, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_reader_is_gone_ends_with_the_exit_code_of_the_training(tmp_path: Path):
+    (tmp_path / "train.py").write_text("for i in range(100_000): print(i)\nraise SystemExit(5)")
+    command = "samestep run --nproc-per-node 1 train.py 2> err | head -1; echo ${PIPESTATUS[0]}; grep -c Traceback err"
+    check(Fault("", r"^0 5 0$", code=1, command=command), tmp_path)
+
+
 # Ctrl-C
 
 

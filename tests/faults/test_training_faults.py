@@ -107,11 +107,10 @@ with Run(global_batch=4, start_timeout=30, step_timeout=6) as run:
 """)
 
 
-RULE = r"every rank must make the same calls in the same order \(is one of them under `if run.is_main:`\?\)"
 COLLECTIVES = [
-    Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 failed: .* at train\.py:\d+ in all_reduce", 1,
+    Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 .* at train\.py:\d+ in all_reduce", 1,
           alone("if run.is_main: dist.all_reduce(torch.ones(5))"), 2),
-    Fault("broadcast of torch on one rank, then run.mean", rf"rank 0 .* at train\.py:\d+ in broadcast.*{RULE}", 1,
+    Fault("broadcast of torch on one rank, then run.mean", r"rank 0 .* at train\.py:\d+ in broadcast", 1,
           alone("if run.is_main: dist.broadcast(torch.ones(3), 0)\n            run.mean([1])"), 2),
     Fault("barrier of torch on one rank, in a group of the script", r"rank 0 .* at train\.py:\d+ in barrier", 1,
           alone("if run.is_main: dist.barrier()\n            run.barrier()", 'dist.init_process_group("gloo")'), 2),

@@ -156,7 +156,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
         settings |= {"rank": _static_rank(options, fewest, most)}
     else:
         endpoint = _dynamic_endpoint(options, backend, most)
-    if _parse_port(endpoint) == 0 and (most > 1 or backend == "static"):
+    if _parse_port(endpoint) == 0 and (fewest > 1 or backend == "static"):
         raise LaunchError(
             f"{endpoint} has port 0, which means any free port, so other processes cannot know it: pass a port "
             "from 1 to 65535, the same on every node"

@@ -171,7 +171,7 @@ def _ddp(
 ) -> DistributedDataParallel:
     ignore_in_ddp(model, frozen)
     _copy_sparse_gradients(model)
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=comm.group,
@@ -180,6 +180,10 @@ def _ddp(
         gradient_as_bucket_view=True,
         **no_buffer_broadcast(),  # pyright: ignore[reportArgumentType]  # one option, by the name this torch has
     )
+    # Its reducer keeps the group above. torch copies a wrapped model, as for a moving average, only if this attribute
+    # is the default group.
+    wrapped.process_group = dist.group.WORLD
+    return wrapped
 
 
 def _copy_sparse_gradients(model: nn.Module) -> None:
