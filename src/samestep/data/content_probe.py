@@ -1,9 +1,11 @@
-"""Probes of the data: whether all ranks and all starts of a run read the same samples.
+"""Probes and descriptions of the data: whether all ranks and all starts of a run read the same samples.
 
 A few samples of a dataset, or the first records of a stream, are reduced to a `Probe`: a checksum of what must be equal
 (types, shapes, integers, strings) and two numbers that summarize all floating-point values. Ranks on different CPUs may
 round differently, so these two are compared with a tolerance. Ranks compare their probes once, before the first step.
 The ledger keeps them, and the audit compares them across ranks and starts.
+
+shard.json describes a shard next to its records. summary.json and checkpoints describe how far the files are written.
 """
 
 import dataclasses
