@@ -345,6 +345,19 @@ LAUNCHES = [
         code=-signal.SIGKILL,
         ranks=2,
     ),
+    Fault(
+        "killed launcher, second launch of its process",
+        "",
+        code=-signal.SIGKILL,
+        script="""
+            import os, signal, subprocess
+            from samestep.environment.processes import OrphanGuard, launcher_variable
+            os.environ.update(launcher_variable())  # as the first launch did
+            OrphanGuard().start()
+            subprocess.Popen(["sleep", "300"], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    ),
     launch(
         "stopped rank",
         """

@@ -40,6 +40,8 @@ while found:
     time.sleep(seconds)
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
+        if int(name) == os.getpid():
+            continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 if mark in file.read().split(b"\\0"):
@@ -152,9 +154,11 @@ class OrphanGuard:
         """Start the process, in a session of its own, so that a signal to the launcher's group does not end it."""
         if sys.platform == "linux":
             mark = f"{LAUNCHER}={own_variable()}"
+            # An earlier launch of this process, or a launcher whose rank this process is, has set the variable.
+            environ = {name: value for name, value in os.environ.items() if name != LAUNCHER}
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD_CODE, mark, str(_NOTICE_SECONDS)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", env=environ,
                 start_new_session=True,
             )  # fmt: skip
 
