@@ -304,6 +304,14 @@ ENDED = "samestep: all ranks have ended, so the launcher has ended what they lef
 FIRST = "<- first failure.*rank [0-9] on .*, "
 OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
 OTHER_NAME = "import ctypes, socket; ctypes.CDLL(None).unshare(0x04000000); socket.sethostname('no-such-name')"
+# Without CAP_KILL, root may signal its own processes only, as a launcher whose rank used sudo.
+NO_CAP_KILL = """
+import ctypes
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capget(header, sets) == 0
+sets[0] &= ~(1 << 5)
+assert ctypes.CDLL(None).capset(header, sets) == 0
+"""
 LAUNCHES = [
     launch("child after success", "subprocess.Popen(['sleep', '50'])", ENDED, code=0),
     launch("child in its own session", "subprocess.Popen(['sleep', '50'], start_new_session=True)", ENDED, code=0),
@@ -357,6 +365,16 @@ LAUNCHES = [
             subprocess.Popen(["sleep", "300"], start_new_session=True)
             os.kill(os.getpid(), signal.SIGKILL)
         """,
+    ),
+    launch(
+        "process of another user",
+        """
+            loop = f"while [ -d /proc/{os.getppid()} ]; do sleep 0.1; done"
+            subprocess.Popen(["sh", "-c", loop], user=65534, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            """,
+        "all ranks have ended, but the launcher cannot end what they left running: process [0-9]+, ",
+        code=0,
+        before=NO_CAP_KILL,
     ),
     launch(
         "stopped rank",

@@ -92,12 +92,13 @@ def terminate_descendants(exclude: Collection[int], timeout: float) -> list[psut
     """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left; returns them.
 
     A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
-    it after a few seconds.
+    it after a few seconds. A process of another user, for example of `sudo`, survives too; the call does not wait for
+    it. `process_is_gone` tells which are left.
     """
     found = kill_descendants(exclude, signal.SIGTERM)
-    psutil.wait_procs(found, timeout=timeout)
+    psutil.wait_procs(filter(_may_signal, found), timeout=timeout)
     for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
-        processes = kill_descendants(exclude)
+        processes = [process for process in kill_descendants(exclude) if _may_signal(process)]
         if not processes:
             break
         psutil.wait_procs(processes, timeout=1.0)
@@ -117,12 +118,25 @@ def kill_descendants(exclude: Collection[int] = (), number: signal.Signals = sig
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue."""
+    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue.
+
+    Processes of other users are skipped.
+    """
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
             if number == signal.SIGTERM:
                 os.kill(pid, signal.SIGCONT)
+
+
+def _may_signal(process: psutil.Process) -> bool:
+    try:
+        os.kill(process.pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # it has ended
+        pass
+    return True
 
 
 def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
