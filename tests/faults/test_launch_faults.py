@@ -130,7 +130,10 @@ def service(answer: Callable[[socket.socket], object]) -> Iterator[int]:
 @pytest.mark.parametrize("name", SERVICES)
 def test_another_service_at_the_port_of_rank_0_is_noticed(name, tmp_path):
     with service(SERVICES[name]) as port:
-        says = f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not"
+        says = (
+            f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not "
+            rf"answer like a store of torch \((no answer|torch says: \S.*)\): set MASTER_PORT"
+        )
         environment = {**TWO, "MASTER_PORT": str(port)}
         check(Fault(name, says, script=RUN, environment=environment), tmp_path)
 
@@ -496,6 +499,21 @@ LAUNCHES = [
            """,
         "the guard is gone",
         code=0,
+    ),
+    Fault(
+        "stopped guard",
+        "the guard is gone",
+        code=0,
+        script="""
+            import os, signal
+            from samestep.environment.processes import OrphanGuard, kill_descendants
+            guard = OrphanGuard()
+            guard.start()
+            assert len(kill_descendants(number=signal.SIGSTOP)) == 1
+            guard.stop()
+            assert not kill_descendants()
+            print("the guard is gone")
+        """,
     ),
     launch(
         "rank that becomes a daemon",

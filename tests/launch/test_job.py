@@ -2,6 +2,7 @@
 
 import re
 import socket
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from samestep.environment.bf16_probe import Bf16Support
 from samestep.errors import LaunchError
+from samestep.launch import agent
 from samestep.launch.job import Job, choose_variables, count_processes, folder_name
 from samestep.launch.rendezvous import (
     Rendezvous,
@@ -280,3 +282,15 @@ def test_invalid_rendezvous_options_are_rejected(options: RendezvousOptions, mes
 def test_a_static_rendezvous_has_a_fixed_number_of_nodes():
     chosen = choose_rendezvous(RendezvousOptions(nodes="3", address="a", node_rank=1), "generated")
     assert chosen == Rendezvous("static", "a:29500", "samestep", {"rank": 1}, 3, 3, None)
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_a_service_that_is_not_etcd_is_named(backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent, "connect_unless_silent", lambda *_: None)  # the client of etcd is not installed
+    options = RendezvousOptions(nodes="2", backend=backend, endpoint="127.0.0.1:2379")
+    with pytest.raises(LaunchError) as caught:
+        agent._worker_spec(replace(job(), rendezvous=choose_rendezvous(options, "generated")))
+    assert str(caught.value) == (
+        "the process that listens at 127.0.0.1:2379 does not answer like etcd: pass the address and the client port of "
+        "the etcd server to --rdzv-endpoint, or use --rdzv-backend c10d"
+    )

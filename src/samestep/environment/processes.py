@@ -31,6 +31,7 @@ _USUAL_FILES: Final = 4096
 _SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
+_GUARD_SECONDS: Final = 5.0  # that the guard gets to end
 # Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
 _GUARD_CODE: Final = """
 import os, signal, sys, time
@@ -179,8 +180,13 @@ class OrphanGuard:
     def stop(self) -> None:
         """End the process: the launcher has ended all others."""
         if self._process is not None:
-            with suppress(BrokenPipeError):  # someone has killed it
-                self._process.communicate(b".")
+            try:
+                self._process.communicate(b".", timeout=_GUARD_SECONDS)
+            except BrokenPipeError:  # someone has killed it
+                pass
+            except subprocess.TimeoutExpired:  # someone has stopped it
+                self._process.kill()
+                self._process.communicate()
             self._process = None
 
 
