@@ -216,7 +216,8 @@ OPTIONS = [
     command_line("endpoint that does not resolve", "run", "--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:9",
                  "--rdzv-conf", "read_timeout=1", "train.py",
                  says="the launcher cannot reach its rendezvous at no-such-host.invalid:9: the host name "
-                 r"no-such-host.invalid cannot be resolved \(.*\); pass an address that every node can reach"),
+                 r"no-such-host.invalid cannot be resolved \(.*\); pass an address that every node can "
+                 "reach, or wait longer than 1 s for it with --rdzv-conf join_timeout=600"),
     command_line("master that does not resolve", "run", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a..b",
                  "--rdzv-conf", "read_timeout=1", "train.py", says="the host name a..b cannot be resolved"),
     command_line("endpoint with a port of 5,000 digits", "run", "--nnodes", "2", "--rdzv-endpoint", f"a:{NUMBER}",
@@ -436,7 +437,7 @@ LAUNCHES = [
     launch(
         "exit code of a killed subprocess",
         "sys.exit(subprocess.run(['sh', '-c', 'kill -TERM $$']).returncode)",
-        f"{FIRST}exit code 241: as of sys.exit with the return code of a subprocess that SIGTERM has killed",
+        f"{FIRST}exit code 241: `sys.exit` got the return code of a subprocess that SIGTERM killed",
         code=241,
     ),
     launch("exit code -1", "sys.exit(-1)", f"{FIRST}exit code 255; it printed nothing", code=255),

@@ -15,6 +15,7 @@ from samestep.launch.job import Job, choose_variables, count_processes, folder_n
 from samestep.launch.rendezvous import (
     Rendezvous,
     RendezvousOptions,
+    check_route,
     choose_rendezvous,
     find_endpoint,
     host_on_this_node,
@@ -294,3 +295,16 @@ def test_a_service_that_is_not_etcd_is_named(backend: str, monkeypatch: pytest.M
         "the process that listens at 127.0.0.1:2379 does not answer like etcd: pass the address and the client port of "
         "the etcd server to --rdzv-endpoint, or use --rdzv-backend c10d"
     )
+
+
+def test_a_join_timeout_is_also_the_time_to_wait_for_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch):
+    resolve, attempts = socket.getaddrinfo, []
+
+    def resolve_late(host: str, *arguments: object, **options: object) -> object:
+        attempts.append(host)
+        return resolve("127.0.0.1" if len(attempts) > 3 else host, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    options = RendezvousOptions(nodes="2", endpoint="pod-0.invalid:29400", settings="read_timeout=1,join_timeout=600")
+    check_route(choose_rendezvous(options, "generated"))
+    assert attempts == ["pod-0.invalid"] * 4

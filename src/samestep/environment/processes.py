@@ -238,7 +238,7 @@ def own_variable() -> str:
 
 
 def open_run_variable(rank: int, size: int, port: int) -> str:
-    """The value of OPEN_RUN: this process and its place among the ranks."""
+    """The value of OPEN_RUN: this process, its rank, the world size and the port."""
     return f"{own_variable()} {rank}/{size}/{port}"
 
 

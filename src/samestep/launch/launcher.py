@@ -51,8 +51,8 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
 
-        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, also none that a rank has
-        started in the background.
+        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, and no process
+        that a rank started in the background, unless it belongs to another user.
         """
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
