@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from threading import Thread
 import psutil
 import pytest
 
+from samestep import __version__
 from samestep.__main__ import main as start
 from samestep.cli.main import OutputStream
 from samestep.launch.slurm import SubmittedJob, add_to_job_list
@@ -33,7 +35,7 @@ STREAMS = [
     Fault("all streams are closed", r"^$", code=2, command="samestep audit nowhere <&- >&- 2>&-"),
     Fault("stdout is full", f"^{FULL}$", code=1, command="samestep --version > /dev/full"),
     Fault("stdout is full and the table of rich is cut", FULL, code=1, command="samestep recipe list > /dev/full"),
-    Fault("stderr is full", r"^samestep 0\.1\.0$", code=0, command="samestep --version 2> /dev/full"),
+    Fault("stderr is full", f"^samestep {re.escape(__version__)}$", code=0, command="samestep --version 2> /dev/full"),
     Fault("stderr is full and an error is lost", r"^$", code=2, command="samestep nonsense 2> /dev/full"),
     Fault("both are full", r"^$", code=1, command="samestep --version > /dev/full 2>&1"),
     Fault("the reader of a pipe is gone", r"^141$", code=0, command="samestep --help | true; echo ${PIPESTATUS[0]}"),
@@ -48,7 +50,7 @@ STREAMS = [
             f"table with characters that the terminal cannot print: {variables}",
             r"caf(\\xe9|\ufffd) \\u2192 .* /\\udcff",
             code=0,
-            command=f"{variables} PATH=$(dirname $(which samestep)) XDG_STATE_HOME=$PWD samestep jobs",
+            command=f"{variables} PATH=$(dirname $(command -v samestep)) XDG_STATE_HOME=$PWD samestep jobs",
             prepare=lambda folder: add_to_job_list(folder / "samestep" / "jobs.jsonl", UNPRINTABLE),
         )
         for variables in ("PYTHONIOENCODING=ascii", "PYTHONIOENCODING=latin-1", "LC_ALL=C PYTHONUTF8=0")
@@ -189,6 +191,13 @@ NO_HOME = """
 """
 HOMES = [
     Fault(
+        "launch without a home directory",
+        "trained",
+        code=0,
+        script=NO_HOME.format(variables={}, arguments=["run", "--nproc-per-node", "1", "--folder", "kept", "rank.py"]),
+        prepare=lambda folder: (folder / "rank.py").write_text("print('trained')"),
+    ),
+    Fault(
         "no home directory",
         "your user id [0-9]+ has no home directory for the list of submitted jobs: set XDG_STATE_HOME or HOME",
         code=2,
@@ -250,7 +259,8 @@ def interrupt(arguments: list[str], folder: Path, started: str, **variables: str
         deadline = time.monotonic() + 120
         while not (folder / started).exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # it has ended before, as its exit code and error show
+            os.killpg(process.pid, signal.SIGINT)
         error = process.communicate(timeout=120)[1]
         return process.returncode, error
     finally:

@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 from uuid import uuid4
@@ -18,14 +21,37 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from tests.elastic.conftest import NEEDED
 from tests.faults.harness import Fault, cases, check
 from tests.launch.launched import MARK, variable, wait_for
 
 NUMBER = "7" * 5000
-IS_ROOT = os.geteuid() == 0
+PRIVILEGED = """
+import ctypes, os
+assert ctypes.CDLL(None).unshare(0x40000000 | 0x04000000) == 0  # the namespaces of network and host name
+os.setuid(65534)
+"""
+
+
+@cache
+def why_not() -> str | None:
+    """Why namespaces and users cannot be changed here, or None; in CI, where they must be, the tests fail instead."""
+    if NEEDED in os.environ:
+        return None
+    probe = subprocess.run([sys.executable, "-I", "-S", "-c", PRIVILEGED], capture_output=True, check=False)
+    return "needs root with CAP_SYS_ADMIN and CAP_SETUID" if probe.returncode else None
+
+
+def privileged(faults: list[Fault]) -> list[Fault]:
+    """The same faults; those that need root are skipped without it."""
+    return [replace(each, why_not=why_not()) if re.search("setuid|unshare|capset", each.script) else each
+            for each in faults]  # fmt: skip
+
+
 RUN = """
     from samestep import Run
     with Run(global_batch=4, start_timeout=2) as run:
+        run.shard([1, 2, 3, 4])
         print("trained on", run.size)
 """
 NO_PORT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -66,6 +92,7 @@ VARIABLES = [
         )
         for name, value in [
             ("DEADLINE", "soon"), ("DEADLINE", "nan"), ("DEADLINE", "-1"), ("DEADLINE", NUMBER),
+            ("OOM_RETRIES", "few"), ("OOM_RETRIES", "65"), ("OOM_RETRIES", NUMBER),
             ("LAST_STEP", "many"), ("LAST_STEP", "-1"), ("LAST_STEP", NUMBER),
         ]
     ),
@@ -166,12 +193,11 @@ NO_NETWORK = [
             environment={**TWO, "RANK": rank},
         )
         for rank in ("0", "1")
-        if IS_ROOT
     ),
 ]  # fmt: skip
 
 
-@cases(NO_NETWORK)
+@cases(privileged(NO_NETWORK))
 def test_without_a_way_to_rank_0_the_cause_is_named(fault, tmp_path):
     check(fault, tmp_path)
 
@@ -288,7 +314,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@cases([fault for fault in OPTIONS if IS_ROOT or not re.search("setuid|unshare", fault.script)])
+@cases(privileged(OPTIONS))
 def test_a_bad_command_line_is_one_sentence(fault, tmp_path):
     ended = check(fault, tmp_path)
     assert "Traceback" not in ended.outputs[0]
@@ -307,7 +333,9 @@ def launch(
 ENDED = "samestep: all ranks have ended, so the launcher has ended what they left running: process [0-9]+"
 FIRST = "<- first failure.*rank [0-9] on .*, "
 OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
-OTHER_NAME = "import ctypes, socket; ctypes.CDLL(None).unshare(0x04000000); socket.sethostname('no-such-name')"
+OTHER_NAME = (
+    "import ctypes, socket; assert ctypes.CDLL(None).unshare(0x04000000) == 0; socket.sethostname('no-such-name')"
+)
 # Without CAP_KILL, root may signal its own processes only, as a launcher whose rank used sudo.
 NO_CAP_KILL = """
 import ctypes
@@ -410,17 +438,6 @@ LAUNCHES = [
         "crash in native code",
         "import ctypes; ctypes.string_at(0)",
         f"{FIRST}killed by SIGSEGV: a crash in native",
-        code=139,
-    ),
-    launch(
-        "endless recursion in native code",
-        """
-           sys.setrecursionlimit(10**9)
-           class Endless:
-               def __repr__(self): return repr(self)
-           repr(Endless())
-           """,
-        f"{FIRST}killed by SIGSEGV: a crash in native code",
         code=139,
     ),
     launch("abort", "os.abort()", f"{FIRST}killed by SIGABRT: native code aborted", code=134),
@@ -537,7 +554,7 @@ LAUNCHES = [
 
 
 @pytest.mark.slow
-@cases([fault for fault in LAUNCHES if IS_ROOT or not re.search("setuid|unshare", fault.script)])
+@cases(privileged(LAUNCHES))
 def test_a_launch_ends_with_its_sentence_and_leaves_no_process(fault, tmp_path):
     mark = uuid4().hex
     try:
@@ -589,7 +606,7 @@ RANKS = [
             if os.environ["RANK"] == "1":
                 os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
             from samestep import Run
-            with Run(global_batch=4, start_timeout=2 + 60 * (os.environ["RANK"] == "1")):
+            with Run(global_batch=4, start_timeout=15 + 60 * (os.environ["RANK"] == "1")):
                 pass
         """,
     ),
@@ -711,3 +728,42 @@ def test_another_service_at_the_endpoint_of_the_launchers_is_noticed(name, optio
         says = f"the process that listens at 127.0.0.1:{port} is not a launcher, since it does not answer like a store"
         fault = command_line(name, "run", "--nnodes", "2", *arguments, "broken.py", says=says)
         check(replace(fault, prepare=lambda folder: (folder / "broken.py").touch()), tmp_path)
+
+
+WITHOUT_TIMEOUT = dedent(RUN.replace(", start_timeout=2", ""))
+HANGS = [
+    Fault("a host name that does not resolve", "rank 1 cannot reach rank 0: the host name no-such-host.invalid cannot",
+          script=WITHOUT_TIMEOUT,
+          environment={**TWO, "MASTER_ADDR": "no-such-host.invalid", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}),
+    Fault("no loopback network", "rank 1 cannot reach rank 0: this machine has no route to 127.0.0.1",
+          script=f"import ctypes; assert ctypes.CDLL(None).unshare(0x40000000) == 0\n{WITHOUT_TIMEOUT}",
+          environment=TWO),
+    Fault("12 open files", "rank 1 cannot connect 2 ranks: this process may open 12 files",
+          script=f"{OPEN_FILES}\n{WITHOUT_TIMEOUT}", environment=TWO),
+    replace(command_line("an endpoint that does not resolve", "run", "--nnodes", "2", "--rdzv-endpoint",
+                         "no-such-host.invalid:9", "x.py", says="or wait longer than 15 s for it with --rdzv-conf"),
+            prepare=lambda folder: (folder / "x.py").touch()),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@cases(privileged(HANGS))
+def test_what_once_hung_ends_with_the_default_timeouts(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_silent_service_at_the_port_of_rank_0_is_noticed_with_the_default_timeouts(tmp_path):
+    with service(stay_silent) as port:
+        environment = {**TWO, "MASTER_PORT": str(port)}
+        says = f"the process that listens at 127.0.0.1:{port} is not rank 0 of this job"
+        check(Fault("", says, script=WITHOUT_TIMEOUT, environment=environment), tmp_path)
+
+
+@cases([
+    Fault(f"{name} of {len(value)} characters", "trained on 1", code=0, script=RUN, environment={name: value})
+    for name in ("SAMESTEP_LAUNCHER", "SAMESTEP_OPEN_RUN")
+    for value in ("", "nobody", "-1 x", NUMBER, f"{NUMBER} pid:[1] 0/1/2")
+])  # fmt: skip
+def test_garbage_about_ancestors_means_that_there_is_none(fault, tmp_path):
+    check(fault, tmp_path)
