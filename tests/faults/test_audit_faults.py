@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from samestep.cli.main import main
-from samestep.data.content_probe import FileState, describe_files
-from samestep.data.ledger import RECORD, RECORD_BYTES, RecordKind, read_ledger
+from samestep.data.ledger import RECORD, RECORD_BYTES, FileState, RecordKind, describe_files
+from samestep.data.ledger_reader import read_ledger
 from samestep.errors import LedgerError
 from tests.faults.harness import Fault, cases, check
 from tests.unit.simulated_ledgers import (

@@ -16,16 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.audit import ShardReport
-from samestep.data.content_probe import ShardDescription
-from samestep.data.ledger import (
-    BUFFER_RECORDS,
-    RECORD,
-    RECORD_BYTES,
-    Fault,
-    Missing,
-    RecordKind,
-    next_generation,
-)
+from samestep.data.ledger import BUFFER_RECORDS, RECORD, RECORD_BYTES, RecordKind, ShardDescription, next_generation
+from samestep.data.ledger_reader import Fault, Missing
 from samestep.data.partition import EvaluationPartition, Partition, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from tests.unit.simulated_ledgers import (

@@ -20,9 +20,18 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.content_probe import OPTIONS, VERSION, Described, FileState, hash_option, read_described
 from samestep.data.ledger import (
     BUFFER_RECORDS,
+    OPTIONS,
+    VERSION,
+    Described,
+    FileState,
+    RecordKind,
+    Records,
+    has_weight,
+    hash_option,
+)
+from samestep.data.ledger_reader import (
     STEP_BITS,
     Fault,
     FaultKind,
@@ -31,14 +40,12 @@ from samestep.data.ledger import (
     Missing,
     Position,
     RankFile,
-    RecordKind,
-    Records,
     count_samples,
     format_ranks,
-    has_weight,
+    read_described,
     read_ledger,
     read_probe,
-)  # fmt: skip
+)
 from samestep.data.partition import Positions, Ranges, find_gaps, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError

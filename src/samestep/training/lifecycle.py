@@ -15,8 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep import __version__
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
-from samestep.data.content_probe import describe_files
-from samestep.data.ledger import next_generation
+from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device

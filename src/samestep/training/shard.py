@@ -16,14 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content_probe import (
-    Probe,
-    ShardDescription,
-    check_same_options,
-    check_same_samples,
-    hash_values,
-    probe_indices,
-)
+from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
+from samestep.data.ledger import ShardDescription
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder

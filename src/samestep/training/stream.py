@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from samestep.data.content_probe import ShardDescription, check_same_options, check_same_records, check_same_workers
+from samestep.data.content_probe import check_same_options, check_same_records, check_same_workers
+from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.sample_rng import evaluation_batch
