@@ -114,7 +114,7 @@ class HDF5Dataset(Dataset[tuple[object, ...]]):
     def _check_unchanged(self) -> None:
         """Raise if the file was changed or replaced: HDF5 would return other rows, or zeros after a truncation."""
         if (now := _file_version(self._path)) != self._version:
-            before, after = (f"{version[1]} bytes" if version else "no file" for version in (self._version, now))
+            before, after = (f"{version[0]} bytes" if version else "no file" for version in (self._version, now))
             raise DataError(
                 f"{self._path} was changed or replaced during the run ({before} at its start, {after} now): start the "
                 "run again with the complete file, and do not write to it while a run reads it"
@@ -155,13 +155,13 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _file_version(path: Path) -> tuple[int, int, int] | None:
-    """What changes with the content of a file: its inode, size and time of modification; None if there is no file."""
+def _file_version(path: Path) -> tuple[int, int] | None:
+    """What changes with the content of a file: its size and time of modification; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns  # not the inode, which some network file systems change
 
 
 def _open(path: Path, keys: tuple[str, ...]) -> tuple[Any, tuple[Any, ...], int]:

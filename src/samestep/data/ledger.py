@@ -60,7 +60,10 @@ class RecordKind(IntEnum):
     The weight is the version of the ledger that it writes, or 1 for versions 1 and 2.
     """
     TRAINED = 2
-    """`count` positions starting at `first` were part of (epoch, step) with this weight: 1, or 0 for padding."""
+    """`count` positions starting at `first` were part of (epoch, step) with this weight.
+
+    It is 1, or 0 for padding and for a step that the script skipped.
+    """
     EVALUATED = 3
     """The same for batch number `step` of evaluation number `epoch` of this generation."""
     EVALUATION_END = 4
@@ -68,7 +71,8 @@ class RecordKind(IntEnum):
     END = 5
     """The process ends and has trained up to, not including, (epoch, step); weight 1 on success, 0 on failure.
 
-    `first` is the number of samples that it counted (0 in versions 1 and 2).
+    `first` is the number of samples that it counted (0 in versions 1 and 2), and `count` is 1 if the run was stopped
+    early, by a signal or a time limit.
     """
     OPTION = 6
     """Option number `epoch` (see `OPTIONS`) of this process has the hash `first`."""
@@ -76,6 +80,8 @@ class RecordKind(IntEnum):
     """Sample `step` of this epoch, as this process reads it, has the checksum `count` and the sketch `first`."""
     CHECK = 8
     """The file has `count` records before this one, with the running hash `first`; training is at (epoch, step)."""
+    STREAM_END = 9
+    """The stream has `first` records in this epoch, in `step` steps."""
 
 
 VERSION: Final = 3
@@ -225,6 +231,7 @@ class ShardLedger:
         self._records, self._hash, self._unhashed = 0, 0, b""  # in the file; without a CHECK after them
         self._began = 0
         self._write_error: OSError | None = None
+        self._earlier_probes: dict[tuple[int, int], Probe] = {}
         self._epoch = 0
         self._trained_until = (0, 0)
         self._samples = self._evaluations = 0
@@ -249,6 +256,12 @@ class ShardLedger:
         for number, name in enumerate(OPTIONS):
             self._append(RecordKind.OPTION, number, 0, hash_option(self._options[name]), 0, 1.0)
         for probe in probes:
+            earlier = self._earlier_probes.get((probe.epoch, probe.index))
+            if earlier is not None and not earlier.equals(probe):
+                raise LedgerError(
+                    f"the ledger {self._path} shows that sample {probe.index} was another one at an earlier start of "
+                    "this run: restore the data, or use a new folder for a run on other data"
+                )
             (sketch,) = struct.unpack("<Q", struct.pack("<2f", *probe.sketch))
             self._append(RecordKind.PROBE, probe.epoch, probe.index, sketch, probe.checksum, 1.0)
         self.flush()
@@ -266,6 +279,10 @@ class ShardLedger:
         # Not by `_append`: this runs in every step, and another call would take a third of its time.
         _STRUCT.pack_into(self._buffer, filled, 2, 0, self.generation, epoch, step, first, count, weight, self._rank)
         self._filled = filled + RECORD_BYTES
+
+    def record_stream_end(self, epoch: int, steps: int, records: int) -> None:
+        """Record that a stream was read to its end in this epoch."""
+        self._append(RecordKind.STREAM_END, epoch, steps, records, 0, 1.0)
 
     def begin_evaluation(self, epoch: int, step: int) -> int:
         """Return the number of a new evaluation, which begins while training is at (epoch, step)."""
@@ -320,13 +337,16 @@ class ShardLedger:
                 "folder, and start again in a new one"
             )
 
-    def close(self, failed: bool = False) -> None:
-        """Write all records and the end; with `failed` the audit allows ranks to differ by a step."""
+    def close(self, failed: bool = False, early: bool = False) -> None:
+        """Write all records and the end; with `failed` the audit allows ranks to differ by a step.
+
+        `early` says that a signal or a time limit has stopped the run, which is to be resumed.
+        """
         if self._file < 0:
             return
         try:
             self.flush()
-            self._append(RecordKind.END, *self._trained_until, self._samples, 0, 0.0 if failed else 1.0)
+            self._append(RecordKind.END, *self._trained_until, self._samples, int(early), 0.0 if failed else 1.0)
             self.sync()
         except LedgerError as error:
             if not failed:  # a run must not succeed with an incomplete ledger
@@ -367,8 +387,16 @@ class ShardLedger:
             if size < self._path.stat().st_size:
                 os.truncate(self._path, size)
             self._records, (self._hash, self._unhashed) = size // RECORD_BYTES, _read_hash(self._path)
-            self._began = int(np.fromfile(self._path, dtype=RECORD, count=1)["first"].sum())
+            self._read_earlier()
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _read_earlier(self) -> None:
+        """Read when the file began, and the probes of earlier starts."""
+        if self._records:
+            records = np.memmap(self._path, dtype=RECORD, mode="r", shape=(self._records,))
+            self._began = int(records["first"][0])
+            found = map(read_probe, records[np.flatnonzero(records["kind"] == RecordKind.PROBE)])
+            self._earlier_probes = {(probe.epoch, probe.index): probe for probe in found}
 
     def _append(self, kind: RecordKind, epoch: int, step: int, first: int, count: int, weight: float) -> None:
         if self._filled == _BUFFER_BYTES:
@@ -473,3 +501,9 @@ def _read_hash(path: Path) -> tuple[int, bytes]:
 def has_weight(records: Records) -> npt.NDArray[np.bool_]:
     """Return where the weight is above 0; 20 times as fast as a comparison of float16, whose bits it compares."""
     return records["weight"].view("<u2") - np.uint16(1) < np.uint16(0x7C00)
+
+
+def read_probe(record: np.void) -> Probe:
+    """Return the probe in a record."""
+    first, second = struct.unpack("<2f", struct.pack("<Q", int(record["first"])))
+    return Probe(int(record["epoch"]), int(record["step"]), int(record["count"]), (first, second))

@@ -1,8 +1,8 @@
-"""Reads ledgers: the records of all ranks, damage in their files, and what summary.json and checkpoints say of them."""
+"""Reads ledgers and checks their files: damage, missing ranks, other data, claims of summary.json and checkpoints."""
 
 import json
 import re
-import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,9 +12,9 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.content_probe import Probe
 from samestep.data.ledger import (
     MAX_RANKS,
+    OPTIONS,
     RECORD,
     RECORD_BYTES,
     VERSION,
@@ -25,12 +25,15 @@ from samestep.data.ledger import (
     ShardDescription,
     check_is_file,
     has_weight,
+    hash_option,
     read_description,
+    read_probe,
     running_hash,
     valid_mask,
 )
 from samestep.errors import LedgerError
 
+SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
 MAX_EPOCHS: Final = 1 << 26
 STEP_BITS: Final = 36
 _MAX_POSITION: Final = 1 << 62  # of a sample: sums of two positions fit into 64 bits
@@ -57,6 +60,7 @@ class Generation:
     version: int  # of the ledger; 1 for versions 1 and 2
     ends: dict[int, tuple[Position, bool, int]]
     """For each rank that has an end record: up to where it trained, whether the run succeeded, and its samples."""
+    early: bool = False  # whether it was stopped early, by a signal or a time limit
 
     @cached_property
     def silent(self) -> tuple[int, ...]:
@@ -117,6 +121,7 @@ class Ledger:
     evaluation_ends: Records
     options: Records
     probes: Records
+    stream_ends: Records
     faults: tuple[Fault, ...]  # what is corrupt in the files
     notes: tuple[str, ...]
 
@@ -143,6 +148,7 @@ def read_ledger(shard: Path) -> Ledger:
     generations = _read_generations(records, faults)
     kinds = (
         RecordKind.TRAINED, RecordKind.EVALUATED, RecordKind.EVALUATION_END, RecordKind.OPTION, RecordKind.PROBE,
+        RecordKind.STREAM_END,
     )  # fmt: skip
     selected = (records[records["kind"] == kind] for kind in kinds)
     return Ledger(
@@ -154,12 +160,12 @@ def _possible_mask(records: Records, global_batch: int) -> npt.NDArray[np.bool_]
     """Return which records have numbers that a run can have, so that sums and products of them fit into 64 bits."""
     kind = records["kind"]
     trained, counted = kind == RecordKind.TRAINED, np.isin(kind, (RecordKind.TRAINED, RecordKind.EVALUATED))
-    placed = trained | np.isin(kind, (RecordKind.START, RecordKind.END, RecordKind.CHECK))
+    placed = trained | np.isin(kind, (RecordKind.START, RecordKind.END, RecordKind.CHECK, RecordKind.STREAM_END))
     sizes = (records["count"] >= 1) & (records["count"] <= MAX_RANKS)
     return (
         (~placed | ((records["epoch"] < MAX_EPOCHS) & (records["step"] < 1 << STEP_BITS)))
         & (~trained | (records["step"] < _MAX_POSITION // global_batch))
-        & (~counted | (records["first"] <= _MAX_POSITION))
+        & (~(counted | (kind == RecordKind.STREAM_END)) | (records["first"] <= _MAX_POSITION))
         & ((kind != RecordKind.START) | sizes)
     )
 
@@ -236,14 +242,9 @@ def _read_generations(records: Records, faults: list[Fault]) -> tuple[Generation
             for end in ends[ends["generation"] == number]
         }
         version = VERSION if (own["weight"] == VERSION).any() else 1
-        generations.append(Generation(number, (epoch, step), world_size, started_at, ranks, version, own_ends))
+        early = bool(ends["count"][ends["generation"] == number].any())
+        generations.append(Generation(number, (epoch, step), world_size, started_at, ranks, version, own_ends, early))
     return tuple(generations)
-
-
-def read_probe(record: np.void) -> Probe:
-    """Return the probe in a record."""
-    first, second = struct.unpack("<2f", struct.pack("<Q", int(record["first"])))
-    return Probe(int(record["epoch"]), int(record["step"]), int(record["count"]), (first, second))
 
 
 def count_samples(records: Records) -> int:
@@ -265,7 +266,7 @@ def read_described(folder: Path) -> tuple[dict[str, Any], dict[str, Described], 
     """Return the summary of a run, the files by summary.json and each checkpoint, and what describes none."""
     summary = _read_object(folder / "summary.json")
     described, others, manifests = dict[str, Described](), list[str](), set[Path]()
-    named = [Path(path) for path in summary.get("checkpoints") or () if isinstance(path, str)]
+    named = [folder / path for path in summary.get("checkpoints") or () if isinstance(path, str)]
     for parent, pattern in ((folder, "step-*"), (folder, "*/step-*"), *((path, "step-*") for path in named)):
         with suppress(OSError, ValueError):
             manifests |= {path.resolve() for path in parent.glob(pattern) if (path / "manifest.json").exists()}
@@ -294,3 +295,140 @@ def _parse(state: dict[str, Any] | None) -> FileState | None:
     if found is not None and not all(type(value) is int for name, value in asdict(found).items() if name != "shard"):
         raise ValueError("the numbers must be integers")
     return found
+
+
+# Checks
+
+
+class LedgerChecks:
+    """Checks of the files and the data of one shard; each adds what it finds to `_faults`, `_missing` and `_notes`."""
+
+    def __init__(self, ledger: Ledger, described: Mapping[str, Described]) -> None:
+        self._ledger, self._description, self._generations = ledger, ledger.description, ledger.generations
+        self._faults, self._missing, self._notes = [*ledger.faults], list[Missing](), [*ledger.notes]
+        self._described = {source: files[ledger.name] for source, files in described.items() if ledger.name in files}
+
+    def _check_starts(self) -> None:
+        """Find starts of the run that have no records."""
+        numbers, starts = {generation.number for generation in self._generations}, self._ledger.starts
+        last = max(numbers, default=-1)
+        if not numbers:
+            self._missing.append(Missing("no rank has records: the files rank-*.bin are missing or empty"))
+        elif lost := sorted(set(range(max(last + 1, starts))) - numbers):
+            text = f"the run was started {max(last + 1, starts)} times, and there are no records of generation"
+            self._missing.append(Missing(f"{text}{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:SHOWN]))}"))
+        if any(generation.version < VERSION for generation in self._generations):
+            self._notes.append("an older samestep wrote it, without running hashes: changed records may not be found")
+
+    def _check_ranks(self) -> None:
+        """Find records of ranks that a generation did not have, and ranks without a start record."""
+        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
+        for generation in self._generations:
+            ranks = np.unique(records["rank"][records["generation"] == generation.number])
+            had = f"generation {generation.number} had {generation.world_size} ranks"
+            beyond = tuple(ranks[ranks >= generation.world_size].tolist())
+            if beyond:
+                text = f"{had}, but there are records of {format_ranks(beyond)}"
+                self._faults.append(Fault("wrong rank", text, ranks=beyond))
+            if (silent := generation.silent) and ranks.size:
+                absent = tuple(rank for rank in silent if rank not in self._ledger.files)
+                why = f"no file of {format_ranks(absent)}" if absent else "the file is cut off or was replaced"
+                text = f"{had}, but {format_ranks(silent)} recorded nothing: {why}"
+                self._missing.append(Missing(text, silent, *generation.start))
+
+    def _check_sums(self) -> None:
+        """Find ranks that have recorded another number of samples than they say at their end."""
+        trained = self._ledger.trained
+        for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
+            own = trained[trained["generation"] == generation.number]
+            sums = np.bincount(own["rank"], own["count"] * has_weight(own), max(generation.ends, default=0) + 1)
+            for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
+                if (found := int(sums[rank])) != samples:
+                    text = f"generation {generation.number}: rank {rank} counted {samples} samples and recorded {found}"
+                    self._faults.append(Fault("corrupt file", text, count=abs(samples - found), ranks=(rank,)))
+
+    def _compare_files(self, source: str, states: list[FileState | None]) -> None:
+        """Find files that are shorter than summary.json or a checkpoint says, or that were replaced."""
+        short, changed = list[tuple[int, str]](), list[int]()
+        for rank, state in enumerate(states):
+            own = self._ledger.files.get(rank, RankFile(0, {}, 0))
+            if state is not None and own.length < state.records:
+                short.append((rank, f"rank {rank} has {own.length} of {state.records} records"))
+            elif state is not None and (own.hashes.get(state.records), own.began) != (state.hash, state.began):
+                changed.append(rank)
+        if short:
+            ranks = tuple(rank for rank, _ in short)
+            end = max((state.epoch, state.step) for state in states if state is not None)
+            has = "; ".join(text for _, text in short[:SHOWN])
+            text = f"{source} says that training came to {format_position(end)}, and {has}"
+            begin = min(_last_position(self._ledger.trained, rank) for rank in ranks)
+            self._missing.append(Missing(text, ranks, *begin))
+        if changed:
+            text = f"{source} belongs to other files of {format_ranks(tuple(changed))}: they were replaced or changed"
+            self._faults.append(Fault("corrupt file", text, ranks=tuple(changed)))
+
+    # Data
+
+    def _check_options(self) -> None:
+        """Find options that are not the same on all ranks and in all starts."""
+        options = self._ledger.options
+        for number, name in enumerate(OPTIONS):
+            own = options[options["epoch"] == number]
+            value = getattr(self._description, "weighted" if name == "sampling_weights" else name)
+            is_none = own["first"] == np.uint64(hash_option(None))
+            same = is_none != value if name == "sampling_weights" else own["first"] == np.uint64(hash_option(value))
+            if len(own) and not same.any():
+                text = f"shard.json has {name}={value}, and {_format_process(own[0])} recorded another value"
+                self._faults.append(Fault("different data", text, ranks=(int(own["rank"][0]),)))
+            if len(own) and (own["first"] != own["first"][0]).any():
+                first, other = own[0], own[own["first"] != own["first"][0]][0]
+                text = f"{name} is not the same for {_format_process(first)} and {_format_process(other)}"
+                ranks = tuple(sorted({int(first["rank"]), int(other["rank"])}))
+                self._faults.append(Fault("different data", text, ranks=ranks))
+
+    def _check_probes(self) -> None:
+        """Find samples whose content was not the same on all ranks and in all starts."""
+        probes = self._ledger.probes
+        probes = probes[np.lexsort((probes["rank"], probes["generation"]))]
+        known, reported = dict[tuple[int, int], np.void](), set[tuple[int, int]]()
+        for record in probes:
+            probe = read_probe(record)
+            first = known.setdefault((probe.epoch, probe.index), record)
+            process = int(record["generation"]), int(record["rank"])
+            if process in reported or read_probe(first).equals(probe):
+                continue
+            reported.add(process)  # one sample of each process is enough
+            noun, samples = ("record", ()) if self._description.n is None else ("sample", (probe.index,))
+            text = (
+                f"{noun} {probe.index} was not the same for {_format_process(first)} and {_format_process(record)}: "
+                "they did not read the same data"
+            )
+            ranks = tuple(sorted({int(first["rank"]), process[1]}))
+            self._faults.append(Fault("different data", text, samples=samples, ranks=ranks))
+        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
+        for generation in self._generations:
+            ranks, probed = (
+                set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
+            )
+            missing = tuple(sorted(ranks - probed))
+            text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
+            if missing and probed:
+                self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
+            elif missing and generation.world_size > 1:
+                text += ", so it is unknown whether all ranks read the same data"
+                self._missing.append(Missing(text, missing, *generation.start))
+
+
+def _format_process(record: np.void) -> str:
+    return f"rank {int(record['rank'])} of generation {int(record['generation'])}"
+
+
+def format_position(position: Position) -> str:
+    """Return a position in words."""
+    return f"epoch {position[0]}, step {position[1]}"
+
+
+def _last_position(trained: Records, rank: int) -> Position:
+    """Return up to where a rank has recorded training."""
+    own = trained[trained["rank"] == rank]
+    return (int(own[-1]["epoch"]), int(own[-1]["step"]) + 1) if len(own) else (0, 0)
