@@ -130,6 +130,7 @@ TRAINING = """
                 optimizer.step()
                 optimizer.zero_grad()
                 run.log({{"val/x": 1.0}})
+    run.print("caf\\u00e9 of a closed run")
     print("trained", step.number, open("run/log.txt").read().count("caf"), file=sys.stderr)
 """
 LOST = "SamestepWarning: standard output cannot be written: %s; training continues, and log.txt has all lines"

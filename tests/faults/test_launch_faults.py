@@ -545,9 +545,28 @@ RANKS = [
     ),
     Fault(
         "12 open files",
-        "rank 0 cannot connect 2 ranks: this process may open 12 files and needs up to 40, sockets included",
+        "rank 0 cannot connect 2 ranks: this process may open 12 files and needs up to 42, sockets included",
         ranks=2,
         script=f"{OPEN_FILES}\n{dedent(RUN)}",
+    ),
+    Fault(
+        "open files for all but the last ranks",
+        "rank 0 cannot connect 6 ranks: this process may open 52 files and needs up to 58, sockets included",
+        ranks=6,
+        script=f"{OPEN_FILES.replace('12', '52')}\n{dedent(RUN)}",
+    ),
+    Fault(
+        "limit of open files that may be raised",
+        "from 40 to 4096 of 5000",
+        code=0,
+        ranks=2,
+        script="""
+            import resource
+            from samestep import Run
+            resource.setrlimit(resource.RLIMIT_NOFILE, (40, 5000))
+            with Run(global_batch=4):
+                print("from 40 to {} of {}".format(*resource.getrlimit(resource.RLIMIT_NOFILE)))
+        """,
     ),
     Fault(
         "program that inherits the variables of its rank",

@@ -107,7 +107,28 @@ with Run(global_batch=4, start_timeout=30, step_timeout=6) as run:
 """)
 
 
+def in_body(call: str) -> str:
+    """A script in which rank 1 alone makes this call, directly in the body of `with Run`, and its wait ends first."""
+    return training(f"""
+seconds = 6 if os.environ["RANK"] == "1" else 100
+with Run(global_batch=4, start_timeout=seconds) as run:
+    if not run.is_main:
+        {call}
+    run.barrier()
+""")
+
+
+def line(script: str, text: str) -> int:
+    """The number of the line of a script that contains this text."""
+    (found,) = [number for number, each in enumerate(script.splitlines(), 1) if text in each]
+    return found
+
+
+ALL_REDUCE = in_body("dist.all_reduce(torch.ones(5))")
 COLLECTIVES = [
+    Fault("all_reduce of torch on one rank, in the body of the run",
+          rf"rank 0 waits in .* rank 1 failed: .* at train\.py:{line(ALL_REDUCE, 'dist.all_reduce')} in all_reduce", 1,
+          ALL_REDUCE, 2),
     Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 .* at train\.py:\d+ in all_reduce", 1,
           alone("if run.is_main: dist.all_reduce(torch.ones(5))"), 2),
     Fault("broadcast of torch on one rank, then run.mean", r"rank 0 .* at train\.py:\d+ in broadcast", 1,

@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -29,6 +29,7 @@ _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that diff
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
+_MAX_CHECK_SECONDS = 5.0  # after a long wait: a check of 1,000 ranks reads 1,000 values from one store
 
 
 class Communicator:
@@ -209,12 +210,13 @@ class Communicator:
         own = self._board.own
         if operation is not None:
             own = replace(own, operation=operation, call_site=call_site(), state="waiting")
-        diverged = self._board.diverged()
+        peers = self._board.peers()
+        diverged = self._board.diverged(peers)
         if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
             raise self._board.diverged_error(own, settled)
-        self._board.request_locations()
+        self._board.request_locations(self._board.missing(peers), since)
         if (waited := time.monotonic() - since) > timeout:
-            raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option)
+            raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers)
         return diverged
 
     def peers_note(self, error: RuntimeError | None = None) -> str | None:
@@ -226,10 +228,9 @@ class Communicator:
         work = dist.all_gather(gathered, mine, group=self._control_group, async_op=True)
         assert work is not None
         since, seen = time.monotonic(), dict[int, RankStatus]()
-        pause = timedelta(seconds=min(_CHECK_SECONDS, self.timeout / 4))
         while True:
             try:
-                work.wait(pause)
+                work.wait(timedelta(seconds=min(check_pause(since, seen), self.timeout / 4)))
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):
                     raise
@@ -241,12 +242,18 @@ class Communicator:
         assert self._board is not None
         own = self._board.own
         try:
-            diverged = self._board.diverged()
+            peers = self._board.peers()
         except RuntimeError:
             raise self._board.store_gone_error(own) from error
-        if diverged:
+        if diverged := self._board.diverged(peers):
             raise self._board.diverged_error(own, diverged) from error
-        raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option) from error
+        raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers) from error
+
+
+def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:
+    """Seconds until a rank that waits since `since` calls `check_peers` again: soon at first, and to confirm a peer."""
+    waited = time.monotonic() - since
+    return _CHECK_SECONDS if diverged else min(max(_CHECK_SECONDS, waited / 8), _MAX_CHECK_SECONDS)
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,8 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     if dist.is_initialized():
         return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
-    if problem := allow_open_files(
-        _OPEN_FILES + (3 if hosts else 2) * world.size
-    ):  # two groups, and the store's clients
+    # The default group, those of samestep (one with NCCL, which opens its own sockets), and the store's clients.
+    if problem := allow_open_files(_OPEN_FILES + (4 if hosts else 3) * world.size):
         raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(

@@ -27,6 +27,8 @@ _KILL_ROUNDS = 3
 # Variables that torchrun and srun set for their ranks. The nearest ancestor without such a variable is the launcher;
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+_USUAL_FILES: Final = 4096
+_SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
 # Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
@@ -62,8 +64,10 @@ def allow_open_files(needed: int) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ""
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    highest = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if highest >= needed:
+        limit = min(highest, max(needed + _SPARE_FILES, _USUAL_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return ""
     return f"this process may open {hard} files and needs up to {needed}, sockets included: run `ulimit -n 4096` before"
 

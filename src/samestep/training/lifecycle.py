@@ -86,7 +86,7 @@ class Lifecycle:
         self._preemption: Preemption | None = None
         self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
-        self._explained: list[BaseException] = []  # errors that were posted, and have the status of the other ranks
+        self._informed_of = 0  # the id of the error that was posted; the error itself would keep its frames alive
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
         self._pid = os.getpid()
@@ -123,9 +123,9 @@ class Lifecycle:
         _refuse_child_of_rank(self.world)
         self._watch.start()
         self._log_capture.callback(_show_crashes())
-        self.comm.open(device)
-        export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
         try:
+            self.comm.open(device)
+            export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
@@ -259,9 +259,9 @@ class Lifecycle:
 
     def _inform_peers(self, error: BaseException) -> None:
         """Post the error for the other ranks, and add their status to one of torch, which does not know it."""
-        if error in self._explained:
+        if id(error) == self._informed_of:
             return
-        self._explained.append(error)
+        self._informed_of = id(error)
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0] + failed_line(error))
         if isinstance(error, RuntimeError) and (note := self.comm.peers_note(error)):
             error.add_note(note)
@@ -299,7 +299,7 @@ class Lifecycle:
         if self._loggers is not None and not self._files_closed:
             self._loggers.print(text)
         elif self._loggers is not None:
-            sys.stdout.write(f"{text}\n")
+            open_console(sys.stdout).print(text)  # the stream of now: the script may have replaced it
 
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
@@ -328,7 +328,7 @@ class Lifecycle:
 def _show_crashes() -> Callable[[], object]:
     """Print the stack of the script if native code ends this process, as gloo and NCCL do; returns how to undo it."""
     if faulthandler.is_enabled():
-        return list
+        return lambda: None
     with suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is closed or has no file
         faulthandler.enable()
     return faulthandler.disable
