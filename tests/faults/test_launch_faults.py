@@ -130,7 +130,10 @@ def service(answer: Callable[[socket.socket], object]) -> Iterator[int]:
 @pytest.mark.parametrize("name", SERVICES)
 def test_another_service_at_the_port_of_rank_0_is_noticed(name, tmp_path):
     with service(SERVICES[name]) as port:
-        says = f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not"
+        says = (
+            f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not "
+            rf"answer like a store of torch \((no answer|torch says: \S.*)\): set MASTER_PORT"
+        )
         environment = {**TWO, "MASTER_PORT": str(port)}
         check(Fault(name, says, script=RUN, environment=environment), tmp_path)
 
@@ -213,7 +216,8 @@ OPTIONS = [
     command_line("endpoint that does not resolve", "run", "--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:9",
                  "--rdzv-conf", "read_timeout=1", "train.py",
                  says="the launcher cannot reach its rendezvous at no-such-host.invalid:9: the host name "
-                 r"no-such-host.invalid cannot be resolved \(.*\); pass an address that every node can reach"),
+                 r"no-such-host.invalid cannot be resolved \(.*\); pass an address that every node can "
+                 "reach, or wait longer than 1 s for it with --rdzv-conf join_timeout=600"),
     command_line("master that does not resolve", "run", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a..b",
                  "--rdzv-conf", "read_timeout=1", "train.py", says="the host name a..b cannot be resolved"),
     command_line("endpoint with a port of 5,000 digits", "run", "--nnodes", "2", "--rdzv-endpoint", f"a:{NUMBER}",
@@ -304,6 +308,14 @@ ENDED = "samestep: all ranks have ended, so the launcher has ended what they lef
 FIRST = "<- first failure.*rank [0-9] on .*, "
 OPEN_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
 OTHER_NAME = "import ctypes, socket; ctypes.CDLL(None).unshare(0x04000000); socket.sethostname('no-such-name')"
+# Without CAP_KILL, root may signal its own processes only, as a launcher whose rank used sudo.
+NO_CAP_KILL = """
+import ctypes
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capget(header, sets) == 0
+sets[0] &= ~(1 << 5)
+assert ctypes.CDLL(None).capset(header, sets) == 0
+"""
 LAUNCHES = [
     launch("child after success", "subprocess.Popen(['sleep', '50'])", ENDED, code=0),
     launch("child in its own session", "subprocess.Popen(['sleep', '50'], start_new_session=True)", ENDED, code=0),
@@ -344,6 +356,29 @@ LAUNCHES = [
         "",
         code=-signal.SIGKILL,
         ranks=2,
+    ),
+    Fault(
+        "killed launcher, second launch of its process",
+        "",
+        code=-signal.SIGKILL,
+        script="""
+            import os, signal, subprocess
+            from samestep.environment.processes import OrphanGuard, launcher_variable
+            os.environ.update(launcher_variable())  # as the first launch did
+            OrphanGuard().start()
+            subprocess.Popen(["sleep", "300"], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    ),
+    launch(
+        "process of another user",
+        """
+            loop = f"while [ -d /proc/{os.getppid()} ]; do sleep 0.1; done"
+            subprocess.Popen(["sh", "-c", loop], user=65534, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            """,
+        "all ranks have ended, but the launcher cannot end what they left running: process [0-9]+, ",
+        code=0,
+        before=NO_CAP_KILL,
     ),
     launch(
         "stopped rank",
@@ -402,7 +437,7 @@ LAUNCHES = [
     launch(
         "exit code of a killed subprocess",
         "sys.exit(subprocess.run(['sh', '-c', 'kill -TERM $$']).returncode)",
-        f"{FIRST}exit code 241: as of sys.exit with the return code of a subprocess that SIGTERM has killed",
+        f"{FIRST}exit code 241: `sys.exit` got the return code of a subprocess that SIGTERM killed",
         code=241,
     ),
     launch("exit code -1", "sys.exit(-1)", f"{FIRST}exit code 255; it printed nothing", code=255),
@@ -465,6 +500,21 @@ LAUNCHES = [
            """,
         "the guard is gone",
         code=0,
+    ),
+    Fault(
+        "stopped guard",
+        "the guard is gone",
+        code=0,
+        script="""
+            import os, signal
+            from samestep.environment.processes import OrphanGuard, kill_descendants
+            guard = OrphanGuard()
+            guard.start()
+            assert len(kill_descendants(number=signal.SIGSTOP)) == 1
+            guard.stop()
+            assert not kill_descendants()
+            print("the guard is gone")
+        """,
     ),
     launch(
         "rank that becomes a daemon",

@@ -107,14 +107,15 @@ with Run(global_batch=4, start_timeout=30, step_timeout=6) as run:
 """)
 
 
-def in_body(call: str) -> str:
-    """A script in which rank 1 alone makes this call, directly in the body of `with Run`, and its wait ends first."""
+def in_body(call: str, before: str = "", after: str = "run.barrier()") -> str:
+    """A script in which rank 1 alone makes a call directly in the body of `with Run`, and its wait ends first."""
     return training(f"""
 seconds = 6 if os.environ["RANK"] == "1" else 100
 with Run(global_batch=4, start_timeout=seconds) as run:
+    {before}
     if not run.is_main:
         {call}
-    run.barrier()
+    {after}
 """)
 
 
@@ -125,12 +126,16 @@ def line(script: str, text: str) -> int:
 
 
 ALL_REDUCE = in_body("dist.all_reduce(torch.ones(5))")
+ALL_GATHER = in_body("dist.all_gather([torch.empty(5), torch.empty(5)], torch.ones(5))",
+                     'model = run.wrap(nn.Linear(1, 4), "fsdp")', "model(torch.ones(2, 1))")  # fmt: skip
 COLLECTIVES = [
     Fault("all_reduce of torch on one rank, in the body of the run",
           rf"rank 0 waits in .* rank 1 failed: .* at train\.py:{line(ALL_REDUCE, 'dist.all_reduce')} in all_reduce", 1,
           ALL_REDUCE, 2),
     Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 .* at train\.py:\d+ in all_reduce", 1,
           alone("if run.is_main: dist.all_reduce(torch.ones(5))"), 2),
+    Fault("all_gather of torch on one rank, next to FSDP",
+          rf"rank 1 failed: .* at train\.py:{line(ALL_GATHER, 'dist.all_gather')} in all_gather", 1, ALL_GATHER, 2),
     Fault("broadcast of torch on one rank, then run.mean", r"rank 0 .* at train\.py:\d+ in broadcast", 1,
           alone("if run.is_main: dist.broadcast(torch.ones(3), 0)\n            run.mean([1])"), 2),
     Fault("barrier of torch on one rank, in a group of the script", r"rank 0 .* at train\.py:\d+ in barrier", 1,

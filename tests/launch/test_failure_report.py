@@ -99,7 +99,7 @@ def test_every_exit_code_is_kept_and_a_killed_subprocess_is_named():
     failures = [Failure(0, 1, code, 0.0, ended_by_launcher=False, output="", is_traceback=False) for code in range(256)]
     assert [failure.exit_code for failure in failures] == list(range(256))
     hints = {failure.code: failure.ending.partition(": ")[2] for failure in failures if ": " in failure.ending}
-    text = "as of sys.exit with the return code of a subprocess that {} has killed"
+    text = "`sys.exit` got the return code of a subprocess that {} killed"
     names = {241: "SIGTERM", 245: "SIGSEGV", 247: "SIGKILL", 249: "SIGBUS", 250: "SIGABRT"}
     assert hints == {code: text.format(name) for code, name in names.items()}
 

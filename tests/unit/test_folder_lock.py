@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -269,6 +270,17 @@ def test_a_disk_without_hard_links_is_locked_too(tmp_path, other, monkeypatch):
     write_lock(tmp_path, holder(other.pid))
     with pytest.raises(CheckpointError, match="is in use by another run"):
         folder_lock.acquire(tmp_path)
+
+
+def test_a_lock_that_cannot_be_written_is_removed(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))  # a disk that is full after one byte
+        with pytest.raises(OSError, match="File too large"):
+            folder_lock._create_without_link(tmp_path / folder_lock.LOCK_FILE, b"two")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_not_locked(tmp_path):

@@ -163,10 +163,15 @@ def _write_aside(path: Path, holder: LockHolder) -> Path:
 
 def _create_without_link(path: Path, content: bytes) -> bool:
     try:
-        with path.open("xb") as file:  # atomic, also on a shared disk, but empty at first
-            file.write(content)
+        file = path.open("xb")  # atomic, also on a shared disk, but empty at first
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(content)
+    except OSError:  # full disk
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.data.audit import AuditReport, ShardReport, Verdict, audit
+from samestep.messages import format_list
 
 _PIPED_WIDTH = 120
 _SHOWN = 5  # names of checkpoints
@@ -61,15 +62,10 @@ def _lines(report: AuditReport) -> Iterator[tuple[str, str, str]]:
     yield (
         "compared with",
         "bold",
-        _shorten(report.compared) or "nothing, since there is no summary.json and no checkpoint",
+        format_list(report.compared, _SHOWN) or "nothing, since there is no summary.json and no checkpoint",
     )
     if report.not_compared:
-        yield "not compared with", "bold", _shorten(report.not_compared)
-
-
-def _shorten(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        yield "not compared with", "bold", format_list(report.not_compared, _SHOWN)
 
 
 def _row(shard: ShardReport) -> tuple[str | Text, ...]:

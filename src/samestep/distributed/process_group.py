@@ -57,17 +57,19 @@ def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.St
             address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
         )
 
+    cause: RuntimeError | None = None
     try:
         store = connect() if hosts else connect_unless_silent(connect, address, port, min(timeout, ANSWER_SECONDS))
-    except RuntimeError:
+    except RuntimeError as error:
         if hosts or not accepts_connections(address, port):
             raise
-        store = None
+        store, cause = None, error
     if store is None:
+        answer = f"torch says: {str(cause).splitlines()[0]}" if cause else "no answer"
         raise WorldError(
             f"the process that listens at {address}:{port} is not rank 0 of this job, since it does not answer like a "
-            "store of torch: set MASTER_PORT to a port that no other service uses, the same on every rank"
-        )
+            f"store of torch ({answer}): set MASTER_PORT to a port that no other service uses, the same on every rank"
+        ) from cause
     store.set_timeout(timedelta(seconds=timeout))
     return store
 

@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 
 import psutil
 
+from samestep.messages import shorten
+
 T = TypeVar("T")
 ANSWER_SECONDS: Final = 15.0
 """How long a host name may take to resolve, and a store that accepts connections to answer: usually milliseconds."""
@@ -137,7 +139,7 @@ def find_route_problem(host: str, port: int, seconds: float) -> str:
     """Why this machine cannot send to a host: its name does not resolve, or there is no network. Empty if it can.
 
     Nothing is sent to the host. A problem other than that of a loopback address counts if it lasts for `seconds`, since
-    the name of a node that starts may be a few seconds old.
+    a node that has just started may get its name a few seconds later.
     """
     deadline = time.monotonic() + seconds
     while problem := _route_problem(host, port):
@@ -151,22 +153,18 @@ def _route_problem(host: str, port: int) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
-        return f"the host name {_shorten(host)} cannot be resolved ({getattr(error, 'strerror', None) or error})"
+        return f"the host name {shorten(host)} cannot be resolved ({getattr(error, 'strerror', None) or error})"
     problems: list[str] = []
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # with UDP, this only looks up the route
         except OSError as error:
-            problems.append(f"this machine has no route to {_shorten(host)} ({error.strerror})")
+            problems.append(f"this machine has no route to {shorten(host)} ({error.strerror})")
         else:
             return ""
     loopback = ", since its loopback interface is down: run `ip link set lo up`" if is_loopback(host) else ""
     return f"{problems[0]}{loopback}"
-
-
-def _shorten(host: str) -> str:
-    return host if len(host) <= 60 else f"{host[:57]}..."
 
 
 def is_loopback(host: str) -> bool:

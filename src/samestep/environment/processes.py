@@ -31,6 +31,7 @@ _USUAL_FILES: Final = 4096
 _SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
+_GUARD_SECONDS: Final = 5.0  # that the guard gets to end
 # Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
 _GUARD_CODE: Final = """
 import os, signal, sys, time
@@ -40,6 +41,8 @@ while found:
     time.sleep(seconds)
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
+        if int(name) == os.getpid():
+            continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 if mark in file.read().split(b"\\0"):
@@ -90,12 +93,13 @@ def terminate_descendants(exclude: Collection[int], timeout: float) -> list[psut
     """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left; returns them.
 
     A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
-    it after a few seconds.
+    it after a few seconds. A process of another user, for example of `sudo`, survives too; the call does not wait for
+    it. `process_is_gone` tells which are left.
     """
     found = kill_descendants(exclude, signal.SIGTERM)
-    psutil.wait_procs(found, timeout=timeout)
+    psutil.wait_procs(filter(_may_signal, found), timeout=timeout)
     for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
-        processes = kill_descendants(exclude)
+        processes = [process for process in kill_descendants(exclude) if _may_signal(process)]
         if not processes:
             break
         psutil.wait_procs(processes, timeout=1.0)
@@ -115,12 +119,25 @@ def kill_descendants(exclude: Collection[int] = (), number: signal.Signals = sig
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue."""
+    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue.
+
+    Processes of other users are skipped.
+    """
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
             if number == signal.SIGTERM:
                 os.kill(pid, signal.SIGCONT)
+
+
+def _may_signal(process: psutil.Process) -> bool:
+    try:
+        os.kill(process.pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # it has ended
+        pass
+    return True
 
 
 def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
@@ -152,17 +169,24 @@ class OrphanGuard:
         """Start the process, in a session of its own, so that a signal to the launcher's group does not end it."""
         if sys.platform == "linux":
             mark = f"{LAUNCHER}={own_variable()}"
+            # An earlier launch of this process, or a launcher whose rank this process is, has set the variable.
+            environ = {name: value for name, value in os.environ.items() if name != LAUNCHER}
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD_CODE, mark, str(_NOTICE_SECONDS)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", env=environ,
                 start_new_session=True,
             )  # fmt: skip
 
     def stop(self) -> None:
         """End the process: the launcher has ended all others."""
         if self._process is not None:
-            with suppress(BrokenPipeError):  # someone has killed it
-                self._process.communicate(b".")
+            try:
+                self._process.communicate(b".", timeout=_GUARD_SECONDS)
+            except BrokenPipeError:  # someone has killed it
+                pass
+            except subprocess.TimeoutExpired:  # someone has stopped it
+                self._process.kill()
+                self._process.communicate()
             self._process = None
 
 
@@ -214,7 +238,7 @@ def own_variable() -> str:
 
 
 def open_run_variable(rank: int, size: int, port: int) -> str:
-    """The value of OPEN_RUN: this process and its place among the ranks."""
+    """The value of OPEN_RUN: this process, its rank, the world size and the port."""
     return f"{own_variable()} {rank}/{size}/{port}"
 
 

@@ -109,6 +109,11 @@ def _connect(rendezvous: Rendezvous, parameters: RendezvousParameters) -> Rendez
             f"--rdzv-backend {rendezvous.backend} needs a package that is not installed ({error}): install it, or use "
             "c10d"
         ) from error
+    if handler is None and rendezvous.backend in ("etcd", "etcd-v2"):
+        raise LaunchError(
+            f"the process that listens at {rendezvous.endpoint} does not answer like etcd: pass the address and the "
+            "client port of the etcd server to --rdzv-endpoint, or use --rdzv-backend c10d"
+        )
     if handler is None:
         raise LaunchError(
             f"the process that listens at {rendezvous.endpoint} is not a launcher, since it does not answer like a "

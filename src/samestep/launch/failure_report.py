@@ -65,7 +65,7 @@ class Failure:
         if self.code >= 0:
             # Python keeps the lowest 8 bits of sys.exit(-15).
             child = next((number.name for number in _CHILD_SIGNALS if 256 - number == self.code), "")
-            hint = f": as of sys.exit with the return code of a subprocess that {child} has killed" if child else ""
+            hint = f": `sys.exit` got the return code of a subprocess that {child} killed" if child else ""
             return f"exit code {self.code}{hint}"
         try:
             number = signal.Signals(-self.code)

@@ -13,11 +13,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from samestep.environment.processes import process_is_gone
 from samestep.environment.world import OOM_RETRIES, export, oom_retries
 from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.agent import run_agent
@@ -49,8 +51,8 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
 
-        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, also none that a rank has
-        started in the background.
+        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, and no process
+        that a rank started in the background, unless it belongs to another user.
         """
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
@@ -59,9 +61,20 @@ class Launcher:
         if failures:
             return self._report_end(failures)
         if left := self._signals.end_descendants():
-            shown = format_list([f"process {process.pid}" for process in left], 5)
-            self._echo(f"samestep: all ranks have ended, so the launcher has ended what they left running: {shown}")
+            self._report_left_behind(left)
         return 0
+
+    def _report_left_behind(self, left: list[psutil.Process]) -> None:
+        survivors = [process for process in left if not process_is_gone(process)]
+        if ended := [f"process {process.pid}" for process in left if process not in survivors]:
+            shown = format_list(ended, 5)
+            self._echo(f"samestep: all ranks have ended, so the launcher has ended what they left running: {shown}")
+        if survivors:
+            shown = format_list([f"process {process.pid}" for process in survivors], 5)
+            self._echo(
+                f"samestep: all ranks have ended, but the launcher cannot end what they left running: {shown}, of "
+                "another user or waiting for a device: end it with `sudo kill`"
+            )
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""

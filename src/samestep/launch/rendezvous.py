@@ -165,13 +165,20 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
 
 
 def check_route(rendezvous: Rendezvous) -> None:
-    """Raise if the host of the rendezvous does not resolve, or if this machine has no network to reach it."""
-    read_timeout = read_integer(str(rendezvous.settings.get("read_timeout", "")))
+    """Raise if the host of the rendezvous does not resolve, or if this machine has no network to reach it.
+
+    A `join_timeout` in `--rdzv-conf` is also the time to wait for the name, for example of a pod that starts later.
+    """
+    read_timeout, join_timeout = (
+        read_integer(str(rendezvous.settings.get(name, ""))) for name in ("read_timeout", "join_timeout")
+    )
     seconds = ANSWER_SECONDS if read_timeout is None else min(ANSWER_SECONDS, read_timeout)
+    if join_timeout is not None:
+        seconds = join_timeout
     if problem := find_route_problem(rendezvous.host, rendezvous.port, seconds):
         raise LaunchError(
             f"the launcher cannot reach its rendezvous at {shorten(rendezvous.endpoint)}: {problem}; pass an address "
-            "that every node can reach"
+            f"that every node can reach, or wait longer than {seconds:g} s for it with --rdzv-conf join_timeout=600"
         )
 
 

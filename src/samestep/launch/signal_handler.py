@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -76,15 +77,16 @@ class SignalHandler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end_descendants()
-        self._guard.stop()
-        for timer in self._timers:
-            timer.cancel()
-        signal.set_wakeup_fd(self._earlier_wakeup_fd)
-        os.close(self._wakeup_fd)
-        for number, handler in self._earlier_handlers.items():
-            signal.signal(number, handler)
-        adopt_orphans(False)
+        with ExitStack() as steps:  # every step runs, the last one here first, even if one of them raises
+            steps.callback(adopt_orphans, False)
+            for number, handler in self._earlier_handlers.items():
+                steps.callback(signal.signal, number, handler)
+            steps.callback(os.close, self._wakeup_fd)
+            steps.callback(signal.set_wakeup_fd, self._earlier_wakeup_fd)
+            for timer in self._timers:
+                steps.callback(timer.cancel)
+            steps.callback(self._guard.stop)
+            steps.callback(self.end_descendants)
 
     def died_of_warning(self, codes: Collection[int]) -> signal.Signals | None:
         """The warning that was forwarded, if it ended a rank that does not handle it."""

@@ -75,7 +75,7 @@ def wrap(
     if sharded:
         shard_model(
             model,
-            comm.world,
+            comm,
             device,
             dtype=precision.dtype,
             blocks=options.blocks,
