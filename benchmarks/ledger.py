@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from samestep.data.audit import audit
-from samestep.data.content_probe import Probe, ShardDescription
-from samestep.data.ledger import ShardLedger
+from samestep.data.content_probe import Probe
+from samestep.data.ledger import ShardDescription, ShardLedger
 
 STEP_SECONDS = 1e-3
 STEPS = 100

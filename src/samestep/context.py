@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from samestep.data.content_probe import describe_files
-from samestep.data.ledger import ShardLedger
+from samestep.data.ledger import ShardLedger, describe_files
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import MetricSync, StepCallback

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from samestep.cli.main import main
-from samestep.data.content_probe import FileState, describe_files
-from samestep.data.ledger import RECORD, RECORD_BYTES, RecordKind, read_ledger
+from samestep.data.ledger import RECORD, RECORD_BYTES, FileState, RecordKind, describe_files
+from samestep.data.ledger_reader import read_ledger
 from samestep.errors import LedgerError
 from tests.faults.harness import Fault, cases, check
 from tests.unit.simulated_ledgers import (
@@ -222,8 +222,9 @@ def audited(name: str, says: str, code: int, damage: Callable[[Path], object], c
 NOT_ENDED = r"missing: train: the run has not ended \(generation 1 has no end record: it is still running, or it was"
 FROM_SUMMARY = "missing: train: summary.json says that training came to epoch 2, step 5, and rank 0 has"
 
+LEFT = "note: train: the script left epoch 2 early, after 50 of 100 samples: they were checked"
 LEDGERS = [
-    audited("nothing is wrong", "2 sound compared with: summary.json, step-00000014", 0, lambda run: None),
+    audited("nothing is wrong", f"2 sound {LEFT} compared with: summary.json, step-00000014", 0, lambda run: None),
     # Cut off, removed or replaced
     audited("the last 64 bytes of all files", FROM_SUMMARY, 3, lambda run: cut(run, size=64)),
     audited(
@@ -568,7 +569,7 @@ LEDGERS = [
     ),
     audited(
         "more samples of a failed run",
-        "sound compared with: summary.json",
+        f"sound {LEFT} compared with: summary.json",
         0,
         lambda run: write_summary(run, samples=300, status="failed"),
     ),
@@ -622,7 +623,7 @@ LEDGERS = [
     ),
     audited(
         "a checkpoint of another ledger",
-        r"sound compared with: summary.json not compared with: old/step-00000014 \(it belongs to another ledger\)",
+        rf"sound {LEFT} compared with: summary.json not compared with: old/step-00000014 \(it belongs to another",
         0,
         lambda run: [
             simulate(run / "old", DESCRIPTION, Generation(2, 0, 14)),
@@ -936,11 +937,12 @@ def test_a_killed_run_is_incomplete_until_it_is_resumed(tmp_path, capsys, checkp
     assert (says in text) == (checkpoints != "elsewhere"), text
 
 
-def test_a_failed_run_is_sound_up_to_the_failure_and_a_note_says_so(tmp_path, capsys):
+def test_a_failed_run_is_incomplete_and_sound_up_to_the_failure(tmp_path, capsys):
     resume(tmp_path, "raise ValueError('broken')", "run", code=1, ranks=2)
     code, text = verdict(capsys, tmp_path)
-    assert code == 0, text
-    assert "note: train: the run failed at epoch 0, step 5 in generation 0 and was not resumed" in text
+    assert code == 3, text
+    failed = "missing: train: the run failed at epoch 0, step 5 in generation 0 and was not resumed; sound up to epoch"
+    assert failed in text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["train"][0]["epoch"] == 0
 
 

@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 
 from samestep.data.audit import ShardReport, audit
-from samestep.data.content_probe import Probe, ShardDescription
+from samestep.data.content_probe import Probe
 from samestep.data.ledger import (
     RECORD,
     RecordKind,
+    ShardDescription,
     ShardLedger,
     checksums,
-    count_samples,
     next_generation,
     rank_file,
     running_hash,
     shard_folder,
 )
+from samestep.data.ledger_reader import count_samples
 from samestep.data.partition import EvaluationPartition, Partition
 
 DESCRIPTION = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)

@@ -16,16 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.audit import ShardReport
-from samestep.data.content_probe import ShardDescription
-from samestep.data.ledger import (
-    BUFFER_RECORDS,
-    RECORD,
-    RECORD_BYTES,
-    Fault,
-    Missing,
-    RecordKind,
-    next_generation,
-)
+from samestep.data.ledger import BUFFER_RECORDS, RECORD, RECORD_BYTES, RecordKind, ShardDescription, next_generation
+from samestep.data.ledger_reader import Fault, Missing
 from samestep.data.partition import EvaluationPartition, Partition, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from tests.unit.simulated_ledgers import (
@@ -192,7 +184,7 @@ def test_the_report_of_a_run_without_faults_lists_epochs_generations_and_evaluat
         (1, 1, True, 100),
         (1, 2, True, 100),
     ]
-    assert report.notes == ()
+    assert report.notes == ("the script left epoch 2 early, after 50 of 100 samples: they were checked",)
 
 
 def test_a_missing_record_is_reported_with_its_samples_step_and_rank(run):
@@ -212,7 +204,7 @@ def test_many_missing_samples_are_counted_and_the_first_few_listed(run):
     edit(run, 0, lambda records: np.delete(records, [find_trained(records, 0, 3), find_trained(records, 0, 4)]))
     fault = only_fault(run, "never counted")
     assert (fault.count, fault.positions) == (10, (30, 31, 32, 33, 34))
-    assert ", ... in step 3; rank 0 recorded nothing in step 3 (generation 0, 2 ranks)" in fault.text
+    assert ", ... in steps 3, 4; rank 0 recorded nothing in step 3 (generation 0, 2 ranks)" in fault.text
 
 
 def test_a_record_that_is_missing_before_a_restart_is_found(run):
@@ -376,7 +368,7 @@ def test_a_rank_that_is_slightly_behind_is_a_note(tmp_path):
     )
 
 
-def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_not_a_fault(tmp_path):
+def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_incomplete(tmp_path):
     for rank, steps in ((0, 11), (1, 10)):
         partition = Partition(100, 10, rank, 2)
         ledger = open_ledger(tmp_path, DESCRIPTION, rank, 2)
@@ -385,8 +377,55 @@ def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_not_a_fault(tmp_path)
             record_step(ledger, partition, epoch, step)
         ledger.close(failed=True)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert (report.verdict, report.faults) == ("incomplete", ())
+    assert only_missing(tmp_path).text == (
+        "the run failed at epoch 1, step 1 in generation 0 and was not resumed; sound up to epoch 1, step 0"
+    )
     assert [(epoch.complete, epoch.steps) for epoch in report.epochs] == [(True, 10), (False, 0)]
+
+
+def test_a_run_that_was_stopped_early_is_incomplete(tmp_path):
+    ledger = open_ledger(tmp_path, DESCRIPTION, 0, 1)
+    ledger.record_training(0, 0, 0, 10)
+    ledger.close(early=True)
+    assert audit_train(tmp_path).verdict == "incomplete"
+    assert only_missing(tmp_path).text == (
+        "the run was stopped early at epoch 0, step 1 in generation 0 and was not resumed; sound up to epoch 0, step 1"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_step_that_the_script_skipped_is_a_fault(tmp_path, stream):
+    ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=None if stream else 20), 0, 1)
+    for epoch in range(2):
+        ledger.record_training(epoch, 0, 0, 10)
+        ledger.record_training(epoch, 1, 10, 10, weight=1.0 - epoch)
+        if stream:
+            ledger.record_stream_end(epoch, 2, 20)
+    ledger.close()
+    fault = only_fault(tmp_path, "never counted")
+    assert (fault.epoch, fault.count) == (1, 10)
+    assert fault.text.endswith("in step 1; the script skipped step 1 (generation 0, 1 ranks)")
+
+
+def test_an_epoch_of_a_stream_without_its_end_is_incomplete(tmp_path):
+    ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=None), 0, 1)
+    for epoch in range(2):
+        ledger.record_training(epoch, 0, 0, 10)
+    ledger.close()
+    report = audit_train(tmp_path)
+    assert only_missing(tmp_path).text == (
+        "epoch 0: the end of the stream was not reached, so its later records are unknown"
+    )
+    assert report.notes == ("the script left epoch 1 early, after 10 samples: they were checked",)
+
+
+def test_a_run_that_counted_nothing_and_one_with_sampling_weights_have_notes(tmp_path):
+    open_ledger(tmp_path, replace(DESCRIPTION, weighted=True), 0, 1).close()
+    assert audit_train(tmp_path).notes == (
+        "samples were drawn with sampling weights: positions counted exactly once, not samples",
+        "no sample counted in training or in an evaluation",
+    )
 
 
 @pytest.mark.parametrize("incomplete", [1, RECORD_BYTES - 1, 3 * RECORD_BYTES + 5])
@@ -449,7 +488,8 @@ def test_an_epoch_that_was_left_early_is_a_fault(tmp_path):
         ledger.record_training(epoch, step, 10 * step, 10)
     ledger.close()
     fault = only_fault(tmp_path, "never counted")
-    assert (fault.epoch, fault.count, fault.steps) == (0, 80, (2,))
+    assert (fault.epoch, fault.count, fault.steps) == (0, 80, (2, 3, 4, 5, 6))
+    assert "in steps 2, 3, 4, 5, 6, ...; " in fault.text
 
 
 def test_samples_dropped_by_drop_last_are_a_note(tmp_path):
@@ -477,6 +517,7 @@ def simulate_stream(folder: Path, n: int = 37, size: int = 3) -> None:
         for epoch in range(2):
             for step in range(partition.steps):
                 record_step(ledger, partition, epoch, step)
+            ledger.record_stream_end(epoch, partition.steps, n)
         ledger.close()
 
 
@@ -486,7 +527,7 @@ def test_the_length_of_a_stream_is_what_it_yielded(tmp_path, n):
     report = audit_train(tmp_path)
     assert report.exactly_once
     assert [epoch.samples for epoch in report.epochs] == [n, n]
-    assert [epoch.complete for epoch in report.epochs] == [True, False]  # more samples might have followed
+    assert [epoch.complete for epoch in report.epochs] == [True, True]
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 1), (0, 3), (1, 3)])
@@ -496,8 +537,16 @@ def test_a_missing_record_of_a_stream_is_reported_with_position_or_rank(tmp_path
     (fault,) = audit_train(tmp_path).faults
     assert (fault.kind, fault.epoch, fault.steps, fault.ranks) == ("never counted", epoch, (step,), (2,))
     assert fault.samples == ()
-    if step == 3:
-        assert fault.text == f"epoch {epoch}: rank 2 recorded nothing in step 3, the last of the stream"
+    assert "rank 2 recorded nothing in step" in fault.text
+
+
+def test_a_missing_record_in_the_last_known_step_of_a_stream_is_reported_with_its_rank(tmp_path):
+    simulate_stream(tmp_path)
+    for rank in range(3):
+        edit(tmp_path, rank, lambda records: records[records["kind"] != RecordKind.STREAM_END])
+    edit(tmp_path, 2, lambda records: np.delete(records, find_trained(records, 1, 3)))
+    (fault,) = audit_train(tmp_path).faults
+    assert fault.text == "epoch 1: rank 2 recorded nothing in step 3, the last of the stream"
 
 
 def test_a_missing_batch_of_an_evaluation_is_reported(run):
@@ -680,7 +729,7 @@ def test_an_epoch_of_a_stream_without_records_is_a_fault(tmp_path):
     simulate_stream(tmp_path)
     for rank in range(3):
         edit(tmp_path, rank, lambda records: records[(records["kind"] != RecordKind.TRAINED) | (records["epoch"] != 0)])
-    assert only_fault(tmp_path, "never counted").text == "epoch 0: no sample counted"
+    assert only_fault(tmp_path, "never counted").count == 37
 
 
 def test_starts_that_have_no_records_are_missing(tmp_path):

@@ -73,7 +73,7 @@ def test_the_command_prints_json(run):
     assert report["exactly_once"] is True
     assert report["folder"] == str(run)
     (train,) = report["shards"]
-    assert (train["name"], train["exactly_once"], train["faults"], len(train["notes"])) == ("train", True, [], 1)
+    assert (train["name"], train["exactly_once"], train["faults"], len(train["notes"])) == ("train", True, [], 2)
     assert train["epochs"][2] == {"number": 2, "complete": False, "steps": 5, "samples": 50}
     code, text = invoke(str(run))
     assert "note: train: rank-00002.bin: the last 4 bytes" in text

@@ -12,8 +12,8 @@ import pytest
 
 from samestep import disk as disk_module
 from samestep.checkpoint import folder_lock
-from samestep.data.content_probe import ShardDescription
-from samestep.data.ledger import RECORD, RecordKind, ShardLedger, rank_file, read_ledger, shard_folder, valid_mask
+from samestep.data.ledger import RECORD, RecordKind, ShardDescription, ShardLedger, rank_file, shard_folder, valid_mask
+from samestep.data.ledger_reader import read_ledger
 from samestep.disk import AppendFile, describe_os_error
 from samestep.errors import LedgerError
 from samestep.loggers.console import open_console

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from samestep.data.hdf5 import HDF5Dataset
+from samestep.data.file_datasets import HDF5Dataset
 from samestep.errors import DataError
 
 N = 97

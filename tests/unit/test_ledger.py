@@ -11,17 +11,17 @@ import pytest
 
 from samestep.data import ledger as ledger_module
 from samestep.data.audit import audit
-from samestep.data.content_probe import ShardDescription
 from samestep.data.ledger import (
     BUFFER_RECORDS,
     RECORD,
     RECORD_BYTES,
     RecordKind,
+    ShardDescription,
     ShardLedger,
     next_generation,
-    read_ledger,
     valid_mask,
 )
+from samestep.data.ledger_reader import read_ledger
 from samestep.errors import LedgerError
 
 DESCRIPTION = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)

@@ -14,39 +14,41 @@ summary.json or a checkpoint names more records than the files have.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.content_probe import OPTIONS, VERSION, Described, FileState, hash_option, read_described
 from samestep.data.ledger import (
     BUFFER_RECORDS,
+    VERSION,
+    RecordKind,
+    Records,
+    has_weight,
+)
+from samestep.data.ledger_reader import (
+    SHOWN,
     STEP_BITS,
     Fault,
     FaultKind,
     Generation,
-    Ledger,
+    LedgerChecks,
     Missing,
     Position,
-    RankFile,
-    RecordKind,
-    Records,
     count_samples,
+    format_position,
     format_ranks,
-    has_weight,
+    read_described,
     read_ledger,
-    read_probe,
-)  # fmt: skip
+)
 from samestep.data.partition import Positions, Ranges, find_gaps, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from samestep.errors import LedgerError
 
 Verdict = Literal["sound", "incomplete", "faulty"]
 """Every sample counted exactly once; the ledger lacks something to prove it; or it shows that it is not so."""
-
-_SHOWN: Final = 5  # samples, steps and ranges that a fault lists; it counts all of them
 
 
 @dataclass(frozen=True)
@@ -161,127 +163,14 @@ def audit(folder: Path) -> AuditReport:
     return AuditReport(folder, reports, tuple(missing), tuple(described), tuple(not_compared))
 
 
-class _LedgerAudit:
-    """Checks of the files and the data of one shard; each adds what it finds to `_faults`, `_missing` and `_notes`."""
-
-    def __init__(self, ledger: Ledger, described: Mapping[str, Described]) -> None:
-        self._ledger, self._description, self._generations = ledger, ledger.description, ledger.generations
-        self._faults, self._missing, self._notes = [*ledger.faults], list[Missing](), [*ledger.notes]
-        self._described = {source: files[ledger.name] for source, files in described.items() if ledger.name in files}
-
-    def _check_starts(self) -> None:
-        """Find starts of the run that have no records."""
-        numbers, starts = {generation.number for generation in self._generations}, self._ledger.starts
-        last = max(numbers, default=-1)
-        if not numbers:
-            self._missing.append(Missing("no rank has records: the files rank-*.bin are missing or empty"))
-        elif lost := sorted(set(range(max(last + 1, starts))) - numbers):
-            text = f"the run was started {max(last + 1, starts)} times, and there are no records of generation"
-            self._missing.append(Missing(f"{text}{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:_SHOWN]))}"))
-        if any(generation.version < VERSION for generation in self._generations):
-            self._notes.append("an older samestep wrote it, without running hashes: changed records may not be found")
-
-    def _check_ranks(self) -> None:
-        """Find records of ranks that a generation did not have, and ranks without a start record."""
-        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
-        for generation in self._generations:
-            ranks = np.unique(records["rank"][records["generation"] == generation.number])
-            had = f"generation {generation.number} had {generation.world_size} ranks"
-            beyond = tuple(ranks[ranks >= generation.world_size].tolist())
-            if beyond:
-                text = f"{had}, but there are records of {format_ranks(beyond)}"
-                self._faults.append(Fault("wrong rank", text, ranks=beyond))
-            if (silent := generation.silent) and ranks.size:
-                absent = tuple(rank for rank in silent if rank not in self._ledger.files)
-                why = f"no file of {format_ranks(absent)}" if absent else "the file is cut off or was replaced"
-                text = f"{had}, but {format_ranks(silent)} recorded nothing: {why}"
-                self._missing.append(Missing(text, silent, *generation.start))
-
-    def _check_sums(self) -> None:
-        """Find ranks that have recorded another number of samples than they say at their end."""
-        trained = self._ledger.trained
-        for generation in self._generations if not self._faults else ():  # otherwise the reason is already known
-            own = trained[trained["generation"] == generation.number]
-            sums = np.bincount(own["rank"], own["count"] * has_weight(own), max(generation.ends, default=0) + 1)
-            for rank, (_, _, samples) in generation.ends.items() if generation.version >= VERSION else ():
-                if (found := int(sums[rank])) != samples:
-                    text = f"generation {generation.number}: rank {rank} counted {samples} samples and recorded {found}"
-                    self._faults.append(Fault("corrupt file", text, count=abs(samples - found), ranks=(rank,)))
-
-    def _compare_files(self, source: str, states: list[FileState | None]) -> None:
-        """Find files that are shorter than summary.json or a checkpoint says, or that were replaced."""
-        short, changed = list[tuple[int, str]](), list[int]()
-        for rank, state in enumerate(states):
-            own = self._ledger.files.get(rank, RankFile(0, {}, 0))
-            if state is not None and own.length < state.records:
-                short.append((rank, f"rank {rank} has {own.length} of {state.records} records"))
-            elif state is not None and (own.hashes.get(state.records), own.began) != (state.hash, state.began):
-                changed.append(rank)
-        if short:
-            ranks = tuple(rank for rank, _ in short)
-            end = max((state.epoch, state.step) for state in states if state is not None)
-            has = "; ".join(text for _, text in short[:_SHOWN])
-            text = f"{source} says that training came to {_format(end)}, and {has}"
-            begin = min(_last_position(self._ledger.trained, rank) for rank in ranks)
-            self._missing.append(Missing(text, ranks, *begin))
-        if changed:
-            text = f"{source} belongs to other files of {format_ranks(tuple(changed))}: they were replaced or changed"
-            self._faults.append(Fault("corrupt file", text, ranks=tuple(changed)))
-
-    # Data
-
-    def _check_options(self) -> None:
-        """Find options that are not the same on all ranks and in all starts."""
-        options = self._ledger.options
-        for number, name in enumerate(OPTIONS):
-            own = options[options["epoch"] == number]
-            value = getattr(self._description, "weighted" if name == "sampling_weights" else name)
-            is_none = own["first"] == np.uint64(hash_option(None))
-            same = is_none != value if name == "sampling_weights" else own["first"] == np.uint64(hash_option(value))
-            if len(own) and not same.any():
-                text = f"shard.json has {name}={value}, and {_format_process(own[0])} recorded another value"
-                self._faults.append(Fault("different data", text, ranks=(int(own["rank"][0]),)))
-            if len(own) and (own["first"] != own["first"][0]).any():
-                first, other = own[0], own[own["first"] != own["first"][0]][0]
-                text = f"{name} is not the same for {_format_process(first)} and {_format_process(other)}"
-                ranks = tuple(sorted({int(first["rank"]), int(other["rank"])}))
-                self._faults.append(Fault("different data", text, ranks=ranks))
-
-    def _check_probes(self) -> None:
-        """Find samples whose content was not the same on all ranks and in all starts."""
-        probes = self._ledger.probes
-        probes = probes[np.lexsort((probes["rank"], probes["generation"]))]
-        known, reported = dict[tuple[int, int], np.void](), set[tuple[int, int]]()
-        for record in probes:
-            probe = read_probe(record)
-            first = known.setdefault((probe.epoch, probe.index), record)
-            process = int(record["generation"]), int(record["rank"])
-            if process in reported or read_probe(first).equals(probe):
-                continue
-            reported.add(process)  # one sample of each process is enough
-            noun, samples = ("record", ()) if self._description.n is None else ("sample", (probe.index,))
-            text = (
-                f"{noun} {probe.index} was not the same for {_format_process(first)} and {_format_process(record)}: "
-                "they did not read the same data"
-            )
-            ranks = tuple(sorted({int(first["rank"]), process[1]}))
-            self._faults.append(Fault("different data", text, samples=samples, ranks=ranks))
-        records = np.concatenate([self._ledger.trained, self._ledger.evaluated])
-        for generation in self._generations:
-            ranks, probed = (
-                set(part["rank"][part["generation"] == generation.number].tolist()) for part in (records, probes)
-            )
-            missing = tuple(sorted(ranks - probed))
-            text = f"generation {generation.number}: {format_ranks(missing)} recorded no probes of the data"
-            if missing and probed:
-                self._faults.append(Fault("corrupt file", f"{text}, but other ranks did", ranks=missing))
-            elif missing and generation.world_size > 1:
-                text += ", so it is unknown whether all ranks read the same data"
-                self._missing.append(Missing(text, missing, *generation.start))
-
-
-class _ShardAudit(_LedgerAudit):
+class _ShardAudit(LedgerChecks):
     """All checks of one shard."""
+
+    @cached_property
+    def _lengths(self) -> dict[int, int]:
+        """The records of a stream in each epoch whose end it reached, as the last generation recorded it."""
+        ends = self._ledger.stream_ends[np.argsort(self._ledger.stream_ends["generation"], kind="stable")]
+        return dict(zip(ends["epoch"].tolist(), ends["first"].tolist(), strict=True))
 
     def report(self) -> ShardReport:
         """Run all checks."""
@@ -295,8 +184,11 @@ class _ShardAudit(_LedgerAudit):
         n, batch = self._description.n, self._description.global_batch
         if self._description.drop_last and n is not None and n % batch:
             self._notes.append(f"drop_last=True leaves {n % batch} of {n} samples out of every epoch")
+        if self._description.weighted:
+            self._notes.append("samples were drawn with sampling weights: positions counted exactly once, not samples")
         epochs = self._check_epochs() if self._generations else []
         evaluations = self._check_evaluations()
+        self._check_last_epoch(epochs, bool(evaluations))
         generations = tuple(GenerationReport(g.number, *g.start, g.world_size, g.started_at) for g in self._generations)
         found = tuple(self._faults), tuple(self._missing), tuple(self._notes)
         return ShardReport(self._ledger.name, generations, tuple(epochs), tuple(evaluations), *found)
@@ -305,7 +197,7 @@ class _ShardAudit(_LedgerAudit):
         live = self._without_superseded()
         begin_epoch, begin_step = begin = min(generation.start for generation in self._generations)
         if begin > (0, 0):
-            text = f"the ledger begins at {_format(begin)}: earlier steps are not in it"
+            text = f"the ledger begins at {format_position(begin)}: earlier steps are not in it"
             self._missing.append(Missing(text, epoch=0, step=0))
         end_epoch, end_step = self._checked_until(live)
         reports, previous = list[EpochReport](), begin_epoch - 1
@@ -314,7 +206,7 @@ class _ShardAudit(_LedgerAudit):
             self._check_skipped(previous + 1, epoch)
             records = live[slice(*np.searchsorted(live["epoch"], [epoch, epoch + 1]))]
             start, previous = begin_step if epoch == begin_epoch else 0, epoch
-            stop = self._steps_in_epoch(records) if epoch < end_epoch else end_step
+            stop = self._steps_in_epoch(records, epoch) if epoch < end_epoch else end_step
             if stop <= start and not len(records):
                 self._check_skipped(epoch, epoch + (epoch < end_epoch and not start))  # only in a stream
                 continue  # it has not begun
@@ -323,12 +215,30 @@ class _ShardAudit(_LedgerAudit):
             self._check_epoch(epoch, records, start, stop)
         return reports
 
+    def _check_last_epoch(self, epochs: list[EpochReport], evaluated: bool) -> None:
+        """Note if the script has left the last epoch early, and report other epochs of a stream without an end."""
+        if any(generation.version < VERSION for generation in self._generations):
+            return
+        if self._description.n is None:
+            for epoch in (each.number for each in epochs if each.complete and each.number not in self._lengths):
+                text = f"epoch {epoch}: the end of the stream was not reached, so its later records are unknown"
+                self._missing.append(Missing(text, epoch=epoch))
+        last = self._generations[-1] if self._generations else None
+        if last is None or not last.succeeded or last.early:
+            return
+        if epochs and not epochs[-1].complete:
+            n = f" of {self._description.n}" if self._description.n is not None else ""
+            counted, number = epochs[-1].samples, epochs[-1].number
+            self._notes.append(f"the script left epoch {number} early, after {counted}{n} samples: they were checked")
+        elif not epochs and not evaluated:
+            self._notes.append("no sample counted in training or in an evaluation")
+
     def _check_skipped(self, first: int, stop: int) -> None:
         """Report epochs from `first` to `stop` - 1, which have no records, although a later epoch has."""
         if first < stop:
             where = f"epoch {first}" if stop == first + 1 else f"epochs {first} to {stop - 1}"
             batch, n = self._description.global_batch, self._description.n or 0
-            count = (stop - first) * min(n, self._steps_in_epoch(self._ledger.trained[:0]) * batch)
+            count = (stop - first) * min(n, self._steps_in_epoch(self._ledger.trained[:0], first) * batch)
             self._faults.append(Fault("never counted", f"{where}: no sample counted", first, count))
 
     def _without_superseded(self) -> Records:
@@ -340,7 +250,8 @@ class _ShardAudit(_LedgerAudit):
         for generation in reversed(self._generations):
             own, start = records["generation"] == generation.number, _position_number(generation.start)
             if (own & (numbers < start)).any():
-                text = f"generation {generation.number} has records before its start at {_format(generation.start)}"
+                at = format_position(generation.start)
+                text = f"generation {generation.number} has records before its start at {at}"
                 self._faults.append(Fault("wrong step", text))
             keep |= own & (numbers < limit)
             limit = min(limit, start)
@@ -352,20 +263,25 @@ class _ShardAudit(_LedgerAudit):
         last = self._generations[-1]
         recorded = _recorded_until(live, last)
         newest_epoch, newest_step = max(recorded)
-        # The end of an epoch is step 0 of the next one. That of a stream is known once a rank recorded a later epoch.
-        epochs = {epoch for epoch, _ in recorded if self._description.n is not None or epoch < newest_epoch}
-        steps = {epoch: self._steps_in_epoch(live[live["epoch"] == epoch]) for epoch in epochs}
+        # The end of an epoch is step 0 of the next one. That of a stream is recorded, or known once a later epoch is.
+        known = self._description.n is not None
+        epochs = {epoch for epoch, _ in recorded if known or epoch < newest_epoch or epoch in self._lengths}
+        steps = {epoch: self._steps_in_epoch(live[live["epoch"] == epoch], epoch) for epoch in epochs}
         reached = [(epoch + 1, 0) if step >= steps.get(epoch, step + 1) else (epoch, step) for epoch, step in recorded]
         slowest, fastest = min(reached), max(reached)
         open_ranks = tuple(rank for rank in sorted(last.ranks) if rank < last.world_size and rank not in last.ends)
         if open_ranks:
             self._add_missing_end(last, open_ranks, slowest, min(reached[rank] for rank in open_ranks))
-        if last.ends and not last.succeeded:
-            self._notes.append(f"the run failed at {_format(fastest)} in generation {last.number} and was not resumed")
+        if last.ends and not open_ranks and (last.early or not last.succeeded):
+            how = "was stopped early" if last.early else "failed"
+            text = f"the run {how} at {format_position(fastest)} in generation {last.number} and was not resumed"
+            self._missing.append(Missing(f"{text}; sound up to {format_position(slowest)}", (), *slowest))
         if slowest == fastest or (last.succeeded and not open_ranks and not last.silent):
             return fastest
         behind = tuple(rank for rank, position in enumerate(reached) if position == slowest)
-        progress = f"{format_ranks(behind)} recorded up to {_format(slowest)}, others up to {_format(fastest)}"
+        progress = (
+            f"{format_ranks(behind)} recorded up to {format_position(slowest)}, others up to {format_position(fastest)}"
+        )
         if last.ends and open_ranks:
             return slowest  # as already reported
         if slowest[0] == newest_epoch and newest_step - slowest[1] <= BUFFER_RECORDS:
@@ -381,16 +297,18 @@ class _ShardAudit(_LedgerAudit):
     def _add_missing_end(self, last: Generation, ranks: tuple[int, ...], checked: Position, end: Position) -> None:
         not_ended = (
             f"the run has not ended (generation {last.number} has no end record: it is still running, or it was killed "
-            f"and not resumed); sound up to {_format(checked)}"
+            f"and not resumed); sound up to {format_position(checked)}"
         )
         cut_off = (
             f"{format_ranks(ranks)} of generation {last.number} recorded no end, but other ranks did: the file is cut "
-            f"off at {_format(end)}, or the process was killed"
+            f"off at {format_position(end)}, or the process was killed"
         )
         self._missing.append(Missing(cut_off if last.ends else not_ended, ranks, *end))
 
-    def _steps_in_epoch(self, records: Records) -> int:
-        """Return the steps of a complete epoch; for a stream, the steps that were recorded."""
+    def _steps_in_epoch(self, records: Records, epoch: int) -> int:
+        """Return the steps of a complete epoch; for a stream whose end is unknown, the steps that were recorded."""
+        if self._description.n is None and epoch in self._lengths:
+            return -(-self._lengths[epoch] // self._description.global_batch)
         if self._description.n is None:
             return int(records["step"].max()) + 1 if len(records) else 0
         return steps_per_epoch(self._description.n, self._description.global_batch, self._description.drop_last)
@@ -398,7 +316,10 @@ class _ShardAudit(_LedgerAudit):
     def _check_epoch(self, epoch: int, records: Records, start: int, stop: int) -> None:
         """Check one epoch in which all steps from `start` to `stop` - 1 must be recorded."""
         n, batch, counting = self._description.n, self._description.global_batch, _counting(records)
-        end = _end_position(counting) if n is None else min(n, self._steps_in_epoch(counting) * batch)
+        if n is None:
+            end = self._lengths.get(epoch, _end_position(records))
+        else:
+            end = min(n, self._steps_in_epoch(counting, epoch) * batch)
         missing, repeated = find_gaps(*_ranges(counting), min(start * batch, end), min(stop * batch, end))
         if any(generation.silent for generation in self._generations):  # their files are missing, as already reported
             steps = (missing.start // batch).tolist()
@@ -411,11 +332,13 @@ class _ShardAudit(_LedgerAudit):
             step = missing.head(1)[0] // batch
             generation = self._generation_of(epoch, step)
             absent = _absent_ranks(generation, records[records["step"] == step])
-            who = f"{format_ranks(absent)} recorded nothing" if absent else "every rank recorded something"
-            detail = f"; {who} in step {step} (generation {generation.number}, {generation.world_size} ranks)"
+            who = f"{format_ranks(absent)} recorded nothing in" if absent else "every rank recorded something in"
+            if not absent and not (counting["step"] == step).any():
+                who = "the script skipped"
+            detail = f"; {who} step {step} (generation {generation.number}, {generation.world_size} ranks)"
             self._add_fault("never counted", where, missing, epoch, absent, detail)
         self._check_repeated(where, counting, repeated, epoch)
-        if n is None and len(records) and stop >= 1:
+        if n is None and epoch not in self._lengths and len(records) and stop >= 1:
             # The number of samples in the last step of a stream is unknown, but every rank must have recorded it.
             absent = _absent_ranks(self._generation_of(epoch, stop - 1), records[records["step"] == stop - 1])
             if absent:
@@ -443,7 +366,7 @@ class _ShardAudit(_LedgerAudit):
             f"positions {first[at]} to {first[at] + count[at] - 1} in step {int(step[at])}, which {allowed}"
         )
         ranks = tuple(np.unique(counting["rank"][wrong]).tolist())
-        steps = tuple(np.unique(step[wrong])[:_SHOWN].tolist())
+        steps = tuple(np.unique(step[wrong])[:SHOWN].tolist())
         self._faults.append(Fault("wrong step", text, epoch, int(count[wrong].sum()), steps=steps, ranks=ranks))
 
     # Evaluation
@@ -500,7 +423,7 @@ class _ShardAudit(_LedgerAudit):
             return
         ranks = set[int]()
         first, count = _ranges(counting)
-        for start, stop in zip(repeated.start[:_SHOWN], repeated.stop[:_SHOWN], strict=True):
+        for start, stop in zip(repeated.start[:SHOWN], repeated.stop[:SHOWN], strict=True):
             ranks |= set(counting["rank"][(first < stop) & (first + count > start)].tolist())
         by = tuple(sorted(ranks))
         self._add_fault("counted more than once", where, repeated, epoch, by, f"; by {format_ranks(by)}")
@@ -508,12 +431,13 @@ class _ShardAudit(_LedgerAudit):
     def _add_fault(
         self, kind: FaultKind, where: str, ranges: Ranges, epoch: int | None, ranks: tuple[int, ...], detail: str
     ) -> None:
-        positions, total = ranges.head(_SHOWN), ranges.total
+        positions, total = ranges.head(SHOWN), ranges.total
         samples = self._samples(positions, epoch)
-        steps = () if epoch is None else tuple(dict.fromkeys(p // self._description.global_batch for p in positions))
+        steps = () if epoch is None else ranges.blocks(self._description.global_batch, SHOWN)
         listed = ", ".join(map(str, samples or positions)) + (", ..." if total > len(positions) else "")
         noun = ("sample" if samples else "position") + ("s" if total > 1 else "")
-        in_steps = f" in {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}" if steps else ""
+        more = ", ..." if len(steps) == SHOWN else ""
+        in_steps = f" in {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}{more}" if steps else ""
         problem = "with a wrong weight" if kind == "wrong weight" else kind
         text = f"{where}: {total} {noun} {problem}: {listed}{in_steps}{detail}"
         self._faults.append(Fault(kind, text, epoch, total, positions, samples, steps, ranks))
@@ -541,20 +465,6 @@ def _recorded_until(live: Records, last: Generation) -> list[Position]:
         if rank < last.world_size:
             found[rank] = max(found[rank], position)
     return found
-
-
-def _last_position(trained: Records, rank: int) -> Position:
-    """Return up to where a rank has recorded training."""
-    own = trained[trained["rank"] == rank]
-    return (int(own[-1]["epoch"]), int(own[-1]["step"]) + 1) if len(own) else (0, 0)
-
-
-def _format_process(record: np.void) -> str:
-    return f"rank {int(record['rank'])} of generation {int(record['generation'])}"
-
-
-def _format(position: Position) -> str:
-    return f"epoch {position[0]}, step {position[1]}"
 
 
 def _position_number(position: Position) -> int:

@@ -9,23 +9,18 @@ shard.json describes a shard next to its records. summary.json and checkpoints d
 """
 
 import dataclasses
-import errno
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.permutation import MAX_SAMPLES, Purpose, key64, keyed_word, keyed_words
-from samestep.disk import write_atomically
-from samestep.errors import DataError, LedgerError
+from samestep.data.permutation import Purpose, key64, keyed_word, keyed_words
+from samestep.errors import DataError
 
 FIRST_RECORDS: Final = 4
 """Records of a stream that are compared."""
@@ -232,154 +227,3 @@ def check_same_options(call: str, by_rank: Sequence[Mapping[str, object]]) -> No
 def hash_values(values: npt.NDArray[Any] | None) -> str | None:
     """Return a short hash of an array, such as sampling weights, for a comparison of options."""
     return None if values is None else hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
-
-
-# What the ledger stores about a shard
-
-VERSION: Final = 3
-"""The version of shard.json and of the records next to it."""
-_READABLE_VERSIONS: Final = (1, 2, 3)  # version 1 has no options and no probes, version 2 no running hashes
-_LIMITS: Final = {
-    "n": (1, MAX_SAMPLES), "global_batch": (1, 1 << 62), "seed": (-(1 << 63), (1 << 63) - 1), "starts": (0, 1 << 16),
-}  # fmt: skip
-_FLAGS: Final = ("shuffle", "weighted", "drop_last")
-
-
-@dataclass(frozen=True)
-class ShardDescription:
-    """What the audit must know about a shard, stored in shard.json."""
-
-    n: int | None  # positions in an epoch; None for a stream, whose length is unknown
-    seed: int
-    shuffle: bool
-    global_batch: int
-    weighted: bool = False
-    """Samples are drawn with sampling weights, which the ledger does not store: the audit then reports positions."""
-    drop_last: bool = False
-
-
-OPTIONS: Final = ("n", "seed", "shuffle", "global_batch", "drop_last", "sampling_weights")
-"""The options of a shard that must be the same on all ranks and in all starts, by their number in the records."""
-
-
-def check_is_file(path: Path) -> None:
-    """Raise OSError if a path is a folder, a pipe or a device, from which a read may never return."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a regular file")
-
-
-def read_description(shard: Path) -> tuple[ShardDescription, int]:
-    """Read the description of a shard, and how often the run was started; 0 if shard.json does not say it."""
-    path = shard / "shard.json"
-    try:
-        check_is_file(path)
-        fields = json.loads(path.read_bytes())
-        version = fields.pop("version")
-        if version not in _READABLE_VERSIONS:
-            raise LedgerError(
-                f"{path} has version {version}, and this samestep reads version {VERSION}: update samestep"
-            )
-        starts = fields.pop("starts", 0)
-        _check_numbers({"n": 1, **fields, "starts": starts})
-        description = ShardDescription(**fields)
-    except FileNotFoundError as error:
-        raise LedgerError(
-            f"{path} is missing, and the records next to it cannot be interpreted without it: restore it"
-        ) from error
-    except OSError as error:
-        raise LedgerError(f"{path} cannot be read: {error.strerror}; check the path and its permissions") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"{path} does not describe a shard ({error}): restore it") from error
-    return description, starts
-
-
-def _check_numbers(fields: Mapping[str, object]) -> None:
-    """Raise ValueError if a value is of another type, or a number that no run can have."""
-    for name, value in fields.items():
-        if name in _FLAGS and type(value) is not bool:
-            raise ValueError(f"{name} is {str(value)[:40]}, and must be true or false")
-        if name not in _LIMITS or (name == "n" and value is None):
-            continue
-        least, most = _LIMITS[name]
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} is {str(value)[:40]}, and must be an integer from {least} to {most}")
-
-
-def write_description(shard: Path, description: ShardDescription, starts: int) -> None:
-    """Write shard.json, or raise LedgerError if the folder already describes other data."""
-    path = shard / "shard.json"
-    if path.exists():
-        was, now = asdict(read_description(shard)[0]), asdict(description)
-        changed = [f"{name} was {was[name]} and is now {now[name]}" for name in now if was[name] != now[name]]
-        if changed:
-            raise LedgerError(
-                f"{path} describes other data: {', '.join(changed)}; use a new folder for the changed run"
-            )
-    values = {"version": VERSION, "starts": starts, **asdict(description)}
-    write_atomically(path, json.dumps(values, indent=2) + "\n")
-
-
-def hash_option(value: object) -> int:
-    """Return the hash of an option as an `OPTION` record has it."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
-
-
-# What summary.json and checkpoints say about the files of a ledger
-
-
-@dataclass(frozen=True)
-class FileState:
-    """How far one rank has written the ledger file of a shard."""
-
-    shard: str
-    generation: int
-    epoch: int  # up to, not including, (epoch, step) it has trained
-    step: int
-    records: int
-    hash: int  # the running hash of these records
-    began: int  # microseconds since 1970, of the first record
-
-
-Described = dict[str, list[FileState | None]]
-"""By shard, the file of each rank, or None if it had none."""
-
-
-def describe_files(by_rank: Sequence[Sequence[FileState | None]]) -> dict[str, object]:
-    """Return what the files of these ranks contain, by shard, for summary.json and checkpoints."""
-    by_shard = [[state and asdict(state) for state in states] for states in zip(*by_rank, strict=True)]
-    return {str(next(filter(None, states))["shard"]): states for states in by_shard if any(states)}
-
-
-def read_described(folder: Path) -> tuple[dict[str, Any], dict[str, Described], list[str]]:
-    """Return the summary of a run, the files by summary.json and each checkpoint, and what describes none."""
-    summary = _read_object(folder / "summary.json")
-    described, others, manifests = dict[str, Described](), list[str](), set[Path]()
-    named = [Path(path) for path in summary.get("checkpoints") or () if isinstance(path, str)]
-    for parent, pattern in ((folder, "step-*"), (folder, "*/step-*"), *((path, "step-*") for path in named)):
-        with suppress(OSError, ValueError):
-            manifests |= {path.resolve() for path in parent.glob(pattern) if (path / "manifest.json").exists()}
-    records: dict[str, Any] = {"summary.json": summary} if (folder / "summary.json").exists() else {}
-    for path in sorted(manifests):
-        inside = path.is_relative_to(folder.resolve())
-        source = str(path.relative_to(folder.resolve()) if inside else path)
-        records[source] = _read_object(path / "manifest.json").get("run")
-    for source, record in records.items():
-        try:
-            described[source] = {name: [_parse(state) for state in states] for name, states in record["ledger"].items()}
-        except (KeyError, TypeError, AttributeError, ValueError):
-            others.append(f"{source} (it does not describe the ledger)")
-    return summary, described, others
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        check_is_file(path)
-        return dict(json.loads(path.read_bytes()))
-    return {}
-
-
-def _parse(state: dict[str, Any] | None) -> FileState | None:
-    found = None if state is None else FileState(**state)
-    if found is not None and not all(type(value) is int for name, value in asdict(found).items() if name != "shard"):
-        raise ValueError("the numbers must be integers")
-    return found

@@ -225,6 +225,15 @@ class Ranges:
         """The number of positions in all ranges."""
         return int((self.stop - self.start).sum())
 
+    def blocks(self, size: int, limit: int) -> tuple[int, ...]:
+        """Return the first blocks of `size` positions that have one of these positions."""
+        found = dict[int, None]()
+        for start, stop in zip(self.start.tolist(), self.stop.tolist(), strict=True):
+            found.update(dict.fromkeys(range(start // size, min((stop - 1) // size, start // size + limit) + 1)))
+            if len(found) >= limit:
+                break
+        return tuple(found)[:limit]
+
     def head(self, limit: int) -> tuple[int, ...]:
         """Return the first positions."""
         found: list[int] = []

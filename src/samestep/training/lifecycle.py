@@ -15,8 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep import __version__
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
-from samestep.data.content_probe import describe_files
-from samestep.data.ledger import next_generation
+from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
@@ -184,7 +183,7 @@ class Lifecycle:
             for callback in context.callbacks:
                 callback.on_run_end(failed=False)
             context.flush_metrics("Run.close")
-            self._release(failed=False)
+            self._release(failed=False, early=early is not None)
             if self.config.ledger:
                 self._ledger_files = context.gather_ledgers("Run.close", None)[1]
             self._close_files("finished" if early is None else early.status)
@@ -278,7 +277,7 @@ class Lifecycle:
             error.add_note(out_of_memory_advice(steps, rows))
         return False
 
-    def _release(self, failed: bool) -> None:
+    def _release(self, failed: bool, early: bool = False) -> None:
         """Stop watching optimizers, close the ledgers and restore torch's settings, without a collective."""
         context, loop = self.context, self.loop
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
@@ -286,7 +285,7 @@ class Lifecycle:
             for function in context.on_close:
                 closing.callback(function)
             for ledger in context.ledgers:
-                closing.callback(ledger.close, failed)
+                closing.callback(ledger.close, failed, early)
             for callback in context.callbacks if failed else ():
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
@@ -320,8 +319,10 @@ class Lifecycle:
             return {}
         context = self.context
         files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
-        folders = [str(each.folder) for each in context.callbacks if isinstance(each, Checkpoint)]
-        return {"ledger": files, "checkpoints": folders}
+        folders = [each.folder.resolve() for each in context.callbacks if isinstance(each, Checkpoint)]
+        here = context.folder.resolve()  # folders inside of it have relative paths, so that a run can be moved
+        names = [str(each.relative_to(here) if each.is_relative_to(here) else each) for each in folders]
+        return {"ledger": files, "checkpoints": names}
 
 
 def _show_crashes() -> Callable[[], object]:

@@ -16,14 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content_probe import (
-    Probe,
-    ShardDescription,
-    check_same_options,
-    check_same_samples,
-    hash_values,
-    probe_indices,
-)
+from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
+from samestep.data.ledger import ShardDescription
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
 from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
 from samestep.data.permutation import OrderReader, SampleOrder
@@ -178,11 +172,11 @@ class Shard(TrainingData):
         self._set_position(state["epoch"], state["step"])
 
     def _advance(self, epoch: int, index: int, trained: bool) -> None:
-        """Advance the position past a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step, and record its samples in the ledger, with weight 0 if it was skipped."""
         self._step = index + 1
-        if trained and self._ledger:
+        if self._ledger:
             start, stop = self._partition.slice(index)
-            self._ledger.record_training(epoch, index, start, stop - start)
+            self._ledger.record_training(epoch, index, start, stop - start, 1.0 if trained else 0.0)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all steps of an epoch, read ahead by the data workers."""

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from samestep.data.content_probe import ShardDescription, check_same_options, check_same_records, check_same_workers
+from samestep.data.content_probe import check_same_options, check_same_records, check_same_workers
+from samestep.data.ledger import ShardDescription
 from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.sample_rng import evaluation_batch
@@ -87,6 +88,8 @@ class Stream(TrainingData):
             yield from self._loop.run(Step(self._context, position, micro_batches, advance, self._passes))
         if not self._step:
             raise DataError(self._empty_message())
+        if self._ledger and not self._ended:
+            self._ledger.record_stream_end(epoch, self._step, self._step * self._context.config.global_batch)
         self._begin_epoch(epoch + 1)
 
     def _evaluation_batches(self) -> Iterator[Any]:
@@ -137,14 +140,18 @@ class Stream(TrainingData):
         self._state, self._ended = None, False
 
     def _advance(self, position: StepPosition, part: StreamStep, trained: bool) -> None:
-        """Advance the position past a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step, and record its samples in the ledger, with weight 0 if it was skipped."""
         global_batch = self._context.config.global_batch
         self._step, self._number, self._state = position.index + 1, position.number + 1, part.state
         # a stream that was read to its end may report the state of its beginning
         self._ended = part.count is not None and part.count < global_batch
-        if trained and self._ledger:
-            first = part.positions[0] if part.positions else position.index * global_batch
-            self._ledger.record_training(position.epoch, position.index, first, len(part.positions))
+        if self._ledger:
+            first, weight = part.positions[0] if part.positions else position.index * global_batch, float(trained)
+            self._ledger.record_training(position.epoch, position.index, first, len(part.positions), weight)
+            if self._ended:
+                self._ledger.record_stream_end(
+                    position.epoch, self._step, position.index * global_batch + position.samples
+                )
 
     def _read(self, epoch: int, first: int, state: object, drop_last: bool) -> Iterator[StreamStep]:
         config, world = self._context.config, self._context.world

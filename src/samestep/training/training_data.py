@@ -10,8 +10,8 @@ import torch
 
 from samestep.context import RunContext
 from samestep.data import loader
-from samestep.data.content_probe import Probe, ShardDescription
-from samestep.data.ledger import ShardLedger, next_generation
+from samestep.data.content_probe import Probe
+from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
 from samestep.data.sample_rng import micro_batch_keys, normal, sample_keys, uniform
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
