@@ -53,7 +53,7 @@ FAULTS = [
     Fault("the folder is a file", "a file is where a folder is needed|is a file", 1,
           training('OUT.touch(); first_run()')),
     Fault("the folder is a broken link",
-          "CheckpointError: creating a checkpoint in .*/out failed: the folder was removed or replaced", 1,
+          "CheckpointError: creating a checkpoint in .*/out failed: .* it is a link to a folder that does not exist", 1,
           training('OUT.symlink_to("nowhere/deeper"); first_run()')),
     Fault("every checkpoint is corrupt", r"none of 3 checkpoint\(s\) in .* is valid, training starts at step 0", 0,
           second_run('[os.truncate(p, 1) for p in OUT.glob("step-*/state.json")]')),
@@ -83,7 +83,7 @@ FAULTS = [
                 train(run, each=replace)
           ''')),
     Fault("the folder is removed during a save",
-          "failed: the folder was removed or replaced during the run; leave it in place", 1,
+          "failed: the folder was removed or replaced during the run, .*leave it in place", 1,
           training('''
             from samestep.checkpoint import save
 

@@ -169,7 +169,8 @@ def disk_error(error: OSError, action: str) -> CheckpointError:
     """Return a CheckpointError that says why `action` failed and what to do."""
     if error.errno in (errno.ENOENT, errno.EEXIST):
         return CheckpointError(
-            f"{action} failed: the folder was removed or replaced during the run; leave it in place until the run ends"
+            f"{action} failed: the folder was removed or replaced during the run, or it is a link to a folder that "
+            "does not exist; leave it in place until the run ends"
         )
     fewer = ", or keep fewer with keep=" if error.errno in DISK_FULL else ""
     return CheckpointError(
