@@ -119,7 +119,7 @@ def call(self, x):
 Module.call = call
 write(Module())
 """, 'placement="served", servers=1', "Module"), 2),
-    Fault("a cache that is a file", "cannot open the cache .*: a file is where a folder is needed: .*; pass a folder that can be", 1,
+    Fault("a cache that is a file", "cannot open the cache .*: a file is where a folder is needed: .*; pass", 1,
           calling('Path("cache").touch()', 'placement="cached", cache="cache"')),
     Fault("a cached teacher outside of a step", "stores outputs by sample, but no sample is current", 1,
           calling(options='placement="cached", cache="cache"')),
