@@ -11,10 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 from samestep.data.audit import audit
-from samestep.data.ledger import RECORD, RecordKind, ShardDescription, ShardLedger, checksums
+from samestep.data.content_probe import Probe
+from samestep.data.ledger import ShardDescription, ShardLedger
 
 STEP_SECONDS = 1e-3
 STEPS = 100
@@ -68,26 +67,19 @@ def measure_audit(folder: Path, n: int = 10**9, global_batch: int = 8192, size: 
     for rank in range(size):
         ledger = ShardLedger(folder, "large", description, rank, size, generation=0)
         ledger.begin(0, 0)
-        records = np.zeros(number, dtype=RECORD)
-        records["kind"], records["rank"], records["weight"] = RecordKind.TRAINED, rank, 1
-        records["step"] = np.arange(number)
-        records["first"] = records["step"] * global_batch + rank * share
-        records["count"] = np.clip(n - records["first"].astype(np.int64), 0, share)
-        # The last step is smaller and partitioned again over all ranks.
-        tail = n - (number - 1) * global_batch
+        ledger.record_data([Probe(epoch=0, index=0, checksum=0, sketch=(0.0, 0.0))])
+        tail = n - (number - 1) * global_batch  # the last step is smaller and partitioned again over all ranks
         each, extra = divmod(tail, size)
-        records["first"][-1] = (number - 1) * global_batch + rank * each + min(rank, extra)
-        records["count"][-1] = each + (rank < extra)
-        records["checksum"] = checksums(records)
-        with (folder / "ledger" / "large" / f"rank-{rank:05}.bin").open("ab") as file:
-            records.tofile(file)
+        for step in range(number - 1):
+            ledger.record_training(0, step, step * global_batch + rank * share, share)
+        ledger.record_training(0, number - 1, n - tail + rank * each + min(rank, extra), each + (rank < extra))
         ledger.close()
     begin = time.perf_counter()
     report = audit(folder)
     seconds = time.perf_counter() - begin
     (shard,) = (shard for shard in report.shards if shard.name == "large")
     samples = sum(epoch.samples for epoch in shard.epochs)
-    print(f"audit of {samples:,} samples, {number * size:,} records: {seconds:.1f} s, valid_mask: {shard.exactly_once}")
+    print(f"audit of {samples:,} samples, {number * size:,} records: {seconds:.1f} s, {shard.verdict}")
 
 
 def main() -> int:

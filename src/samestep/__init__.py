@@ -1,5 +1,6 @@
 """N GPUs, the same step: elastic multi-GPU PyTorch training whose results do not depend on how many processes ran."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ def __getattr__(name: str) -> object:
     """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    if "torch" not in sys.modules:
+        import_module("samestep.environment.processes").check_current_folder()
     return getattr(import_module(_HOMES[name]), name)
 
 

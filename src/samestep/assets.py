@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from samestep.data.hdf5 import require_h5py
+from samestep.data.file_datasets import require_h5py
 from samestep.environment.world import cache_folder
 from samestep.errors import DataError
 from samestep.messages import info

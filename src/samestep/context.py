@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from samestep.data.ledger import ShardLedger
+from samestep.data.ledger import ShardLedger, describe_files
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import MetricSync, StepCallback
@@ -158,6 +158,12 @@ class RunContext:
     def flush_metrics(self, operation: str) -> None:
         """Average and write what was logged, now; a collective."""
         self.metrics.flush(operation)
+
+    def gather_ledgers(self, operation: str, value: T) -> tuple[T, dict[str, object]]:
+        """The value of rank 0, and what the ledger files of all ranks contain (see `describe_files`); a collective."""
+        states = [ledger.state() for ledger in self.ledgers]
+        by_rank = self.comm.exchange_objects(operation, (value, states))
+        return by_rank[0][0], describe_files([states for _, states in by_rank])
 
     def log_count(self, name: str) -> int:
         """How often a metric was logged, as rank 0 knows it."""

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from stat import S_ISFIFO
+from typing import IO, Any, Final
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _CAUSES: Final = {
@@ -18,6 +19,9 @@ _CAUSES: Final = {
     errno.EROFS: "the disk is read-only: choose another folder",
     errno.ENOTDIR: "a file is where a folder is needed: choose another folder",
     errno.EISDIR: "a folder is where a file is needed: choose another folder",
+    errno.EEXIST: "a file is where a folder is needed: choose another folder",
+    errno.ELOOP: "a symbolic link leads to itself: remove it",
+    errno.ESPIPE: "a pipe is where a file is needed: remove it",
     errno.EFBIG: "the file would exceed the size limit: raise the limit (ulimit -f)",
 }
 
@@ -35,9 +39,16 @@ def describe_os_error(error: OSError) -> str:
     return _CAUSES.get(error.errno or 0, error.strerror or str(error))
 
 
-def is_disk_error(error: OSError) -> bool:
-    """Whether the disk failed, and not, for example, a pipe that was closed."""
-    return error.errno in (*_CAUSES, errno.EIO, errno.ESTALE)
+def discard_buffer(stream: IO[Any], forever: bool = False) -> None:
+    """Empty the buffer of a stream that cannot be written into /dev/null; `forever`: connect the stream to it."""
+    number = stream.fileno()
+    before, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    stream.flush()
+    if not forever:
+        os.dup2(before, number)
+    os.close(before)
+    os.close(null)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -129,6 +140,8 @@ class AppendFile:
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if S_ISFIFO(os.fstat(self._file).st_mode):
+            raise OSError(errno.ESPIPE, "a pipe")  # writing would block when its buffer is full
         if self._is_text and (size := os.fstat(self._file).st_size) and os.pread(self._file, 1, size - 1) != b"\n":
             _write_all_or_nothing(self._file, b"\n")  # an earlier writer was killed within its last line
         return self._file

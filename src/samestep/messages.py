@@ -1,7 +1,8 @@
-"""Messages of the library: warnings that you can filter, the logger "samestep", and numbers formatted for people."""
+"""Messages of the library: filterable warnings, the logger "samestep", and numbers that people read or write."""
 
 import inspect
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 _PACKAGE = "samestep"
+_MAX_DIGITS = 18  # of a 64-bit integer; int() refuses to read thousands of digits
+_LONGEST_VALUE = 60  # characters of a value that an error shows
 
 
 class SamestepWarning(UserWarning):
@@ -127,3 +130,19 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+def read_integer(text: str) -> int | None:
+    """A non-negative integer of at most 18 digits, or None if the text is something else.
+
+    >>> read_integer(" 12 "), read_integer("-1"), read_integer("9" * 5000)
+    (12, None, None)
+    """
+    text = text.strip()
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
+
+
+def shorten(text: str) -> str:
+    """A value as a shell would quote it, without the end of a very long one; what is not UTF-8 is escaped."""
+    text = text.encode(errors="backslashreplace").decode()
+    return shlex.quote(text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...")

@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from samestep.cli.main import COMMANDS, main
+from samestep.cli.main import COMMANDS, NumberRange, main, samestep
 from samestep.errors import LaunchError
 
 OPTIONS = (
@@ -56,7 +58,7 @@ MISTAKES = [
     ),
     ("run --nproc-per-node", "Option '--nproc-per-node' requires an argument."),
     ("run --nnodes 3:1 ok.py", "--nnodes 3:1 is not a number of nodes: pass a number of at least 1, or MIN:MAX as in"),
-    ("run --max-restarts -1 ok.py", "Invalid value for '--max-restarts': -1 is not in the range x>=0."),
+    ("run --max-restarts -1 ok.py", "--max-restarts must be an integer from 0 to 1000000, got -1"),
     (
         "run --local-addr no..where ok.py",
         "--local-addr no..where cannot be resolved: pass an address of this machine at which other",
@@ -65,7 +67,7 @@ MISTAKES = [
         "run --time-limit soon ok.py",
         "--time-limit soon is not a time limit: pass hours, minutes and seconds as in 4:00:00",
     ),
-    ("run --grace -1 ok.py", "Invalid value for '--grace': -1 is not in the range x>=0."),
+    ("run --grace -1 ok.py", "--grace must be an integer from 0 to 10000000, got -1"),
     ("run --show-ranks some ok.py", "Invalid value for '--show-ranks': 'some' is not one of 'first', 'all'."),
     ("run --master-port PORT ok.py", "port PORT is in use (by "),
     ("run --rdzv-endpoint localhost:PORT ok.py", "port PORT is in use (by "),
@@ -158,3 +160,63 @@ def test_it_starts_quickly_and_without_torch(statement: str):
 def cpu_seconds_of_children() -> float:
     spent = os.times()
     return spent.children_user + spent.children_system
+
+
+# Numbers
+
+TOO_LONG = "9" * 5000
+NOT_NUMBERS = ("nan", "inf", "-inf", "1e400", "x", "-1", "-0.5", TOO_LONG, "0x10", "1,", "\N{SUPERSCRIPT TWO}")
+# Options that are text but contain a number, with valid values
+NUMBERS_IN_TEXT = {
+    "--nproc-per-node": "2",
+    "--nnodes": "1",
+    "--gpus-per-node": "a100:2",
+    "--mem": "64G",
+    "--time": "4:00:00",
+    "--time-limit": "4:00:00",
+    "--ranks": "1,2",
+}
+TEXTS = {
+    "--account", "--blocks", "--constraint", "--env", "--gpus", "--job-name", "--local-addr", "--master-addr",
+    "--optimizer", "--part", "--partition", "--qos", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id",
+    "--sbatch", "--setup",
+}  # fmt: skip
+RANGES = (" must be ", "pass a number", "pass N or", "pass hours", "at most", "is more than", "is longer than")
+ARGUMENTS = {"plan": ["m:build"], "jobs": [], "recipe run": ["saliency"]}
+
+
+def number_options(command: click.Command = samestep, names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Every option of every command that is a number; fails for one that is neither a number nor known to be text."""
+    context = click.Context(command)
+    for option in (each for each in command.params if isinstance(each, click.Option) and not each.hidden):
+        is_text = isinstance(option.type, click.types.StringParamType)
+        assert not is_text or option.opts[-1] in {*NUMBERS_IN_TEXT, *TEXTS}, f"{option.opts} may be a number or text"
+        unlimited = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+        is_number = isinstance(option.type, NumberRange)
+        assert is_number or not unlimited, f"{option.opts} needs a NumberRange"
+        if is_number or option.opts[-1] in NUMBERS_IN_TEXT:
+            yield " ".join(names), option.opts[-1]
+    group = command if isinstance(command, click.Group) else click.Group()
+    for name in group.list_commands(context):
+        each = group.get_command(context, name)
+        assert each is not None
+        yield from number_options(each, (*names, name))
+
+
+@pytest.mark.parametrize(("command", "option"), list(number_options()), ids=str)
+def test_an_option_that_is_not_a_number_or_out_of_range_is_named(
+    command: str, option: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    for value in NOT_NUMBERS:
+        rest = ARGUMENTS.get(command, ["ok.py"])
+        assert main([*command.split(), f"{option}={value}", *rest]) == 2, f"{option}={value[:10]} is accepted"
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), len(err) < 400) == ("", 1, True), err
+        assert err.startswith("samestep: ")
+        assert option in err
+        assert value in err or value[:20] in err
+        assert any(words in err for words in RANGES)
+
+
+def test_every_number_of_a_command_is_swept():
+    assert {option for _, option in number_options()} >= {"--tolerance", "--grace", "--margin", "--last", "--samples"}

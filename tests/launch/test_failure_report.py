@@ -95,6 +95,15 @@ def test_exit_codes_and_signals_are_described(code: int, ending: str, exit_code:
     assert (failure(0, code).ending, failure(0, code).exit_code) == (ending, exit_code)
 
 
+def test_every_exit_code_is_kept_and_a_killed_subprocess_is_named():
+    failures = [Failure(0, 1, code, 0.0, ended_by_launcher=False, output="", is_traceback=False) for code in range(256)]
+    assert [failure.exit_code for failure in failures] == list(range(256))
+    hints = {failure.code: failure.ending.partition(": ")[2] for failure in failures if ": " in failure.ending}
+    text = "`sys.exit` got the return code of a subprocess that {} killed"
+    names = {241: "SIGTERM", 245: "SIGSEGV", 247: "SIGKILL", 249: "SIGBUS", 250: "SIGABRT"}
+    assert hints == {code: text.format(name) for code, name in names.items()}
+
+
 def test_the_report_ends_with_the_traceback_of_the_first_failing_rank():
     failures = [failure(0, output=GLOO), failure(2, code=-15), failure(11, time=101, output=OWN)]
     assert format_report(failures, ranks=12, host="node1", logs="/runs/x/logs", several_nodes=True) == (

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 
 from samestep.environment.bf16_probe import Bf16Support
 from samestep.errors import LaunchError
+from samestep.launch import agent
 from samestep.launch.job import Job, choose_variables, count_processes, folder_name
 from samestep.launch.rendezvous import (
     Rendezvous,
     RendezvousOptions,
+    check_route,
     choose_rendezvous,
     find_endpoint,
     host_on_this_node,
@@ -280,3 +283,28 @@ def test_invalid_rendezvous_options_are_rejected(options: RendezvousOptions, mes
 def test_a_static_rendezvous_has_a_fixed_number_of_nodes():
     chosen = choose_rendezvous(RendezvousOptions(nodes="3", address="a", node_rank=1), "generated")
     assert chosen == Rendezvous("static", "a:29500", "samestep", {"rank": 1}, 3, 3, None)
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_a_service_that_is_not_etcd_is_named(backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent, "connect_unless_silent", lambda *_: None)  # the client of etcd is not installed
+    options = RendezvousOptions(nodes="2", backend=backend, endpoint="127.0.0.1:2379")
+    with pytest.raises(LaunchError) as caught:
+        agent._worker_spec(replace(job(), rendezvous=choose_rendezvous(options, "generated")))
+    assert str(caught.value) == (
+        "the process that listens at 127.0.0.1:2379 does not answer like etcd: pass the address and the client port of "
+        "the etcd server to --rdzv-endpoint, or use --rdzv-backend c10d"
+    )
+
+
+def test_a_join_timeout_is_also_the_time_to_wait_for_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch):
+    resolve, attempts = socket.getaddrinfo, []
+
+    def resolve_late(host: str, *arguments: object, **options: object) -> object:
+        attempts.append(host)
+        return resolve("127.0.0.1" if len(attempts) > 3 else host, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    options = RendezvousOptions(nodes="2", endpoint="pod-0.invalid:29400", settings="read_timeout=1,join_timeout=600")
+    check_route(choose_rendezvous(options, "generated"))
+    assert attempts == ["pod-0.invalid"] * 4

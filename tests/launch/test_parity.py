@@ -59,8 +59,8 @@ def test_a_script_that_does_not_depend_on_the_ranks_is_the_same_in_float64(tmp_p
 
 
 def test_a_script_that_fails_is_reported_with_the_likely_folder(monkeypatch, capsys):
-    failed = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr("samestep.cli.parity_command.subprocess.run", lambda *args, **options: failed)
+    start, false = subprocess.Popen, ["false"]
+    monkeypatch.setattr("samestep.cli.parity_command.subprocess.Popen", lambda *args, **options: start(false))
     assert main(["parity", __file__]) == 2
     assert capsys.readouterr().err.endswith(
         "the script ended with exit code 1 on 1 rank(s): its report is above; if a folder is missing, write files "

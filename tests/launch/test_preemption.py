@@ -17,7 +17,7 @@ from samestep.launch.rank_logs import RankFiles
 from samestep.launch.signal_handler import SignalHandler
 from samestep.training.preemption import StoppedEarly
 from tests.launch.launched import Ended, Started, run_script, start
-from tests.warm import Ranks
+from tests.warm import Ranks, free_port
 
 TRAIN = ["--nproc-per-node", "2", "--folder", "kept", "train.py"]
 SCRIPT = """
@@ -117,7 +117,7 @@ SLEEPS = """
 @pytest.fixture(scope="module")
 def out_of_time(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Three launches with a time limit, by what they are doing; they run at the same time, since they mostly wait."""
-    nodes = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "is_host=1")
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "is_host=1")
     launches = {
         "training": (SCRIPT, "--time-limit", "35s", *TRAIN, "2000", "0.1"),
         "sleeping": (SLEEPS, "--time-limit", "25s", "--max-restarts", "1", *TRAIN),

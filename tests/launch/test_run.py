@@ -68,8 +68,8 @@ def test_every_rank_has_logs_and_the_console_shows_rank_0(tmp_path: Path):
         print("rank", os.environ["RANK"], "started")
         print("threads", os.environ["OMP_NUM_THREADS"], "in", os.environ["SAMESTEP_FOLDER"], file=sys.stderr)
     """
-    # The limit is longer than a thread can wait.
-    ended = start(tmp_path, script, "--nproc-per-node", "2", "--time-limit", "99999999d", *TRAIN).finish()
+    # The longest limit is not too long for the timer of the launcher.
+    ended = start(tmp_path, script, "--nproc-per-node", "2", "--time-limit", "36499d", *TRAIN).finish()
     assert (ended.code, ended.out) == (0, "rank 0 started\n")
     line = re.search(
         r"^samestep: logs in (.*); set for the ranks: OMP_NUM_THREADS=(\d+) \(\d+ cores? for 2 ranks, .*\)\n", ended.err
@@ -182,7 +182,7 @@ STUBBORN = """
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, whole_group: bool, code: int):
     run = start(tmp_path, STUBBORN, "--nproc-per-node", "2", *TRAIN, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"})
     run.wait_for_ranks(2)
-    assert len(run.processes()) == 5  # the launcher, two ranks and their workers
+    assert len(run.processes()) == 6  # the launcher, its guard, two ranks and their workers
     start_time = time.monotonic()
     (os.killpg if whole_group else os.kill)(run.process.pid, number)
     ended = run.finish()

@@ -224,7 +224,8 @@ def restore_in_use(folder):
 
             folder.mkdir(exist_ok=True)
             parent = psutil.Process().parent()
-            theirs = replace(folder_lock._this_process(), pid=parent.pid, started_at=parent.create_time(), launch="")
+            started_at = folder_lock._started_at(parent)
+            theirs = replace(folder_lock._this_process(), pid=parent.pid, started_at=started_at, launch="")
             (folder / folder_lock.LOCK_FILE).write_text(json.dumps(asdict(theirs)))
         run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
 

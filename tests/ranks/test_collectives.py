@@ -331,8 +331,8 @@ def different_configs():
 def test_ranks_with_different_configs_do_not_start(ranks):
     for text in ranks.errors(2, different_configs):
         assert "CommunicationError: rank " in text
-        assert "Run(global_batch=8, seed=0)" in text
-        assert "Run(global_batch=9, seed=0)" in text
+        assert "Run(global_batch=8, seed=0, ledger=False)" in text
+        assert "Run(global_batch=9, seed=0, ledger=False)" in text
 
 
 def start_and_close():

@@ -59,7 +59,9 @@ def test_calls_on_a_run_that_is_not_open_raise():
         run.barrier()
     with run:
         pass
-    with pytest.raises(CommunicationError, match="not started or is closed"):
+    with pytest.raises(
+        CommunicationError, match=r"run\.agree at test_edges\.py:\d+ was called on a run that is closed"
+    ):
         run.agree(True)
 
 

@@ -49,8 +49,8 @@ def test_a_run_that_is_not_started_has_no_folder():
     [
         ({"micro_batch": 0}, "micro_batch=0 is not a number of rows: pass 1 or more, or omit it to pass each"),
         ({"micro_batch": 2.5}, "micro_batch=2.5 is not a number of rows: pass 1 or more"),
-        ({"num_workers": -1}, "num_workers=-1 is not a number of data workers: pass 0 or more"),
-        ({"num_workers": "2"}, "num_workers='2' is not a number of data workers: pass 0 or more"),
+        ({"num_workers": -1}, "num_workers=-1 is not a number of data workers: pass 0 to 1024"),
+        ({"num_workers": "2"}, "num_workers='2' is not a number of data workers: pass 0 to 1024"),
     ],
 )
 def test_invalid_micro_batch_and_num_workers_raise(options, message):

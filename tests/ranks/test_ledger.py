@@ -85,3 +85,80 @@ def skip_a_step(folder):
                     continue  # no sample of it is trained
                 for _ in step:
                     pass
+
+
+def evaluate_only(folder):
+    with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
+        return float(run.mean(x for (x,) in run.shard(TensorDataset(torch.arange(7.0)), name="test")))
+
+
+def test_a_run_that_logs_nothing_has_a_summary_with_the_files_of_all_ranks(ranks, tmp_path):
+    assert ranks(2, evaluate_only, tmp_path) == [3.0, 3.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger", "summary.json"]
+    described = json.loads((tmp_path / "summary.json").read_text())["ledger"]["test"]
+    for rank, state in enumerate(described):
+        path = tmp_path / "ledger" / "test" / f"rank-{rank:05}.bin"
+        assert path.stat().st_size == 32 * state["records"]
+    assert len(described) == 2
+    report = audit(tmp_path)
+    assert (report.verdict, report.compared, report.not_compared) == ("sound", ("summary.json",), ())
+
+
+def test_a_run_without_a_ledger_has_no_description_of_it(ranks, tmp_path):
+    ranks(1, log_once, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()).keys().isdisjoint({"ledger", "checkpoints"})
+
+
+def log_once(folder):
+    with Run(global_batch=6, seed=1, folder=folder) as run:
+        run.log({"val/accuracy": 1.0})
+
+
+def leave_or_skip(folder, how, stream):
+    """Three epochs of which some are left early, or whose last step is skipped."""
+    with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
+        data = run.stream(Count()) if stream else run.shard(TensorDataset(torch.arange(17.0)))
+        for epoch in data.epochs(3):
+            for step in epoch:
+                if how == "skip" and epoch.number == 2 and step.number % 3 == 2:
+                    continue
+                for _ in step:
+                    pass
+                if how == "break" or (how == "break first" and epoch.number == 0):
+                    break
+
+
+VERDICTS = {
+    ("", False): ("sound", ""),
+    ("", True): ("sound", ""),
+    ("skip", False): ("faulty", "epoch 2: 5 samples never counted"),
+    ("skip", True): ("faulty", "epoch 2: 5 positions never counted"),
+    ("break", False): ("faulty", "epoch 0: 11 samples never counted"),
+    ("break", True): ("incomplete", "epoch 0: the end of the stream was not reached"),
+    ("break first", True): ("incomplete", "epoch 0: the end of the stream was not reached"),
+}
+
+
+@pytest.mark.parametrize(("how", "stream"), VERDICTS, ids=str)
+def test_steps_and_epochs_that_the_script_left_out_are_reported(ranks, tmp_path, how, stream):
+    ranks(2, leave_or_skip, tmp_path, how, stream)
+    (shard,) = audit(tmp_path).shards
+    verdict, text = VERDICTS[how, stream]
+    assert shard.verdict == verdict
+    assert text in " ".join(each.text for each in (*shard.faults, *shard.missing))
+
+
+def train_on(folder, offset):
+    with Run(global_batch=6, seed=1, folder=folder, ledger=True) as run:
+        data = run.shard(TensorDataset(torch.arange(17.0) + offset))
+        for epoch in data.epochs(1):
+            for step in epoch:
+                for _ in step:
+                    pass
+
+
+def test_a_start_on_other_data_of_the_same_length_is_an_error(ranks, tmp_path):
+    ranks(2, train_on, tmp_path, 0.0)
+    for text in ranks.errors(2, train_on, tmp_path, 100.0):
+        assert "LedgerError: the ledger " in text
+        assert "shows that sample 0 was another one at an earlier start of this run: restore the data" in text

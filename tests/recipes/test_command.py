@@ -26,6 +26,7 @@ MISTAKES = [
     ("run zzz", f"unknown recipe zzz: choose one of {KNOWN}"),
     ("run --nproc-per-node 0 saliency", "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got 0"),
     ("copy zzz", f"unknown recipe zzz: choose one of {KNOWN}"),
+    ("copy digits --to /dev/null", "/dev/null is not a folder: pass a file name that ends in .py"),
     ("copy digits --to here.py", "here.py exists and is not overwritten: move it, or pass another file with --to"),
     (
         "copy digits --to no/such/mine.py",
@@ -35,7 +36,7 @@ MISTAKES = [
         "copy digits --to nosub/",
         "the folder nosub does not exist: create it with `mkdir -p nosub`, or pass a file name that ends in .py",
     ),
-    (f"copy digits --to {LONG}", f"cannot write {LONG} (File name too long): pass another file with --to"),
+    (f"copy digits --to {LONG}", f"cannot write {LONG[:30]}... (File name too long): pass another file with --to"),
 ]
 
 

@@ -17,8 +17,10 @@ from samestep.data.ledger import (
     checksums,
     next_generation,
     rank_file,
+    running_hash,
     shard_folder,
 )
+from samestep.data.ledger_reader import count_samples
 from samestep.data.partition import EvaluationPartition, Partition
 
 DESCRIPTION = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)
@@ -107,9 +109,27 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def edit(folder: Path, rank: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Change the records of a rank and their checksums."""
+    """Change the records of a rank, their checksums, the sums at the end and the running hashes."""
     records = change(np.fromfile(file_of(folder, rank), dtype=RECORD))
+    for at in np.flatnonzero(records["kind"] == RecordKind.END):
+        own = records[(records["generation"] == records["generation"][at]) & (records["kind"] == RecordKind.TRAINED)]
+        records["first"][at] = count_samples(own)
+    write(folder, rank, records)
+
+
+def replace_records(folder: Path, rank: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change the records of a rank, their checksums and the running hashes, but not the sums at the end."""
+    write(folder, rank, change(np.fromfile(file_of(folder, rank), dtype=RECORD)))
+
+
+def write(folder: Path, rank: int, records: np.ndarray, hashes: bool = True) -> None:
+    """Replace the records of a rank, with their checksums and, unless told otherwise, their running hashes."""
     records["checksum"] = checksums(records)
+    start = previous = 0
+    for at in np.flatnonzero(records["kind"] == RecordKind.CHECK).tolist() if hashes else ():
+        previous = running_hash(previous, records[start:at].tobytes())
+        records["first"][at], records["count"][at], start = previous, at, at + 1
+        records[at : at + 1]["checksum"] = checksums(records[at : at + 1])
     records.tofile(file_of(folder, rank))
 
 

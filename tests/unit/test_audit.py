@@ -16,15 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.audit import ShardReport
-from samestep.data.ledger import (
-    BUFFER_RECORDS,
-    RECORD,
-    RECORD_BYTES,
-    Fault,
-    RecordKind,
-    ShardDescription,
-    next_generation,
-)
+from samestep.data.ledger import BUFFER_RECORDS, RECORD, RECORD_BYTES, RecordKind, ShardDescription, next_generation
+from samestep.data.ledger_reader import Fault, Missing
 from samestep.data.partition import EvaluationPartition, Partition, steps_per_epoch
 from samestep.data.permutation import SampleOrder
 from tests.unit.simulated_ledgers import (
@@ -51,6 +44,11 @@ def kinds(report: ShardReport) -> list[str]:
 def only_fault(folder: Path, kind: str) -> Fault:
     (fault,) = (fault for fault in audit_train(folder).faults if fault.kind == kind)
     return fault
+
+
+def only_missing(folder: Path) -> Missing:
+    (missing,) = audit_train(folder).missing
+    return missing
 
 
 generations = st.builds(
@@ -186,7 +184,7 @@ def test_the_report_of_a_run_without_faults_lists_epochs_generations_and_evaluat
         (1, 1, True, 100),
         (1, 2, True, 100),
     ]
-    assert report.notes == ()
+    assert report.notes == ("the script left epoch 2 early, after 50 of 100 samples: they were checked",)
 
 
 def test_a_missing_record_is_reported_with_its_samples_step_and_rank(run):
@@ -206,7 +204,7 @@ def test_many_missing_samples_are_counted_and_the_first_few_listed(run):
     edit(run, 0, lambda records: np.delete(records, [find_trained(records, 0, 3), find_trained(records, 0, 4)]))
     fault = only_fault(run, "never counted")
     assert (fault.count, fault.positions) == (10, (30, 31, 32, 33, 34))
-    assert ", ... in step 3; rank 0 recorded nothing in step 3 (generation 0, 2 ranks)" in fault.text
+    assert ", ... in steps 3, 4; rank 0 recorded nothing in step 3 (generation 0, 2 ranks)" in fault.text
 
 
 def test_a_record_that_is_missing_before_a_restart_is_found(run):
@@ -296,9 +294,10 @@ def test_a_record_of_another_rank_is_reported_with_its_file(run):
 
 def test_a_file_that_replaced_another_is_found(run):
     shutil.copy(file_of(run, 0), file_of(run, 2))
-    found = set(kinds(audit_train(run)))
-    assert found == {"corrupt file", "wrong rank", "never counted", "counted more than once"}
-    assert "but rank 2 has no start record" in only_fault(run, "wrong rank").text
+    assert set(kinds(audit_train(run))) == {"corrupt file", "counted more than once"}
+    assert only_missing(run).text == (
+        "generation 1 had 3 ranks, but rank 2 recorded nothing: the file is cut off or was replaced"
+    )
 
 
 def test_a_record_of_a_rank_beyond_the_world_size_is_a_fault(run):
@@ -312,17 +311,24 @@ def test_a_record_of_a_rank_beyond_the_world_size_is_a_fault(run):
 
 def test_a_missing_file_is_reported(run):
     file_of(run, 2).unlink()
-    assert only_fault(run, "wrong rank").text == "generation 1 had 3 ranks, but rank 2 has no start record"
-    assert {fault.ranks for fault in audit_train(run).faults if fault.kind == "never counted"} == {(2,)}
+    missing = only_missing(run)
+    assert missing.text == "generation 1 had 3 ranks, but rank 2 recorded nothing: no file of rank 2"
+    assert (missing.ranks, missing.epoch, missing.step) == ((2,), 1, 2)
+    assert audit_train(run).verdict == "incomplete"
 
 
 def test_a_truncated_file_is_found_after_a_successful_run(run):
     records = np.fromfile(file_of(run, 1), dtype=RECORD)
     os.truncate(file_of(run, 1), RECORD_BYTES * (find_trained(records, 2, 2) + 1) + 11)
     report = audit_train(run)
-    (fault,) = (fault for fault in report.faults if fault.epoch == 2)
-    assert (fault.kind, fault.count, fault.ranks) == ("never counted", 6, (1,))
-    assert report.notes == ("rank-00001.bin: the last 11 bytes are an incomplete record of a killed process; ignored",)
+    assert report.verdict == "incomplete"
+    missing = only_missing(run)
+    assert missing.text == (
+        "rank 1 of generation 1 recorded no end, but other ranks did: the file is cut off at epoch 2, step 3, or the "
+        "process was killed"
+    )
+    assert (missing.ranks, missing.epoch, missing.step) == ((1,), 2, 3)
+    assert report.notes[0] == "rank-00001.bin: the last 11 bytes are an incomplete record of a killed process; ignored"
 
 
 def test_a_truncated_file_is_found_while_the_run_continues(tmp_path):
@@ -330,14 +336,15 @@ def test_a_truncated_file_is_found_while_the_run_continues(tmp_path):
     records = np.fromfile(file_of(tmp_path, 1), dtype=RECORD)
     os.truncate(file_of(tmp_path, 1), RECORD_BYTES * find_trained(records, 1, 6))
     report = audit_train(tmp_path)
-    assert only_fault(tmp_path, "truncated file").text == (
-        "rank 1 recorded up to epoch 1, step 6, others up to epoch 3, step 5: the file is truncated, or the rank "
-        "stopped long before the others"
-    )
-    assert [(fault.epoch, fault.count) for fault in report.faults[1:]] == [(1, 20), (2, 50)]
+    assert report.verdict == "incomplete"
+    assert [missing.text for missing in report.missing] == [
+        "the run has not ended (generation 0 has no end record: it is still running, or it was killed and not "
+        "resumed); sound up to epoch 1, step 6",
+        "rank 1 recorded up to epoch 1, step 6, others up to epoch 3, step 5: the file is cut off",
+    ]
 
 
-@pytest.mark.parametrize(("lag", "found"), [(BUFFER_RECORDS, []), (BUFFER_RECORDS + 1, ["truncated file"])])
+@pytest.mark.parametrize(("lag", "found"), [(BUFFER_RECORDS, 1), (BUFFER_RECORDS + 1, 2)])
 def test_a_rank_may_be_behind_by_what_fits_into_its_buffer(tmp_path, lag, found):
     for rank, steps in ((0, lag + 5), (1, 5)):
         ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=100_000), rank, 2)
@@ -346,14 +353,14 @@ def test_a_rank_may_be_behind_by_what_fits_into_its_buffer(tmp_path, lag, found)
         ledger.flush()
         os.close(ledger._file)
     report = audit_train(tmp_path)
-    assert kinds(report) == found
+    assert (report.faults, len(report.missing)) == ((), found)
     assert [(epoch.steps, epoch.samples) for epoch in report.epochs] == [(5, 50)]
 
 
 def test_a_rank_that_is_slightly_behind_is_a_note(tmp_path):
     simulate(tmp_path, DESCRIPTION, Generation(2, 0, 8, "killed", save_every=100))
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert only_missing(tmp_path).text.endswith("sound up to epoch 0, step 6")
     assert [(epoch.complete, epoch.steps, epoch.samples) for epoch in report.epochs] == [(False, 6, 60)]
     assert report.notes == (
         "rank 0 recorded up to epoch 0, step 6, others up to epoch 0, step 8: steps that all ranks have "
@@ -361,7 +368,7 @@ def test_a_rank_that_is_slightly_behind_is_a_note(tmp_path):
     )
 
 
-def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_not_a_fault(tmp_path):
+def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_incomplete(tmp_path):
     for rank, steps in ((0, 11), (1, 10)):
         partition = Partition(100, 10, rank, 2)
         ledger = open_ledger(tmp_path, DESCRIPTION, rank, 2)
@@ -370,8 +377,55 @@ def test_ranks_that_failed_at_the_boundary_of_an_epoch_are_not_a_fault(tmp_path)
             record_step(ledger, partition, epoch, step)
         ledger.close(failed=True)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert (report.verdict, report.faults) == ("incomplete", ())
+    assert only_missing(tmp_path).text == (
+        "the run failed at epoch 1, step 1 in generation 0 and was not resumed; sound up to epoch 1, step 0"
+    )
     assert [(epoch.complete, epoch.steps) for epoch in report.epochs] == [(True, 10), (False, 0)]
+
+
+def test_a_run_that_was_stopped_early_is_incomplete(tmp_path):
+    ledger = open_ledger(tmp_path, DESCRIPTION, 0, 1)
+    ledger.record_training(0, 0, 0, 10)
+    ledger.close(early=True)
+    assert audit_train(tmp_path).verdict == "incomplete"
+    assert only_missing(tmp_path).text == (
+        "the run was stopped early at epoch 0, step 1 in generation 0 and was not resumed; sound up to epoch 0, step 1"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_step_that_the_script_skipped_is_a_fault(tmp_path, stream):
+    ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=None if stream else 20), 0, 1)
+    for epoch in range(2):
+        ledger.record_training(epoch, 0, 0, 10)
+        ledger.record_training(epoch, 1, 10, 10, weight=1.0 - epoch)
+        if stream:
+            ledger.record_stream_end(epoch, 2, 20)
+    ledger.close()
+    fault = only_fault(tmp_path, "never counted")
+    assert (fault.epoch, fault.count) == (1, 10)
+    assert fault.text.endswith("in step 1; the script skipped step 1 (generation 0, 1 ranks)")
+
+
+def test_an_epoch_of_a_stream_without_its_end_is_incomplete(tmp_path):
+    ledger = open_ledger(tmp_path, replace(DESCRIPTION, n=None), 0, 1)
+    for epoch in range(2):
+        ledger.record_training(epoch, 0, 0, 10)
+    ledger.close()
+    report = audit_train(tmp_path)
+    assert only_missing(tmp_path).text == (
+        "epoch 0: the end of the stream was not reached, so its later records are unknown"
+    )
+    assert report.notes == ("the script left epoch 1 early, after 10 samples: they were checked",)
+
+
+def test_a_run_that_counted_nothing_and_one_with_sampling_weights_have_notes(tmp_path):
+    open_ledger(tmp_path, replace(DESCRIPTION, weighted=True), 0, 1).close()
+    assert audit_train(tmp_path).notes == (
+        "samples were drawn with sampling weights: positions counted exactly once, not samples",
+        "no sample counted in training or in an evaluation",
+    )
 
 
 @pytest.mark.parametrize("incomplete", [1, RECORD_BYTES - 1, 3 * RECORD_BYTES + 5])
@@ -380,7 +434,7 @@ def test_an_incomplete_last_record_is_a_note(tmp_path, incomplete):
     with file_of(tmp_path, 0).open("ab") as file:
         file.write(b"\0" * incomplete)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert only_missing(tmp_path).text.endswith("sound up to epoch 0, step 7")
     assert report.notes == (
         f"rank-00000.bin: the last {incomplete} bytes are an incomplete record of a killed process; ignored",
     )
@@ -414,12 +468,12 @@ def test_a_generation_without_a_start_record_is_a_fault(tmp_path):
     assert only_fault(tmp_path, "corrupt file").text == "generation 1 has records but no start record"
 
 
-def test_a_ledger_that_begins_after_step_0_is_a_note(tmp_path):
+def test_a_ledger_that_begins_after_step_0_is_incomplete(tmp_path):
     simulate(tmp_path, DESCRIPTION, Generation(2, 23, 10))
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert report.verdict == "incomplete"
     assert [(epoch.number, epoch.complete, epoch.steps) for epoch in report.epochs] == [(2, True, 7), (3, False, 3)]
-    assert report.notes == ("the ledger begins at epoch 2, step 3: earlier steps are not checked",)
+    assert only_missing(tmp_path).text == "the ledger begins at epoch 2, step 3: earlier steps are not in it"
 
 
 def test_a_restart_after_a_gap_is_a_fault(tmp_path):
@@ -434,7 +488,8 @@ def test_an_epoch_that_was_left_early_is_a_fault(tmp_path):
         ledger.record_training(epoch, step, 10 * step, 10)
     ledger.close()
     fault = only_fault(tmp_path, "never counted")
-    assert (fault.epoch, fault.count, fault.steps) == (0, 80, (2,))
+    assert (fault.epoch, fault.count, fault.steps) == (0, 80, (2, 3, 4, 5, 6))
+    assert "in steps 2, 3, 4, 5, 6, ...; " in fault.text
 
 
 def test_samples_dropped_by_drop_last_are_a_note(tmp_path):
@@ -462,6 +517,7 @@ def simulate_stream(folder: Path, n: int = 37, size: int = 3) -> None:
         for epoch in range(2):
             for step in range(partition.steps):
                 record_step(ledger, partition, epoch, step)
+            ledger.record_stream_end(epoch, partition.steps, n)
         ledger.close()
 
 
@@ -471,7 +527,7 @@ def test_the_length_of_a_stream_is_what_it_yielded(tmp_path, n):
     report = audit_train(tmp_path)
     assert report.exactly_once
     assert [epoch.samples for epoch in report.epochs] == [n, n]
-    assert [epoch.complete for epoch in report.epochs] == [True, False]  # more samples might have followed
+    assert [epoch.complete for epoch in report.epochs] == [True, True]
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 1), (0, 3), (1, 3)])
@@ -481,8 +537,16 @@ def test_a_missing_record_of_a_stream_is_reported_with_position_or_rank(tmp_path
     (fault,) = audit_train(tmp_path).faults
     assert (fault.kind, fault.epoch, fault.steps, fault.ranks) == ("never counted", epoch, (step,), (2,))
     assert fault.samples == ()
-    if step == 3:
-        assert fault.text == f"epoch {epoch}: rank 2 recorded nothing in step 3, the last of the stream"
+    assert "rank 2 recorded nothing in step" in fault.text
+
+
+def test_a_missing_record_in_the_last_known_step_of_a_stream_is_reported_with_its_rank(tmp_path):
+    simulate_stream(tmp_path)
+    for rank in range(3):
+        edit(tmp_path, rank, lambda records: records[records["kind"] != RecordKind.STREAM_END])
+    edit(tmp_path, 2, lambda records: np.delete(records, find_trained(records, 1, 3)))
+    (fault,) = audit_train(tmp_path).faults
+    assert fault.text == "epoch 1: rank 2 recorded nothing in step 3, the last of the stream"
 
 
 def test_a_missing_batch_of_an_evaluation_is_reported(run):
@@ -535,7 +599,8 @@ def test_a_kill_during_an_evaluation_is_not_a_fault(tmp_path):
             ledger.flush()
         os.close(ledger._file)
     report = audit_train(tmp_path)
-    assert report.exactly_once
+    assert report.faults == ()
+    assert "the run has not ended" in only_missing(tmp_path).text
     assert [each.complete for each in report.evaluations] == [False]
 
 
@@ -635,7 +700,7 @@ def test_a_start_with_other_options_is_a_fault(run):
     assert fault.text == "sampling_weights is not the same for rank 0 of generation 0 and rank 0 of generation 1"
 
 
-def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_a_note(run):
+def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_is_incomplete(run):
     def without_probes(records):
         return records[(records["kind"] != RecordKind.PROBE) | (records["generation"] == 0)]
 
@@ -643,9 +708,35 @@ def test_probes_that_only_some_ranks_recorded_are_a_fault_and_none_at_all_a_note
     assert "rank 0 recorded no probes of the data, but other ranks did" in only_fault(run, "corrupt file").text
     for rank in range(1, 3):
         edit(run, rank, without_probes)
-    report = audit_train(run)
-    assert report.exactly_once
-    text = (
-        "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same"
+    assert audit_train(run).verdict == "incomplete"
+    assert only_missing(run).text == (
+        "generation 1: ranks 0, 1, 2 recorded no probes of the data, so it is unknown whether all ranks read the same "
+        "data"
     )
-    assert any(text in note for note in report.notes)
+
+
+@pytest.mark.parametrize("size", [1, RECORD_BYTES, 2 * RECORD_BYTES, 5 * RECORD_BYTES])
+def test_a_stream_whose_end_is_cut_off_on_all_ranks_is_incomplete(tmp_path, size):
+    simulate_stream(tmp_path)
+    assert audit_train(tmp_path).verdict == "sound"
+    for rank in range(3):
+        os.truncate(file_of(tmp_path, rank), file_of(tmp_path, rank).stat().st_size - size)
+    assert audit_train(tmp_path).verdict == "incomplete"
+    assert "the run has not ended" in only_missing(tmp_path).text
+
+
+def test_an_epoch_of_a_stream_without_records_is_a_fault(tmp_path):
+    simulate_stream(tmp_path)
+    for rank in range(3):
+        edit(tmp_path, rank, lambda records: records[(records["kind"] != RecordKind.TRAINED) | (records["epoch"] != 0)])
+    assert only_fault(tmp_path, "never counted").count == 37
+
+
+def test_starts_that_have_no_records_are_missing(tmp_path):
+    simulate(tmp_path, DESCRIPTION, Generation(2, 0, 5), Generation(2, 5, 5), Generation(2, 10, 5))
+    for rank in range(2):
+        edit(tmp_path, rank, lambda records: records[records["generation"] != 1])
+    report = audit_train(tmp_path)
+    assert report.verdict == "faulty"  # the samples of that start are gone, too
+    assert only_missing(tmp_path).text == "the run was started 3 times, and there are no records of generation 1"
+    assert only_fault(tmp_path, "never counted").count == 50

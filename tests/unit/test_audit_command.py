@@ -1,6 +1,7 @@
-"""`samestep audit` prints a table or JSON and exits with 0 or 1."""
+"""`samestep audit` prints a table or JSON and exits with 0, 1 or 3."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,15 +44,24 @@ def test_the_command_prints_a_table_and_exits_with_0(run):
     assert code == 0
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["shard", "epochs", "samples", "evaluations", "restarts", "ranks", "verdict"]
-    assert " ".join(lines[2]) == "train 2 and 5 steps 250 5 and 1 unfinished 1 2, 3 exactly once"
+    assert " ".join(lines[2]) == "train 2 and 5 steps 250 5 and 1 unfinished 1 2, 3 sound"
 
 
 def test_the_command_prints_the_faults_and_exits_with_1(run):
     edit(run, 1, lambda records: np.delete(records, find_trained(records, epoch=1, step=5)))
     code, text = invoke(str(run))
     assert code == 1
-    assert "1 fault" in text
+    assert "2, 3 faulty" in " ".join(text.split())
     assert f"fault: train: {audit_train(run).faults[0].text}\n" in text
+
+
+def test_the_command_says_what_is_missing_and_exits_with_3_also_if_no_shard_is_sound(run):
+    for rank in range(3):
+        os.truncate(file_of(run, rank), file_of(run, rank).stat().st_size - 64)
+    code, text = invoke(str(run))
+    assert code == 3
+    assert "2, 3 incomplete" in " ".join(text.split())
+    assert "missing: train: the run has not ended" in text
 
 
 def test_the_command_prints_json(run):
@@ -63,7 +73,7 @@ def test_the_command_prints_json(run):
     assert report["exactly_once"] is True
     assert report["folder"] == str(run)
     (train,) = report["shards"]
-    assert (train["name"], train["exactly_once"], train["faults"], len(train["notes"])) == ("train", True, [], 1)
+    assert (train["name"], train["exactly_once"], train["faults"], len(train["notes"])) == ("train", True, [], 2)
     assert train["epochs"][2] == {"number": 2, "complete": False, "steps": 5, "samples": 50}
     code, text = invoke(str(run))
     assert "note: train: rank-00002.bin: the last 4 bytes" in text
@@ -81,7 +91,7 @@ def test_every_shard_of_a_run_is_audited(run):
     assert [(each.name, each.exactly_once) for each in report.shards] == [("test", True), ("train", False)]
     assert not report.exactly_once
     _, text = invoke(str(run))
-    assert "test 0 0 1 and 1 unfinished 0 2 exactly once" in " ".join(text.split())
+    assert "test 0 0 1 and 1 unfinished 0 2 sound" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "ledger").mkdir()])

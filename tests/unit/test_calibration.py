@@ -1,5 +1,7 @@
 """Calibration: measured numbers are plausible, saved per device, and replace those of data sheets."""
 
+import json
+
 import pytest
 import torch
 
@@ -75,6 +77,37 @@ def test_a_calibration_is_saved_and_read_per_device(tmp_path):
     assert read_calibration("cpu", environ) is None
     path.write_text("{}")
     assert read_calibration(MEASURED.device, environ) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("copy_bandwidth", "fast"),
+        ("copy_bandwidth", float("nan")),
+        ("host_bandwidth", 0),
+        ("launch_seconds", None),
+        ("all_reduce_bandwidth", -1),
+        ("matmul_flops", {"float32": []}),
+        ("matmul_flops", {"float32": [[1, float("inf")]]}),
+        ("matmul_flops", []),
+    ],
+)
+def test_a_calibration_with_impossible_numbers_is_ignored(name, value, tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    path = save_calibration(MEASURED, environ)
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert read_calibration(MEASURED.device, environ) is None
+
+
+def test_a_folder_that_cannot_be_written_is_reported_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("samestep.planner.calibration.calibrate", None)
+    assert main(["plan", "--calibrate"]) == 2
+    assert capsys.readouterr().err == (
+        f"samestep: The calibration cannot be saved to {tmp_path}/file/samestep (a file is where a folder is needed: "
+        "choose another folder). Set XDG_CACHE_HOME to a folder that you can write to.\n"
+    )
 
 
 def test_measured_numbers_replace_those_of_the_data_sheet():

@@ -68,9 +68,12 @@ def example_with(**changes):
             "local:2",
             "--gpus local:2: `local` means the GPUs of this machine and takes no count.",
         ),
-        ("h100:", "--gpus h100:: the number of devices must be a positive integer, got ''. Pass for example h100:4."),
-        ("h100:x", "--gpus h100:x: the number of devices must be a positive integer, got 'x'."),
-        ("h100:0", "--gpus h100:0: the number of devices must be a positive integer, got '0'."),
+        (
+            "h100:",
+            "--gpus h100:: the number of devices per node must be from 1 to 4096, got ''. Pass for example h100:4.",
+        ),
+        ("h100:x", "--gpus h100:x: the number of devices per node must be from 1 to 4096, got x."),
+        ("h100:0", "--gpus h100:0: the number of devices per node must be from 1 to 4096, got 0."),
         ("none.json", "--gpus none.json cannot be read (No such file or directory). Pass a file that contains, for ex"),
         ("{x", "the JSON of --gpus is not valid JSON ("),
         (
@@ -78,14 +81,20 @@ def example_with(**changes):
             "the JSON of --gpus lacks memory_gib, bandwidth_gbs, tflops. The fields are name, memory_gib, ",
         ),
         (example_with(ram=1), "the JSON of --gpus has unknown fields: ram. The fields are "),
-        (example_with(count=0), "the JSON of --gpus: count must be a positive integer, got 0."),
-        (example_with(count=1.5), "the JSON of --gpus: count must be a positive integer, got 1.5."),
-        (example_with(memory_gib="48"), "the JSON of --gpus: memory_gib must be a positive number, got '48'."),
+        (example_with(count=0), "the JSON of --gpus: count must be an integer from 1 to 1,000,000,000, got 0."),
+        (example_with(count=1.5), "the JSON of --gpus: count must be an integer from 1 to 1,000,000,000, got 1.5."),
+        (
+            example_with(memory_gib="48"),
+            "the JSON of --gpus: memory_gib must be a number from 1e-06 to 1,000,000,000, got '48'.",
+        ),
         (
             example_with(interconnect_gbs=True),
-            "the JSON of --gpus: interconnect_gbs must be a positive number",
+            "the JSON of --gpus: interconnect_gbs must be a number from",
         ),
-        (example_with(memory_gib=float("inf")), "the JSON of --gpus: memory_gib must be a positive number, got inf."),
+        (
+            example_with(memory_gib=float("inf")),
+            "the JSON of --gpus: memory_gib must be a number from 1e-06 to 1,000,000,000, got inf.",
+        ),
         (example_with(kind="mps"), "the JSON of --gpus: a run uses an Apple GPU with one rank only"),
         (example_with(kind="tpu"), "the JSON of --gpus: kind must be one of cuda, mps, cpu, got 'tpu'."),
         (

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -103,6 +104,83 @@ def screen(written, columns=120):
             lines[row] = lines[row][:column].ljust(column) + token + lines[row][end:]
             column = end
     return [line.rstrip() for line in lines if line.strip()]
+
+
+# Streams that refuse
+
+PRINTING = r"""
+import os, sys, warnings
+warnings.simplefilter("default")
+from samestep.loggers.console import open_console
+{before}
+console = open_console(sys.stdout)
+for step in range(3):
+    console.print(f"step {{step}} \u2192 caf\u00e9 \udcff")
+console.write(3, {{"val/loss": 1.0}}, epoch=0, between_steps=True)
+console.close({{}})
+"""
+TEE = """
+class Tee:
+    def write(self, text):
+        sys.stderr.write(text)
+    def flush(self):
+        pass
+sys.stdout = Tee()
+"""
+LOST = r"^<string>:\d+: SamestepWarning: standard output cannot be written: %s; training continues, and log.txt has"
+
+
+@pytest.mark.parametrize(
+    ("shell", "before", "out", "err"),
+    [
+        ("", "", "step 2 \u2192 caf\u00e9 \\udcff\n", "^$"),
+        ("PYTHONIOENCODING=ascii", "", r"step 2 \u2192 caf\xe9 \udcff", "^$"),
+        ("PYTHONIOENCODING=ascii:replace", "", "step 2 ? caf? ?", "^$"),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", "", r"step 2 \u2192 caf\xe9 \udcff", "^$"),
+        (">&-", "", "", "^$"),
+        (">/dev/full", "", "", LOST % "the disk is full: free some space"),
+        ("2>/dev/full", "", "step 2 \u2192", "^$"),
+        (">/dev/full 2>&1", "", "", "^$"),
+        (">&- 2>&-", "", "", "^$"),
+        ("", "r, w = os.pipe(); os.close(r); os.dup2(w, 1)", "", LOST % "Broken pipe"),
+        ("", "sys.stdout.close()", "", LOST % r"I/O operation on closed file\."),
+        ("", TEE, "", "step 0"),
+    ],
+)
+def test_a_stream_that_refuses_or_cannot_print_ends_nothing(shell, before, out, err):
+    script = shlex.quote(PRINTING.format(before=before))
+    variables, redirections = (shell, "") if "=" in shell else ("", shell)
+    line = f"{variables or 'PYTHONIOENCODING=utf-8'} {shlex.quote(sys.executable)} -c {script} {redirections}"
+    ended = subprocess.run(line, shell=True, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert out in ended.stdout.decode()
+    assert re.search(err, ended.stderr.decode(errors="backslashreplace"))
+
+
+def test_a_full_disk_costs_only_the_lines_that_it_refuses(tmp_path):
+    """The stream is tried again with every line."""
+    script = PRINTING.format(before="full = os.open('/dev/full', os.O_WRONLY); old = os.dup(1); os.dup2(full, 1)")
+    script += "os.dup2(old, 1); console.print('there is space again')"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert ended.stdout.endswith("there is space again\n")
+    assert ended.stderr.count("SamestepWarning") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_bar_on_a_terminal_that_cannot_print_a_character(encoding):
+    written, code = on_terminal(TRAINING + r'console.print("\u2192 \udcff")', PYTHONIOENCODING=encoding)
+    assert code == 0
+    assert r"\u2192 \udcff" in shown(written)
+
+
+def test_a_terminal_that_is_gone_ends_nothing():
+    script = "ours, theirs = pty.openpty(); os.dup2(theirs, 1); os.close(theirs); os.close(ours)"
+    script = f"import pty\n{PRINTING.format(before=script)}sys.exit(7)"
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 7, ended.stderr
+    assert "standard output cannot be written: Input/output error; training continues" in ended.stderr
 
 
 # On a terminal

@@ -71,7 +71,7 @@ def test_rounding_does_not_change_a_probe(dtype):
         assert make_probe(0, 0, (values.to(dtype), seed)).equals(make_probe(0, 0, (other.to(dtype), seed)))
 
 
-def test_random_data_of_two_seeds_is_always_told_apart():
+def test_random_data_of_two_seeds_always_differs():
     probes = [make_probe(0, 0, torch.randn(20, generator=torch.Generator().manual_seed(seed))) for seed in range(60)]
     pairs = [(a, b) for i, a in enumerate(probes) for b in probes[:i]]
     assert sum(a.equals(b) for a, b in pairs) <= 1  # 3e-5 each; a comparison looks at several samples

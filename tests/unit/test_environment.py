@@ -31,6 +31,21 @@ def test_a_system_without_cgroups_has_no_limits(tmp_path):
     assert read_limits(tmp_path) == Limits(None, None, None)
 
 
+@pytest.mark.parametrize("text", ["", "garbage", "max", "100 0", "1 2 3", "nan 100000", "9" * 5000, "\udcff", "-1 -1"])
+@pytest.mark.parametrize("name", ["cpu.max", "memory.max", "memory.current", "memory.stat"])
+def test_a_cgroup_file_with_garbage_is_no_limit(name, text, tmp_path):
+    """Some container runtimes emulate these files."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    valid = {"cpu.max": "200000 100000", "memory.max": "1000", "memory.current": "10", "memory.stat": "anon 5"}
+    for each, content in {**valid, name: text}.items():
+        (tmp_path / "sys/fs/cgroup" / each).write_bytes(content.encode(errors="surrogateescape"))
+    limits = read_limits(tmp_path)
+    assert limits.cores == (None if name == "cpu.max" else 2.0)
+    assert limits.memory == (None if name in ("memory.max", "memory.current") else 1000)
+
+
 def test_limits_of_a_parent_cgroup_apply_in_version_2(tmp_path):
     root = write_files(
         tmp_path,

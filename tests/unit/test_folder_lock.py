@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -33,7 +34,7 @@ def other():
 
 
 def holder(pid=None, **fields):
-    started_at = psutil.Process(pid).create_time()
+    started_at = folder_lock._started_at(psutil.Process(pid))
     return replace(folder_lock._this_process(), pid=pid or os.getpid(), started_at=started_at, token="theirs", **fields)
 
 
@@ -147,11 +148,139 @@ def test_a_holder_that_lost_the_lock_does_not_remove_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_another_run_acquired_in_the_meantime_is_put_back(tmp_path):
-    quicker = holder()
+def test_a_lock_that_another_run_acquired_in_the_meantime_stays(tmp_path):
+    quicker, path = holder(), tmp_path / folder_lock.LOCK_FILE
     write_lock(tmp_path, quicker)
-    folder_lock._remove_stale(tmp_path / folder_lock.LOCK_FILE, replace(quicker, token="stale"), "mine")
-    assert folder_lock._read(tmp_path / folder_lock.LOCK_FILE)[0] == quicker
+    assert not folder_lock._change(path, replace(quicker, token="stale"), replace(quicker, token="mine"))
+    assert folder_lock._read(path)[0] == quicker
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def compete(folder, start, answers, finished):
+    """In a fork: lock the folder at the same instant as others, answer whether it worked, and hold it until the end."""
+    code = 1
+    try:
+        os.read(start, 1)  # returns in all processes when the parent closes its end
+        try:
+            lock = folder_lock.acquire(folder)
+        except CheckpointError:
+            lock = None
+        os.write(answers, b"-" if lock is None else b"x")
+        os.read(finished, 1)
+        code = 0
+    finally:
+        os._exit(code)  # like a kill: what is locked stays locked
+
+
+@pytest.mark.parametrize("left", ["nothing", "the lock of a killed run", "an empty file", "garbage"])
+def test_of_many_runs_that_start_at_the_same_instant_one_gets_the_folder(tmp_path, monkeypatch, left):
+    monkeypatch.setattr(folder_lock, "_TAKEOVER_SECONDS", 0.1)
+    monkeypatch.setattr(folder_lock, "_POLL_SECONDS", 0.01)
+    for _ in range(5):
+        if left == "nothing":
+            (tmp_path / folder_lock.LOCK_FILE).unlink(missing_ok=True)
+        elif left != "the lock of a killed run":  # which is what every round leaves
+            (tmp_path / folder_lock.LOCK_FILE).write_bytes(b"\xff{" if left == "garbage" else b"")
+        start, answers, finished = os.pipe(), os.pipe(), os.pipe()
+        children = []
+        for _ in range(6):
+            if not (child := os.fork()):
+                os.close(start[1])
+                os.close(finished[1])
+                compete(tmp_path, start[0], answers[1], finished[0])
+            children.append(child)
+        os.close(start[1])
+        os.close(answers[1])
+        got = b"".join(os.read(answers[0], 1) for _ in children)
+        os.close(finished[1])
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
+        for file in (start[0], finished[0], answers[0]):
+            os.close(file)
+        assert got.count(b"x") == 1, got
+        assert [path.name for path in tmp_path.iterdir()] == [folder_lock.LOCK_FILE]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00", b"[1, 2]", b"{}", b"null", b"[" * 50_000, b"x" * (1 << 20), b'{"pid": 1e400}'],
+    ids=["bytes", "list", "empty object", "null", "deep", "huge", "infinite"],
+)
+def test_a_lock_file_of_garbage_is_replaced_at_once(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(folder_lock, "_TAKEOVER_SECONDS", 3600.0)
+    (tmp_path / folder_lock.LOCK_FILE).write_bytes(content)
+    folder_lock.acquire(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fields", [{"pid": -1}, {"pid": 1 << 40}, {"pid": "1"}, {"started_at": None}, {"token": 7}])
+def test_a_lock_file_with_absurd_values_is_replaced(tmp_path, fields):
+    (tmp_path / folder_lock.LOCK_FILE).write_text(json.dumps({**asdict(folder_lock._this_process()), **fields}))
+    folder_lock.acquire(tmp_path).release()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda path: path.mkdir(), "a directory"),
+        (lambda path: path.symlink_to("nowhere"), "a symbolic link"),
+        (os.mkfifo, "a named pipe"),
+    ],
+)
+def test_something_else_with_the_name_of_the_lock_is_an_error(tmp_path, make, kind):
+    path = tmp_path / folder_lock.LOCK_FILE
+    make(path)
+    with pytest.raises(CheckpointError) as caught:
+        restore(tmp_path)
+    assert str(caught.value) == (
+        f"{path} is {kind}, and samestep needs a file of this name to keep other runs out of the folder: remove it if "
+        "no run uses the folder, or pass another folder to run.checkpoint"
+    )
+
+
+def test_a_lock_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    write_lock(tmp_path, holder())
+
+    def refuse(path, mode):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "open", refuse)  # root may read everything
+    with pytest.raises(
+        CheckpointError, match=r"run\.lock is a file of another user that you cannot read, and samestep"
+    ):
+        folder_lock._read(tmp_path / folder_lock.LOCK_FILE)
+
+
+def test_a_clock_that_is_set_does_not_make_a_live_run_look_ended(tmp_path, other, monkeypatch):
+    write_lock(tmp_path, holder(other.pid))
+    boot_time, create_time = psutil.boot_time(), psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time + 3600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 3600)
+    with pytest.raises(CheckpointError, match="is in use by another run"):
+        folder_lock.acquire(tmp_path)
+
+
+def test_a_disk_without_hard_links_is_locked_too(tmp_path, other, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    lock = folder_lock.acquire(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_lock.LOCK_FILE]
+    lock.release()
+    write_lock(tmp_path, holder(other.pid))
+    with pytest.raises(CheckpointError, match="is in use by another run"):
+        folder_lock.acquire(tmp_path)
+
+
+def test_a_lock_that_cannot_be_written_is_removed(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))  # a disk that is full after one byte
+        with pytest.raises(OSError, match="File too large"):
+            folder_lock._create_without_link(tmp_path / folder_lock.LOCK_FILE, b"two")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_not_locked(tmp_path):

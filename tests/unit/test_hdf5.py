@@ -2,7 +2,9 @@
 
 import copy
 import multiprocessing.forkserver
+import os
 import pickle
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from samestep.data.hdf5 import HDF5Dataset
+from samestep.data.file_datasets import HDF5Dataset
 from samestep.errors import DataError
 
 N = 97
@@ -294,13 +296,33 @@ def test_a_corrupt_chunk_is_an_error_when_it_is_read(path):
         dataset.__getitems__([13, 12])
 
 
-def test_a_file_that_changed_its_length_is_an_error(path):
+def rewrite(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def replace_by_copy(path):
+    shutil.copy(path, path.with_name("copy.h5"))
+    path.with_name("copy.h5").replace(path)
+
+
+@pytest.mark.parametrize(
+    "change", [rewrite, replace_by_copy, lambda path: os.truncate(path, 4096), lambda path: path.unlink()],
+    ids=["rewritten", "replaced", "truncated", "removed"],
+)  # fmt: skip
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_changes_during_the_run_is_an_error(path, change, is_open):
     dataset = HDF5Dataset(path, ["meta/labels"])
-    with h5py.File(path, "r+") as file:
-        del file["meta/labels"]
-        file["meta/labels"] = [1, 2, 3]
-    with pytest.raises(DataError, match="had 97 samples and now has 3: start the run again"):
+    if is_open:
         dataset[0]
+    size = path.stat().st_size
+    change(path)
+    now = f"{path.stat().st_size} bytes" if path.exists() else "no file"
+    with pytest.raises(DataError) as caught:
+        dataset[0]
+    assert str(caught.value) == (
+        f"{path} was changed or replaced during the run ({size} bytes at its start, {now} now): start the run again "
+        "with the complete file, and do not write to it while a run reads it"
+    )
 
 
 @pytest.mark.parametrize("index", [-1, N, 10**12])

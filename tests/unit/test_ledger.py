@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from samestep.data import ledger as ledger_module
+from samestep.data.audit import audit
 from samestep.data.ledger import (
     BUFFER_RECORDS,
     RECORD,
@@ -17,9 +19,9 @@ from samestep.data.ledger import (
     ShardDescription,
     ShardLedger,
     next_generation,
-    read_ledger,
     valid_mask,
 )
+from samestep.data.ledger_reader import read_ledger
 from samestep.errors import LedgerError
 
 DESCRIPTION = ShardDescription(n=100, seed=7, shuffle=True, global_batch=10)
@@ -34,8 +36,14 @@ def open_ledger(
     return ledger
 
 
-def read(folder: Path, rank: int = 0) -> np.ndarray:
+def read_all(folder: Path, rank: int = 0) -> np.ndarray:
     return np.fromfile(folder / "ledger" / "train" / f"rank-{rank:05}.bin", dtype=RECORD)
+
+
+def read(folder: Path, rank: int = 0) -> np.ndarray:
+    """Return the records that are not running hashes."""
+    records = read_all(folder, rank)
+    return records[records["kind"] != RecordKind.CHECK]
 
 
 def test_records_are_read_back_as_they_were_added(tmp_path):
@@ -60,7 +68,7 @@ def test_records_are_read_back_as_they_were_added(tmp_path):
         ("TRAINED", 3, 2**35, 2**60, 2**32 - 1, 1.0),
         ("EVALUATED", 4, 1, 30, 10, 1.0),
         ("EVALUATION_END", 4, 0, 0, 0, 1.0),
-        ("END", 3, 2**35 + 1, 0, 0, 1.0),
+        ("END", 3, 2**35 + 1, 5 + 2**32 - 1, 0, 1.0),
     ]
     start = records[0]
     assert (start["kind"], start["epoch"], start["step"], start["count"]) == (RecordKind.START, 2, 5, 2)
@@ -137,8 +145,9 @@ def test_a_record_that_a_kill_left_half_written_is_removed_before_more_is_append
     assert next_generation(tmp_path, "train") == 6
     open_ledger(tmp_path, generation=6).close()
     records = read(tmp_path)
-    assert path.stat().st_size == len(records) * RECORD_BYTES
-    assert valid_mask(records).all()
+    assert path.stat().st_size == len(read_all(tmp_path)) * RECORD_BYTES
+    assert valid_mask(read_all(tmp_path)).all()
+    assert read_ledger(path.parent).faults == ()
     assert records["generation"].tolist() == [5, 5, 5, 6, 6]
 
 
@@ -169,7 +178,8 @@ def test_the_description_is_written_once_and_must_stay_the_same(tmp_path):
     assert not path.exists()
     open_ledger(tmp_path).close()
     assert json.loads(path.read_text()) == {
-        "version": 2,
+        "version": 3,
+        "starts": 1,
         "n": 100,
         "seed": 7,
         "shuffle": True,
@@ -192,7 +202,7 @@ def test_the_description_is_written_once_and_must_stay_the_same(tmp_path):
         ("[]", "does not describe a shard"),
         ('{"n": 3}', "does not describe a shard"),
         ('{"version": 1, "n": 3}', "does not describe a shard"),
-        ('{"version": 3}', "has version 3, and this samestep reads version 2: update samestep"),
+        ('{"version": 4}', "has version 4, and this samestep reads version 3: update samestep"),
     ],
 )
 def test_a_description_that_cannot_be_read_is_an_error(tmp_path, text, message):
@@ -260,10 +270,126 @@ def test_the_record_layout_is_the_same_in_struct_and_in_numpy():
     assert tuple(record) == values
 
 
-def test_a_ledger_of_version_1_is_continued_as_version_2(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_ledger_is_read_and_continued_with_running_hashes(tmp_path, version):
+    ledger = open_ledger(tmp_path, world_size=1)
+    ledger.record_training(0, 0, 0, 10)
+    ledger.close()
+    path = tmp_path / "ledger" / "train" / "shard.json"
+    fields = {name: value for name, value in json.loads(path.read_text()).items() if name != "starts"}
+    path.write_text(json.dumps({**fields, "version": version}))
+    records = read(tmp_path)
+    records["weight"][0], records["first"][-1] = 1, 0  # as older versions wrote them
+    records["checksum"] = ledger_module.checksums(records)
+    records.tofile(path.parent / "rank-00000.bin")
+    assert read_ledger(path.parent).description.n == 100
+    report = audit(tmp_path)
+    assert report.verdict == "sound"
+    assert "an older samestep wrote it, without running hashes: changed records" in report.shards[0].notes[0]
+    open_ledger(tmp_path, world_size=1, generation=1, start=(0, 1)).close()
+    assert json.loads(path.read_text())["version"] == 3
+    assert audit(tmp_path).verdict == "sound"
+    changed = read_all(tmp_path)
+    changed["count"][1] -= 1  # of the older version: the first running hash covers it
+    changed["checksum"] = ledger_module.checksums(changed)
+    changed.tofile(path.parent / "rank-00000.bin")
+    assert audit(tmp_path).verdict == "faulty"
+
+
+def test_weights_above_zero_are_found_by_their_bits():
+    weights = [0.0, -0.0, 1.0, 0.5, 6e-8, 65504.0, np.inf, -1.0, -np.inf, np.nan, -np.nan]
+    records = np.zeros(len(weights), dtype=RECORD)
+    records["weight"] = weights
+    assert ledger_module.has_weight(records).tolist() == (records["weight"] > 0).tolist()
+
+
+def test_every_write_ends_with_the_running_hash_of_the_file(tmp_path):
+    ledger = open_ledger(tmp_path, world_size=1)
+    for step in range(3):
+        ledger.record_training(0, step, 10 * step, 10)
+    ledger.flush()
+    assert read_all(tmp_path)["kind"].tolist() == [1, 8, 2, 2, 2, 8]
+    check = read_all(tmp_path)[-1]
+    assert (check["epoch"], check["step"], check["count"]) == (0, 3, 5)
+    ledger.flush()
+    assert len(read_all(tmp_path)) == 6  # nothing was added
+    ledger.close()
+    state = ledger.state()
+    assert (state.records, state.epoch, state.step, state.generation) == (8, 0, 3, 0)
+    assert read_ledger(tmp_path / "ledger" / "train").files[0].hashes[8] == state.hash
+    again = ShardLedger(tmp_path, "train", DESCRIPTION, 0, 1, 1)
+    assert again.state() is None
+    again.begin(0, 3)
+    assert (again.state().records, again.state().began) == (10, state.began)
+    again.close()
+    assert read_ledger(tmp_path / "ledger" / "train").faults == ()
+
+
+def test_what_a_killed_process_wrote_without_a_running_hash_is_part_of_the_next_one(tmp_path):
+    ledger = open_ledger(tmp_path, world_size=1)
+    for step in range(3):
+        ledger.record_training(0, step, 10 * step, 10)
+    ledger.flush()
+    os.close(ledger._file)
+    path = tmp_path / "ledger" / "train" / "rank-00000.bin"
+    os.truncate(path, 4 * RECORD_BYTES + 7)  # the write was cut off in the third record of three
+    open_ledger(tmp_path, world_size=1, generation=1, start=(0, 2)).close()
+    assert audit(tmp_path).verdict == "sound"
+    records = read_all(tmp_path)
+    records["count"][2] -= 1
+    records["checksum"] = ledger_module.checksums(records)
+    records.tofile(path)
+    (fault, *_) = read_ledger(path.parent).faults
+    assert (
+        fault.text == "rank-00000.bin: records 2 to 4 were changed after they were written (the running hash differs)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 10**30}, "n is 1000000000000000000000000000000, and must be an integer from 1 to 4611686018427387904"),
+        ({"n": -5}, "n is -5, and must be"),
+        ({"n": 0}, "n is 0, and must be"),
+        ({"n": 100.0}, "n is 100.0, and must be"),
+        ({"n": "100"}, "n is 100, and must be"),
+        ({"n": True}, "n is True, and must be"),
+        ({"n": float("inf")}, "n is inf, and must be"),
+        ({"global_batch": 0}, "global_batch is 0, and must be an integer from 1"),
+        ({"global_batch": None}, "global_batch is None, and must be"),
+        ({"seed": 1 << 70}, "seed is 1180591620717411303424, and must be"),
+        ({"seed": "x" * 100}, "seed is " + "x" * 40 + ", and must be"),
+        ({"starts": -1}, "starts is -1, and must be an integer from 0 to 65536"),
+        ({"shuffle": 1}, "shuffle is 1, and must be true or false"),
+        ({"drop_last": None}, "drop_last is None, and must be true or false"),
+        ({"other": 1}, "unexpected keyword argument 'other'"),
+    ],
+)
+def test_a_description_with_absurd_values_is_an_error(tmp_path, change, message):
     open_ledger(tmp_path).close()
     path = tmp_path / "ledger" / "train" / "shard.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
-    assert read_ledger(path.parent).description.n == 100
-    open_ledger(tmp_path, generation=1).close()
-    assert json.loads(path.read_text())["version"] == 2
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(LedgerError, match=re.escape(message)):
+        audit(tmp_path)
+
+
+def test_a_description_that_is_nested_too_deeply_is_an_error(tmp_path):
+    open_ledger(tmp_path).close()
+    (tmp_path / "ledger" / "train" / "shard.json").write_text("[" * 100_000)
+    with pytest.raises(LedgerError, match="does not describe a shard"):
+        audit(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_errors(tmp_path):
+    open_ledger(tmp_path).close()
+    path = tmp_path / "ledger" / "train" / "rank-00000.bin"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(LedgerError, match=r"rank-00000\.bin cannot be read: it is not a regular file; check the path"):
+        audit(tmp_path)
+    path.rmdir()
+    description = path.with_name("shard.json")
+    description.unlink()
+    description.mkdir()
+    with pytest.raises(LedgerError, match=r"shard\.json cannot be read: it is not a regular file; check the path"):
+        audit(tmp_path)

@@ -272,15 +272,24 @@ def test_what_if_accepts_device_descriptions_and_presets(lab, capsys):
         ("plan", "A plan needs a function that builds the model, and a global batch: `samestep plan train.py:build"),
         ("plan planlab:build", "A plan needs a global batch: `samestep plan planlab:build --global-batch 256 --gpus"),
         ("plan planlab:build --calibrate", "A plan needs a global batch: `samestep plan planlab:build --global-batch"),
-        ("plan planlab:build --global-batch 0", "--global-batch must be at least 1, got 0."),
-        ("plan planlab:build --global-batch 8 --margin 1", "--margin must be at least 0 and less than 1, got 1.0."),
-        ("plan planlab:build --global-batch 8 --margin nan", "--margin must be at least 0 and less than 1, got nan."),
+        ("plan planlab:build --global-batch 0", "--global-batch must be an integer from 1 to 1000000000, got 0"),
+        (
+            "plan planlab:build --global-batch 8 --margin 1",
+            "--margin must be a number from 0.0 to 0.99, got 1\n",
+        ),
+        (
+            "plan planlab:build --global-batch 8 --margin nan",
+            "--margin must be a number from 0.0 to 0.99, got nan",
+        ),
         (
             "plan planlab:build --global-batch 8 --what-if --samples 0",
-            "--samples must be at least 1, got 0.",
+            "--samples must be an integer from 1 to 1000000000000000000, got 0",
         ),
-        ("plan planlab:build --global-batch 8 --nodes 0", "--nodes must be at least 1, got 0."),
-        ("plan planlab:build --global-batch 8 --gpus t4 --nodes -1", "--nodes must be at least 1, got -1."),
+        ("plan planlab:build --global-batch 8 --nodes 0", "--nodes must be an integer from 1 to 1000000, got 0"),
+        (
+            "plan planlab:build --global-batch 8 --gpus t4 --nodes -1",
+            "--nodes must be an integer from 1 to 1000000, got -1",
+        ),
         (
             "plan planlab:build --global-batch 8 --gpus t4 --blocks Blok",
             "Sequential has no submodule of class Blok. Name a class that repeats in the model; it has Linear, ",

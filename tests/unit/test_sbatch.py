@@ -3,10 +3,12 @@
 import doctest
 import json
 import os
+import pwd
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from samestep.cli.main import main
 from samestep.environment.slurm_variables import port_of
+from samestep.environment.world import cache_folder
 from samestep.errors import LaunchError
 from samestep.launch import job, rendezvous, sbatch, slurm
 from samestep.launch.job import read_time_limit
@@ -87,7 +90,15 @@ MISTAKES = [
     (["train.py", "--fast"], f"unknown option --fast: use one of {OPTIONS}; put options of the script after `--`\n"),
     (["nope.py"], "script nope.py not found in HERE; scripts there: train.py\n"),
     (["-m", "nope"], "module nope not found: nope is neither in HERE nor installed; pass the dotted name"),
-    (["--nodes", "0", "train.py"], "Invalid value for '--nodes': 0 is not in the range x>=1.\n"),
+    (["--nodes", "0", "train.py"], "--nodes must be an integer from 1 to 1000000, got 0\n"),
+    (
+        ["--gpus-per-node", "-4", "train.py"],
+        "--gpus-per-node -4 is not a number of GPUs: pass N or TYPE:N, with N from 1 to",
+    ),
+    (
+        ["--mem", "-4G", "train.py"],
+        "--mem -4G is not an amount of memory: pass a number of MB, or one with K, M, G or T, as",
+    ),
     (
         ["--nproc-per-node", "two", "train.py"],
         "--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got two\n",
@@ -278,7 +289,92 @@ def test_the_job_list_is_read_back_without_an_incomplete_line(entry, tmp_path):
     with path.open("a") as file:
         file.write('{"job_id": "8", "na\n')
     add_to_job_list(path, replace(entry, job_id="9"))
-    assert read_job_list(path) == [entry, replace(entry, job_id="9")]
+    assert read_job_list(path) == ([entry, replace(entry, job_id="9")], 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b"9" * 5000,
+        b"[" * 100_000,
+        b'{"job_id": "8"}',
+        b'{"job_id": "8", "submitted_at": "2026-01-31", "unknown": "a field of another version"}',
+        {"job_id": 8},
+        {"job_id": "--help"},
+        {"name": None},
+        {"submitted_at": "yesterday"},
+        {"submitted_at": 5},
+        {"nodes": "two"},
+        {"folder": 3},
+        {"command": 7},
+        {"command": "train.py"},
+        {"command": [7]},
+    ],
+)
+def test_a_line_that_is_not_a_job_is_skipped_and_reported(line, entry, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    path = job_list_path(os.environ)
+    add_to_job_list(path, entry)
+    text = line if isinstance(line, bytes) else json.dumps({**json.loads(path.read_text()), **line}).encode()
+    path.write_bytes(path.read_bytes() + text + b"\n\n")
+    assert main(["jobs", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [job["job_id"] for job in json.loads(out)] == ["7"]
+    assert err == f"samestep: skipped 1 line(s) of {path} that are not jobs: remove them\n"
+
+
+def test_a_field_of_a_later_version_is_ignored(entry, tmp_path):
+    path = tmp_path / "jobs.jsonl"
+    add_to_job_list(path, entry)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "cluster": "new"}))
+    assert read_job_list(path) == ([entry], 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.mkdir, "is not a file: remove it"),
+        (os.mkfifo, "is not a file: remove it"),
+        (
+            lambda path: path.symlink_to("/proc/self/mem"),
+            r"cannot be read \(Input/output error\): change its permissions",
+        ),
+    ],
+)
+def test_a_job_list_that_is_not_a_file_or_cannot_be_read(make, message, tmp_path):
+    make(tmp_path / "jobs.jsonl")
+    with pytest.raises(LaunchError, match=f"^the list of submitted jobs {tmp_path}/jobs.jsonl {message}"):
+        read_job_list(tmp_path / "jobs.jsonl")
+
+
+def test_a_user_without_a_home_directory_learns_which_variable_to_set(monkeypatch, capsys):
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["jobs"]) == 2
+    assert capsys.readouterr().err == (
+        f"samestep: your user id {os.getuid()} has no home directory for the list of submitted jobs: set "
+        "XDG_STATE_HOME or HOME to a writable folder\n"
+    )
+    assert cache_folder() == Path(tempfile.gettempdir(), f"samestep-{os.getuid()}")
+    assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": "/home/ada"}) == Path("/home/ada/.cache/samestep")
+
+
+@pytest.mark.parametrize(
+    "last", ["x", "[]", '{"event": "ended", "code": "abc", "restart": 0}', '{"event": "ended", "code": 1e400}']
+)
+def test_a_record_of_a_job_that_is_garbage_is_ignored(last, entry, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    events_path(tmp_path, "7").write_text(last)
+    assert StateQuery().state(entry) == JobState(
+        "UNKNOWN", "SLURM has no record of it any more, and it recorded no end"
+    )
 
 
 def test_a_job_list_that_cannot_be_written_is_reported_with_the_job(entry, tmp_path):
@@ -287,10 +383,11 @@ def test_a_job_list_that_cannot_be_written_is_reported_with_the_job(entry, tmp_p
         add_to_job_list(tmp_path / "state" / "jobs.jsonl", entry)
 
 
-def test_the_job_list_is_in_the_state_folder_of_the_user(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert job_list_path({}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
-    assert job_list_path({"XDG_STATE_HOME": "relative"}) == Path("/home/ada/.local/state/samestep/jobs.jsonl")
+def test_the_job_list_is_in_the_state_folder_of_the_user():
+    for environ in ({}, {"XDG_STATE_HOME": ""}, {"XDG_STATE_HOME": "relative"}):
+        expected = Path("/home/ada/.local/state/samestep/jobs.jsonl")
+        assert job_list_path({"HOME": "/home/ada", **environ}) == expected
+        assert job_list_path({"HOME": "", **environ}) == Path(pwd.getpwuid(os.getuid()).pw_dir, *expected.parts[3:])
 
 
 @pytest.mark.parametrize(

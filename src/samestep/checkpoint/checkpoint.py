@@ -82,6 +82,7 @@ class Checkpoint(StepCallback):
 
     def every(self, *, steps: int | None = None, minutes: float | None = None) -> None:
         """Save automatically after every `steps` steps, and after every `minutes` minutes by the clock of rank 0."""
+        self._context.comm.refuse_inside_once("checkpoint.every")
         given = [value for value in (steps, minutes) if value is not None]
         # NaN fails the comparison, too
         are_positive = all(isinstance(value, Real) and 0 < float(value) < math.inf for value in given)
@@ -98,6 +99,7 @@ class Checkpoint(StepCallback):
         Inside the body of a step samestep saves when the step ends, so that data, weights and ledger agree. `step` is
         the number in the name, by default the steps done, and must not be below that of an existing checkpoint.
         """
+        self._context.comm.refuse_inside_once("checkpoint.save")
         if step is not None:
             try:
                 step = check_log_step(step)
@@ -214,7 +216,7 @@ class Checkpoint(StepCallback):
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
         state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
-        name = comm.exchange_objects("checkpoint.save", name)[0]
+        name, ledger = context.gather_ledgers("checkpoint.save", name)
         self._staging.stage(tensors, comm.alone)
         self._saves += 1
         self._current = BackgroundSave(
@@ -222,7 +224,7 @@ class Checkpoint(StepCallback):
             store_prefix=f"checkpoint/{self._token}/{self._saves}",
             staged=self._staging,
             state=state,
-            manifest=self._manifest(number, automatic, preempted),
+            manifest=self._manifest(number, ledger, automatic, preempted),
             writing=checkpoint_folder.writing_folder(self.folder, number, self._token),
             published=self.folder / name,
             retention=self._retention,
@@ -257,13 +259,15 @@ class Checkpoint(StepCallback):
             raise disk_error(error, f"creating a checkpoint in {self.folder}") from error
         return checkpoint_folder.unused_name(self.folder, number)
 
-    def _manifest(self, number: int, automatic: bool, preempted: bool) -> Manifest:
+    def _manifest(self, number: int, ledger: dict[str, object], automatic: bool, preempted: bool) -> Manifest:
         context = self._context
         summary = context.summary("saved")
         versions, metrics = summary["versions"], summary["metrics"]
         assert isinstance(versions, dict)
         assert isinstance(metrics, dict)
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
+        if ledger:
+            summary["ledger"] = ledger
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
         # The manifest is strict JSON, without NaN.

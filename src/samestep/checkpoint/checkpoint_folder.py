@@ -1,5 +1,6 @@
 """A folder of checkpoints: their names and order, the newest valid one, retention, and leftovers of killed writers."""
 
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -82,6 +83,15 @@ def find_newest_valid(folder: Path) -> tuple[Path, Manifest]:
     raise CheckpointError(f"{folder} has no valid checkpoint: {'; '.join(errors) or _REMEDY}")
 
 
+def check_latest(folder: Path) -> None:
+    """Raise CheckpointError if the file `latest` cannot be written because something else has its name."""
+    if (folder / LATEST_FILE).is_dir():
+        raise CheckpointError(
+            f"{folder / LATEST_FILE} is a folder, and samestep writes the name of the newest checkpoint to a file of "
+            "this name: remove it, or pass another folder to run.checkpoint"
+        )
+
+
 def check_is_folder(folder: Path) -> None:
     """Raise CheckpointError if the path is not a folder."""
     if folder.is_dir():
@@ -115,9 +125,11 @@ def writing_folder(folder: Path, step: int, token: str) -> Path:
 
 
 def unused_name(folder: Path, step: int) -> str:
-    """Return a name that no checkpoint has; a second checkpoint of a step does not replace the first."""
-    copies = [found.copy for found in list_by_name(folder) if found.step == step]
-    return checkpoint_name(step, max(copies, default=0) + 1)
+    """Return a name that nothing has; a second checkpoint of a step does not replace the first."""
+    copy = max((found.copy for found in list_by_name(folder) if found.step == step), default=0) + 1
+    while os.path.lexists(folder / checkpoint_name(step, copy)):  # a file or a broken link of the user
+        copy += 1
+    return checkpoint_name(step, copy)
 
 
 def check_number(folder: Path, step: int, corrupt: Collection[str]) -> None:
@@ -219,13 +231,22 @@ def _is_lower_better(metric: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder in such a way that a kill leaves nothing that looks like a checkpoint."""
+    """Remove a folder in such a way that a kill leaves nothing that looks like a checkpoint.
+
+    Of a symbolic link only the link is removed: what it points to may belong to somebody else.
+    """
     if not folder.name.startswith("."):
         aside = folder.with_name(f".deleting-{folder.name}")
-        if aside.exists():  # a killed process left it half removed
-            shutil.rmtree(aside)
+        _remove(aside)  # a killed process left it half removed
         folder = folder.rename(aside)
-    shutil.rmtree(folder)
+    _remove(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path, token: str) -> list[str]:

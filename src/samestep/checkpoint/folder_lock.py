@@ -2,18 +2,24 @@
 
 The file run.lock names the process that holds the folder. That process touches the file every two seconds (the
 heartbeat). Another run takes the lock over if the process has ended, or, on another host, if the heartbeat has stopped.
+
+The file appears with its content in one operation. Only the process that holds a second lock, named after the holder,
+may replace or remove it: of several runs that find the same holder gone, one takes over.
 """
 
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 import psutil
 
@@ -26,7 +32,10 @@ _HEARTBEAT_SECONDS: Final = 2.0
 # Ranks whose launcher was killed need a second to exit, and a shared disk shows a heartbeat late.
 _TAKEOVER_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
-_START_TIME_TOLERANCE: Final = 5.0  # the start time of a process changes a little when the clock is set
+_START_TIME_TOLERANCE: Final = 5.0  # boot time and start time are not read at the same moment
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_MAX_BYTES: Final = 1 << 16  # of a lock file, which has a few hundred
+_KINDS: Final = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe"}
 
 
 @dataclass(frozen=True)
@@ -34,9 +43,9 @@ class LockHolder:
     """The process that writes to a folder."""
 
     host: str
-    namespace: str  # the PID namespace in which `pid` is valid
+    namespace: str  # the PID namespace and the boot of the host in which `pid` is valid
     pid: int
-    started_at: float  # the start time of the process, because pids are reused
+    started_at: float  # when the process started, in seconds since boot, because pids are reused
     launch: str  # the id of its launch, the same for all restarts of a job; empty without a launcher
     since: str  # when it acquired the lock
     token: str  # unique per acquisition
@@ -55,9 +64,12 @@ class FolderLock:
         """Stop the heartbeat and remove the file."""
         self._released.set()
         self._thread.join()
-        with suppress(OSError):  # the disk is gone, or the file was removed by hand
-            if _read(self._path)[0] == self._holder:
-                self._path.unlink()
+        with suppress(OSError, CheckpointError):  # the disk is gone, or another run takes the lock over just now
+            try:
+                _change(self._path, self._holder, None)
+            except OSError:  # a full disk: no second lock can be created
+                if _read(self._path)[0] == self._holder:
+                    self._path.unlink()
 
     def _heartbeat(self) -> None:
         while not self._released.wait(_HEARTBEAT_SECONDS):
@@ -76,48 +88,122 @@ def acquire(folder: Path) -> FolderLock | None:
     path, holder = folder / LOCK_FILE, _this_process()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while not _create(path, holder):
-            with suppress(FileNotFoundError):  # it was released just now
-                _remove_stale(path, _wait_for_stale_holder(path, holder), holder.token)
+        _lock(path, holder)
     except OSError:
         return None
     return FolderLock(path, holder)
 
 
+def _lock(path: Path, own: LockHolder) -> None:
+    """Create the file, or take it over from a holder that is gone."""
+    while not _create(path, own):
+        try:
+            if _change(path, _wait_for_stale_holder(path, own), own):
+                return
+        except FileNotFoundError:  # it was released just now
+            continue
+
+
+def _change(path: Path, holder: LockHolder | None, own: LockHolder | None) -> bool:
+    """Replace the file of `holder` by one of `own`, or remove it; return False if it is no longer that of `holder`."""
+    claim = path.with_name(f".{path.name.lstrip('.')[:40]}-{holder.token if holder else 'empty'}")
+    _lock(claim, replace(own or _this_process(), launch=""))  # a restart of the job must not take this one over
+    try:
+        if _read(path)[0] != holder:  # another run was quicker
+            return False
+        if own is None:
+            path.unlink()
+        else:
+            _write_aside(path, own).replace(path)
+        return True
+    finally:
+        claim.unlink(missing_ok=True)
+
+
 def _this_process() -> LockHolder:
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return LockHolder(
         host=socket.gethostname(),
-        namespace=process_namespace(),
+        namespace=f"{process_namespace()} {boot_id}",
         pid=os.getpid(),
-        started_at=psutil.Process().create_time(),
+        started_at=_started_at(psutil.Process()),
         launch=launch_name(),
         since=datetime.now().astimezone().isoformat(timespec="seconds"),
-        token=f"{time.time_ns():x}-{os.getpid():x}",
+        token=uuid4().hex,
     )
 
 
+def _started_at(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()  # not the time of day, which changes when the clock is set
+
+
 def _create(path: Path, holder: LockHolder) -> bool:
+    """Create the file with its content in one operation; return False if it exists."""
+    aside = _write_aside(path, holder)
     try:
-        file = path.open("x")  # atomic, also on a shared disk
+        os.link(aside, path)
+    except FileExistsError:
+        return aside.stat().st_nlink == 2  # NFS may repeat a request that was successful
+    except OSError:  # a file system without hard links
+        return _create_without_link(path, aside.read_bytes())
+    finally:
+        aside.unlink(missing_ok=True)
+    return True
+
+
+def _write_aside(path: Path, holder: LockHolder) -> Path:
+    aside = path.with_name(f".{holder.token}-{uuid4().hex}")
+    try:
+        aside.write_text(json.dumps(asdict(holder)))
+    except OSError:  # full disk
+        aside.unlink(missing_ok=True)
+        raise
+    return aside
+
+
+def _create_without_link(path: Path, content: bytes) -> bool:
+    try:
+        file = path.open("xb")  # atomic, also on a shared disk, but empty at first
     except FileExistsError:
         return False
     try:
         with file:
-            file.write(json.dumps(asdict(holder)))
-    except OSError:  # full disk: an empty file would delay the next run
-        path.unlink()
+            file.write(content)
+    except OSError:  # full disk
+        path.unlink(missing_ok=True)
         raise
     return True
 
 
 def _read(path: Path) -> tuple[LockHolder | None, int]:
-    """Return the holder, None if it cannot be parsed, and the time of its last heartbeat."""
-    with path.open() as file:  # opened each time, because a shared disk caches the attributes of an open file
-        text, heartbeat = file.read(), os.fstat(file.fileno()).st_mtime_ns
+    """Return the holder, None if the file is still empty, and the time of its last heartbeat."""
+    kind = stat.S_IFMT(path.lstat().st_mode)
+    if kind != stat.S_IFREG:
+        raise _unusable(path, _KINDS.get(kind, "a special file"))
     try:
-        return LockHolder(**json.loads(text)), heartbeat
-    except (ValueError, TypeError):  # the holder is about to write it, or was killed then
-        return None, heartbeat
+        with path.open("rb") as file:  # opened each time, because a shared disk caches the attributes of an open file
+            text, heartbeat = file.read(_MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
+    except PermissionError as error:
+        raise _unusable(path, "a file of another user that you cannot read") from error
+    return (_parse(text) if text else None), heartbeat
+
+
+def _unusable(path: Path, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is {kind}, and samestep needs a file of this name to keep other runs out of the folder: remove it if "
+        "no run uses the folder, or pass another folder to run.checkpoint"
+    )
+
+
+def _parse(text: bytes) -> LockHolder:
+    """Return the holder; for garbage one with pid 0, which counts as ended."""
+    try:
+        holder = LockHolder(**json.loads(text))
+        fields = [(getattr(holder, name), kind) for name, kind in LockHolder.__annotations__.items()]
+        valid = all(isinstance(value, kind) for value, kind in fields) and 0 < holder.pid < 1 << 31
+    except (ValueError, TypeError, RecursionError):
+        valid, holder = False, None
+    return holder if holder and valid else LockHolder("", "", 0, 0.0, "", "", sha256(text).hexdigest()[:32])
 
 
 def _wait_for_stale_holder(path: Path, own: LockHolder) -> LockHolder | None:
@@ -151,23 +237,15 @@ def _has_ended(holder: LockHolder | None, own: LockHolder) -> bool:
     """Whether the holder certainly no longer writes: an earlier start of this job or process, or an ended process."""
     if holder is None:
         return False
+    if not holder.pid:
+        return True
     if holder.launch and holder.launch == own.launch:
         return True
     if not _is_same_host(holder, own):
         return False
     try:
         process = psutil.Process(holder.pid)
-        is_reused = abs(process.create_time() - holder.started_at) > _START_TIME_TOLERANCE
+        is_reused = abs(_started_at(process) - holder.started_at) > _START_TIME_TOLERANCE
     except psutil.NoSuchProcess:
         return True
     return is_reused or holder.pid == own.pid or process_is_gone(process)
-
-
-def _remove_stale(path: Path, holder: LockHolder | None, token: str) -> None:
-    """Remove the file of `holder`, but not that of a run which acquired the lock in the meantime."""
-    aside = path.with_name(f".{LOCK_FILE}-{token}")
-    path.rename(aside)
-    if _read(aside)[0] == holder:
-        aside.unlink()
-    else:
-        aside.rename(path)

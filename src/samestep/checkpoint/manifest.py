@@ -7,6 +7,7 @@ state.json               everything that is not a tensor
 rank-00000.safetensors   the chunks that rank 0 saved; one file per rank
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Final
 
 from samestep.disk import DISK_FULL, describe_os_error
 from samestep.errors import CheckpointError
+from samestep.messages import format_bytes
 
 MANIFEST_FILE: Final = "manifest.json"
 INDEX_FILE: Final = "index.json"
@@ -24,6 +26,7 @@ STATE_FILE: Final = "state.json"
 FORMAT: Final = "samestep checkpoint"
 VERSION: Final = 1
 _BLOCK_BYTES: Final = 8 << 20
+_MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -80,13 +83,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json; raise CorruptCheckpoint if it was changed or if a file is missing or has another size."""
     try:
+        size, is_file = (folder / MANIFEST_FILE).stat().st_size, (folder / MANIFEST_FILE).is_file()
+        if not is_file or size > _MAX_MANIFEST_BYTES:  # reading a named pipe would never end
+            found = f"has {format_bytes(size)}" if is_file else "is not a file"
+            raise CorruptCheckpoint(f"{MANIFEST_FILE} {found}, so samestep did not write it")
         data = (folder / MANIFEST_FILE).read_bytes()
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"it has no {MANIFEST_FILE}") from error
+    except OSError as error:
+        raise CorruptCheckpoint(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from error
     try:
         record = json.loads(data)
         checksum, kind, version = record.pop("checksum"), record["format"], int(record["version"])
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(f"{MANIFEST_FILE} cannot be parsed ({type(error).__name__}: {error})") from error
     # Before the version: the checksum is computed in the same way in all versions.
     if kind != FORMAT or not checksum or _with_checksum(record) != data:
@@ -158,6 +167,11 @@ def hash_file(path: Path) -> FileRecord:
 
 def disk_error(error: OSError, action: str) -> CheckpointError:
     """Return a CheckpointError that says why `action` failed and what to do."""
+    if error.errno in (errno.ENOENT, errno.EEXIST):
+        return CheckpointError(
+            f"{action} failed: the folder was removed or replaced during the run, or it is a link to a folder that "
+            "does not exist; leave it in place until the run ends"
+        )
     fewer = ", or keep fewer with keep=" if error.errno in DISK_FULL else ""
     return CheckpointError(
         f"{action} failed: {describe_os_error(error)}{fewer}; the checkpoints already published are unchanged"

@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 
 from samestep.checkpoint.checkpoint import Checkpoint, run_on_all_ranks
-from samestep.checkpoint.checkpoint_folder import Retention, find_newest_valid, list_newest_first
+from samestep.checkpoint.checkpoint_folder import Retention, check_latest, find_newest_valid, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
 from samestep.checkpoint.manifest import (
     STATE_FILE,
@@ -87,6 +87,7 @@ def restore(
 
 def _lock(context: RunContext, folder: Path) -> None:
     """On rank 0: lock the folder until the run ends."""
+    check_latest(folder)
     lock = acquire(folder)
     if lock is not None:
         context.on_close.append(lock.release)

@@ -4,22 +4,25 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 import click
 
 from samestep.environment.world import import_without_running, refuse_if_only_imported
 from samestep.errors import PlanError
+from samestep.messages import format_list
 
 _EXAMPLE = "train.py:build or mypackage.models:build"
 _BUILD = "build"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_LISTED = 20  # functions in an error message
 _EMPTY = inspect.Parameter.empty
 
 
@@ -57,7 +60,7 @@ def find_function(target: str) -> Callable[..., object]:
     found: object = getattr(module, name, None)
     if found is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise PlanError(f"{place} has no function {name}. It has {', '.join(functions) or 'none'}.")
+        raise PlanError(f"{place} has no function {name}. It has {format_list(functions, _LISTED) or 'none'}.")
     if not callable(found):
         raise PlanError(
             f"{target} is of type {type(found).__name__}, not a function. Name a function that returns a model and a "
@@ -110,7 +113,8 @@ def _recipe_build(name: str) -> Callable[..., object]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise PlanError(f"{path} does not exist in {Path.cwd()}. Pass a file and its function, for example {_EXAMPLE}.")
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise PlanError(f"{path} {problem} in {Path.cwd()}. Pass a file and its function, for example {_EXAMPLE}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +130,7 @@ def _import_module(name: str) -> ModuleType:
     _add_to_path(Path.cwd())
     try:
         known = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a parent package is missing
+    except (ModuleNotFoundError, ValueError):  # a parent package is missing, or the name is __main__
         known = False
     if not known:
         raise PlanError(
@@ -148,9 +152,9 @@ def _importing(place: str) -> Generator[None]:
     try:
         with forbid_training():
             yield
-    except PlanError:
+    except (PlanError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit, and classes of the user
         from samestep.planner.traced_model import describe_error
 
         raise PlanError(
@@ -163,7 +167,8 @@ def _importing(place: str) -> Generator[None]:
 def forbid_training() -> Generator[None]:
     """Inside, creating a Run, stepping an optimizer or opening a process group raises PlanError.
 
-    A process group is noticed at the end, since torch has no hook for it.
+    A process group is noticed at the end, since torch has no hook for it. `os._exit` raises SystemExit: otherwise the
+    command would end without a plan and without a message.
     """
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -171,13 +176,20 @@ def forbid_training() -> Generator[None]:
     def refuse(*_: object) -> None:
         refuse_if_only_imported("an optimizer was stepped")
 
-    hook = register_optimizer_step_pre_hook(refuse)
+    def leave(code: int) -> NoReturn:
+        if os.getpid() != process:  # a child of the user's code ends as it wants
+            exit_at_once(code)
+        raise SystemExit(f"os._exit({code})")
+
+    process, exit_at_once = os.getpid(), os._exit
+    os._exit, hook = leave, register_optimizer_step_pre_hook(refuse)
     try:
         with import_without_running():
             yield
             if dist.is_available() and dist.is_initialized():
                 refuse_if_only_imported("a process group was opened")
     finally:
+        os._exit = exit_at_once
         hook.remove()
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from samestep.cli.main import NumberRange
 from samestep.environment.world import read_environ
 from samestep.launch.sbatch import log_path
 from samestep.launch.slurm import JobState, StateQuery, SubmittedJob, job_list_path, read_job_list
@@ -20,12 +21,17 @@ _COLORS = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow"}
 
 
 @click.command("jobs")
-@click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Number of jobs.")
+@click.option(
+    "--last", type=NumberRange(1, 1_000_000), default=20, show_default=True, metavar="N", help="Number of jobs."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(last: int, as_json: bool) -> None:
     """List the jobs that `samestep submit` has submitted, the newest last, with their states."""
     path, query = job_list_path(read_environ()), StateQuery()
-    jobs = [(job, query.state(job)) for job in read_job_list(path)[-last:]]
+    listed, skipped = read_job_list(path)
+    if skipped:
+        click.echo(f"samestep: skipped {skipped} line(s) of {path} that are not jobs: remove them", err=True)
+    jobs = [(job, query.state(job)) for job in listed[-last:]]
     if as_json:
         click.echo(json.dumps([_record(job, state) for job, state in jobs], indent=2))
     elif jobs:

@@ -1,14 +1,32 @@
-"""The `samestep` command: its subcommands, and how errors are shown."""
+"""The `samestep` command: its subcommands, its standard streams, and how errors are shown."""
 
+import ast
+import errno
+import inspect
+import io
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from shlex import quote
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from samestep.disk import describe_os_error, discard_buffer
 from samestep.errors import SamestepError
+from samestep.messages import shorten
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended, like `head` ends other programs
+_NAMES = ("<stdout>", "<stderr>")  # of Python's own streams
+_LONGEST_WORD = 300  # of an error message: a value of thousands of digits would hide the rest
 
 # Each module has a click command named `command`. It is imported when it is used, so that `--help` does not need torch.
 COMMANDS = {
@@ -56,6 +74,7 @@ class Commands(Group):
             return None
         command = import_module(COMMANDS[cmd_name][0]).command
         assert isinstance(command, click.Command)
+        _restore_help(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -75,21 +94,161 @@ def samestep(ctx: click.Context) -> None:
     """N GPUs, the same step: train on any number of processes with the same result."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    else:
+        from samestep.environment.processes import check_current_folder  # imports psutil, which --help does not need
+
+        check_current_folder()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code, 2 after an error that one line explains, or 130 after Ctrl-C."""
+    """Run one command; returns its exit code.
+
+    2 after an error that one line explains, 130 after Ctrl-C. If the command succeeded but its output was lost: 141
+    after a closed pipe, as in `samestep plan ... | head -1`, and 1 after another failure.
+    """
+    with _standard_streams() as output:
+        code = _run_command(arguments)
+        _flush()
+        failure = output.failure
+        if failure is None or code != 0 or not output.is_required:
+            return code
+        if failure.errno == errno.EPIPE:
+            return _BROKEN_PIPE
+        _print_error(f"the output is incomplete, since standard output failed: {describe_os_error(failure)}")
+        return 1
+
+
+def _restore_help(command: click.Command) -> None:
+    """Read the help texts from the source if `python -OO` has removed the docstrings that click takes them from."""
+    if command.help is None and command.callback is not None:
+        with suppress(OSError):  # installed without its source
+            source = ast.parse(dedent(inspect.getsource(command.callback))).body[0]
+            command.help = ast.get_docstring(source) if isinstance(source, ast.FunctionDef) else None
+    for each in command.commands.values() if isinstance(command, click.Group) else ():
+        _restore_help(each)
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
+    _restore_help(samestep)
     try:
         code = samestep.main(arguments, prog_name="samestep", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
         click.echo(error.ctx.get_help())
         return 0
     except (SamestepError, click.ClickException) as error:
-        print(f"samestep: {_describe(error)}", file=sys.stderr)
+        _print_error(_describe(error))
+        return 2
+    except OSError as error:  # a file or folder that the command needs; a bug of samestep is hardly ever an OSError
+        names = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        _print_error(f"{names or type(error).__name__}: {describe_os_error(error)}")
+        return 2
+    except MemoryError:
+        _print_error("not enough memory: free some, or raise the limit of this process (ulimit -v)")
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0
+
+
+class OutputStream(io.BufferedWriter):
+    """Standard output or standard error of a command.
+
+    It never raises: the reader of a pipe may be gone, or a disk full, while the command has more to do than to print.
+    What cannot be written is lost, so that nothing is left that could fail at exit.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(io.FileIO(number, "w", closefd=False))
+        os.set_blocking(number, True)  # another program on the same terminal may have changed it
+        self.failure: OSError | None = None  # the first one
+        self.is_required = True  # whether the exit code reports a failure
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write or discard all of `data`."""
+        self._try(super().write, data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Write or discard what is buffered."""
+        self._try(super().flush)
+
+    def _try(self, act: Callable[..., object], *arguments: object) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self.failure = self.failure or error
+            discard_buffer(self)
+
+
+def output_failure(required: bool = True) -> OSError | None:
+    """Why standard output was lost; None if all was printed. If it is not `required`, the exit code ignores a loss."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if not isinstance(stream, OutputStream):
+        return None
+    stream.is_required = required
+    return stream.failure
+
+
+@contextmanager
+def _standard_streams() -> Generator[OutputStream]:
+    r"""Print to streams that never raise, and connect closed ones to /dev/null; yields standard output.
+
+    What the encoding of a terminal cannot express is printed as an escape such as `\u2192`.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed with `>&-`; otherwise the next file would get this number
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
+    before, output, errors = (sys.stdin, sys.stdout, sys.stderr), OutputStream(1), OutputStream(2)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = _text_stream(sys.stdout, output), _text_stream(sys.stderr, errors)
+    try:
+        yield output
+    finally:
+        _flush()
+        sys.stdin, sys.stdout, sys.stderr = before
+
+
+def _text_stream(stream: TextIO | None, writer: OutputStream) -> TextIO:
+    """The text stream on `writer` like `stream`; `stream` itself if it is another one, such as that of a test."""
+    if stream is not None and not (isinstance(stream, io.TextIOWrapper) and getattr(stream, "name", "") in _NAMES):
+        return stream
+    encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", None)
+    return io.TextIOWrapper(
+        writer,
+        encoding,
+        "backslashreplace" if errors in ("strict", "surrogateescape", None) else errors,
+        line_buffering=stream is not None and (stream.line_buffering or stream.write_through),
+    )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError):  # closed by the user's code
+            stream.flush()
+
+
+def _print_error(text: str) -> None:
+    shortened = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: f"{word[0][: _LONGEST_WORD // 10]}...", text)
+    print(f"samestep: {shortened}", file=sys.stderr)
+
+
+class NumberRange(click.types.FloatParamType):
+    """The numbers from `first` to `last`, integers if both are; an error names the option and its range."""
+
+    def __init__(self, first: float, last: float) -> None:
+        self._first, self._last = first, last
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Convert and check; nan is in no range, and int refuses thousands of digits."""
+        kind = int if isinstance(self._first, int) else float
+        with suppress(ValueError):
+            if self._first <= kind(value) <= self._last:
+                return kind(value)
+        name, what = param.opts[-1] if param else "the value", "an integer" if kind is int else "a number"
+        text = f"{name} must be {what} from {self._first} to {self._last}, got {shorten(str(value))}"
+        raise click.UsageError(text, ctx)
 
 
 def accept_underscores(name: str) -> str:

@@ -5,20 +5,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import click
 
-from samestep.cli.main import accept_underscores
-from samestep.environment.world import COMPARISON, LAST_STEP, read_environ
+from samestep.cli.main import NumberRange, accept_underscores
+from samestep.environment.world import COMPARISON, LAST_STEP, MAX_LOCAL_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target
 from samestep.loggers.jsonl import read_metrics
+from samestep.messages import read_integer, shorten
 
 Record = Mapping[str, float]
 _echo = partial(click.echo, err=True)
+_SHUTDOWN_SECONDS = 20.0  # in which a launcher ends after Ctrl-C
 _AXES = ("step", "epoch", "time")
 _MEASURED = ("train/samples_per_s", "train/memory_bytes")  # they differ between two runs on the same number of ranks
 
@@ -38,9 +41,9 @@ class Difference:
 @click.option("--ranks", default="1,2", show_default=True, metavar="N,N,...", help="Numbers of ranks to compare.")
 @click.option("--precision", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), default="fp64", show_default=True,
               help="Replaces the precision of the script.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
+@click.option("--steps", type=NumberRange(1, 1_000_000_000), default=20, show_default=True, metavar="N",
               help="Optimizer steps to compare.")  # fmt: skip
-@click.option("--tolerance", type=float, default=1e-9, show_default=True, metavar="X",
+@click.option("--tolerance", type=NumberRange(0.0, 1.0), default=1e-9, show_default=True, metavar="X",
               help="Largest relative difference that counts as the same.")  # fmt: skip
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(script: tuple[str, ...], module: bool, ranks: str, precision: str, steps: int, tolerance: float) -> int:
@@ -126,12 +129,18 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
     _echo(f"samestep: {' '.join(target)} on {count} rank(s) in {precision}, {steps} steps")
     launch = ["-m", "samestep", "run", "--nproc-per-node", str(count), "--precision", precision]
     environment = {**read_environ(), COMPARISON: str(folder), LAST_STEP: str(steps)}
-    ended = subprocess.run(
-        [sys.executable, *launch, "--folder", str(folder), *target], env=environment, stdout=sys.stderr, check=False
-    )
-    if ended.returncode:
+    command = [sys.executable, *launch, "--folder", str(folder), *target]
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as launcher:
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:  # Ctrl-C reaches the launcher too, which ends its ranks; subprocess.run would kill it
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_SHUTDOWN_SECONDS)
+            launcher.terminate()
+            raise
+    if code:
         raise LaunchError(
-            f"the script ended with exit code {ended.returncode} on {count} rank(s): its report is above; if a folder "
+            f"the script ended with exit code {code} on {count} rank(s): its report is above; if a folder "
             "is missing, write files below run.folder, since parity replaces the folder that the script passes to Run"
         )
     path = folder / "metrics.jsonl"
@@ -141,7 +150,10 @@ def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[
 def _read_counts(ranks: str) -> list[int]:
     """The numbers of ranks, at least two different ones."""
     parts = [part.strip() for part in ranks.split(",")]
-    counts = [int(part) for part in parts if part.isdecimal()]
-    if len(counts) != len(parts) or len(set(counts)) < 2 or min(counts) < 1:
-        raise LaunchError(f"--ranks={ranks} must be at least two different numbers, for example --ranks 1,2,3")
+    counts = [count for part in parts if (count := read_integer(part)) is not None]
+    if len(counts) != len(parts) or len(set(counts)) < 2 or not 1 <= min(counts) <= max(counts) <= MAX_LOCAL_RANKS:
+        raise LaunchError(
+            f"--ranks={ranks and shorten(ranks)} must be at least two different numbers, for example --ranks 1,2,3, "
+            f"and at most {MAX_LOCAL_RANKS}"
+        )
     return counts

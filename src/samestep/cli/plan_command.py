@@ -15,13 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.build_function import find_build, script_of
-from samestep.environment.world import read_environ
+from samestep.cli.main import NumberRange
+from samestep.environment.world import MAX_RANKS, read_environ
 from samestep.errors import PlanError
 from samestep.messages import format_bytes
 from samestep.planner.cluster_spec import ClusterSpec, parse_cluster_spec
 from samestep.planner.layouts import PlanOptions
 from samestep.planner.model_profile import CUDA_MARGIN, ModelProfile
-from samestep.planner.plan import PRECISIONS, Plan, check_plan_arguments, make_plan, resolve_precision
+from samestep.planner.plan import PRECISIONS, Plan, make_plan, resolve_precision
 from samestep.planner.plan_report import (
     PLAN_COLUMNS,
     WHAT_IF_COLUMNS,
@@ -58,7 +59,12 @@ _MAX_DEVICES_PER_NODE = 8
 @click.command("plan")
 @click.argument("target", metavar="MODULE:FUNCTION|RECIPE", required=False)
 @click.argument("arguments", metavar="[-- OPTIONS OF THE FUNCTION]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--global-batch", type=int, metavar="N", help="Samples per optimizer step, over all ranks.")
+@click.option(
+    "--global-batch",
+    type=NumberRange(1, 1_000_000_000),
+    metavar="N",
+    help="Samples per optimizer step, over all ranks.",
+)
 @click.option(
     "--gpus",
     default="local",
@@ -67,7 +73,10 @@ _MAX_DEVICES_PER_NODE = 8
     help="NAME:COUNT per node, for example h100:4; g5 or p3; JSON or a .json file; `local`: this machine.",
 )
 @click.option(
-    "--nodes", type=int, metavar="N", help="Number of nodes. Default: 1; with `local`, those of the SLURM job."
+    "--nodes",
+    type=NumberRange(1, MAX_RANKS),
+    metavar="N",
+    help="Number of nodes. Default: 1; with `local`, those of the SLURM job.",
 )
 @click.option("--precision", default="auto", show_default=True, type=click.Choice(PRECISIONS), help="As in Run(...).")
 @click.option("--optimizer", default="AdamW", show_default=True, metavar="NAME", help="Name of a class in torch.optim.")
@@ -77,6 +86,7 @@ _MAX_DEVICES_PER_NODE = 8
 )
 @click.option(
     "--margin",
+    type=NumberRange(0.0, 0.99),
     default=CUDA_MARGIN,
     show_default=True,
     metavar="FRACTION",
@@ -85,6 +95,7 @@ _MAX_DEVICES_PER_NODE = 8
 @click.option("--what-if", is_flag=True, help="Compare 1 to 16 GPUs of several kinds, with speed-up and GPU-hours.")
 @click.option(
     "--samples",
+    type=NumberRange(1, 10**18),
     default=1_000_000,
     show_default=True,
     metavar="N",
@@ -117,7 +128,7 @@ def command(
     if target is None and global_batch is None and calibrate:
         _print_calibration(*_calibrate(), as_json)
         return
-    _check_arguments(target, samples, global_batch, margin)
+    _check_arguments(target, global_batch)
     if calibrate:
         _calibrate()
     clusters = list(_what_if_clusters(gpus, nodes)) if what_if else [_find_cluster(gpus, nodes)]
@@ -130,14 +141,11 @@ def command(
     context.exit(0 if any(plan.chosen for plan in plans) else 1)
 
 
-def _check_arguments(target: str | None, samples: int, global_batch: int | None, margin: float) -> None:
+def _check_arguments(target: str | None, global_batch: int | None) -> None:
     if target is None or global_batch is None:
         missing = "a function that builds the model, and a global batch" if target is None else "a global batch"
         example = quote(target or "train.py:build")
         raise PlanError(f"A plan needs {missing}: `samestep plan {example} --global-batch 256 --gpus h100:4`")
-    check_plan_arguments(global_batch, margin)
-    if samples < 1:
-        raise PlanError(f"--samples must be at least 1, got {samples}.")
 
 
 @dataclass
@@ -195,8 +203,6 @@ def _find_cluster(gpus: str, nodes: int | None) -> tuple[ClusterSpec, bool]:
     environ = read_environ()
     if gpus.strip() != "local":
         return parse_cluster_spec(gpus, 1 if nodes is None else nodes), False
-    if nodes is not None and nodes < 1:
-        raise PlanError(f"--nodes must be at least 1, got {nodes}.")
     with _status("detecting the hardware of this machine"):
         from samestep.planner.cluster_discovery import detect_cluster, slurm_job_cluster, slurm_nodes
 
@@ -223,8 +229,9 @@ def _calibrate() -> "tuple[Calibration, str]":
     with _status(text) as update:
         import torch
 
-        from samestep.planner.calibration import calibrate, save_calibration
+        from samestep.planner.calibration import calibrate, create_calibration_folder, save_calibration
 
+        create_calibration_folder(read_environ())
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         calibration = calibrate(torch.device(kind), lambda part: update(f"{text}: {part}"))
         return calibration, str(save_calibration(calibration, read_environ()))

@@ -87,6 +87,8 @@ def copy_recipe(name: str, target: Path | None) -> None:
             folder, target = target, target / source.name
         elif target.suffix != ".py":
             folder, other = target, "pass a file name that ends in .py"
+        if folder.exists() and not folder.is_dir():
+            raise LaunchError(f"{folder} is not a folder: {other}")
         if not folder.is_dir():
             create = f"create it with `mkdir -p {quote(str(folder))}`"
             raise LaunchError(f"the folder {folder} does not exist: {create}, or {other}")
@@ -124,7 +126,7 @@ def parse_options(path: Path, arguments: Sequence[str]) -> int | None:
     """
     outline = ast.Module(list(_outline(ast.parse(path.read_text(encoding="utf-8")))), type_ignores=[])
     namespace: dict[str, object] = {"__name__": path.stem}
-    exec(compile(outline, str(path), "exec"), namespace)  # a part of a script that comes with samestep
+    exec(compile(outline, str(path), "exec", optimize=0), namespace)  # a part of a script that comes with samestep
     parsed: list[bool] = []
     namespace["_parsed"] = lambda: parsed.append(True)
     words = ["--help"] if "-h" in arguments else list(arguments)

@@ -1,7 +1,6 @@
 """`samestep run`: start a script as ranks on this machine, or on several nodes together."""
 
 import io
-import os
 import sys
 import time
 from datetime import datetime
@@ -12,11 +11,11 @@ from typing import Any
 
 import click
 
-from samestep.cli.main import accept_underscores
+from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
-from samestep.environment.processes import launcher_variable
-from samestep.environment.world import PRECISION, export, read_environ
+from samestep.environment.processes import allow_open_files, launcher_variable
+from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
     Job,
@@ -31,10 +30,14 @@ from samestep.launch.job import (
 )
 from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
+from samestep.messages import read_integer, shorten
 
 _echo = partial(click.echo, err=True)
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
 _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
+_OPEN_FILES, _OPEN_FILES_PER_RANK = 32, 8  # of the launcher: log files, pipes, its store and the ranks that use it
+_LONGEST_GRACE = 10**7  # seconds, about four months
+_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @click.command(
@@ -62,19 +65,21 @@ _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
 )
 @click.option("--rdzv-id", "id", metavar="NAME", help="Name of the job; the same on every node.")
 @click.option("--rdzv-conf", "settings", default="", metavar="KEY=VALUE,...", help="Further settings of the backend.")
-@click.option("--node-rank", type=int, metavar="N", help="Number of this node, with --master-addr.")
+@click.option(
+    "--node-rank", type=NumberRange(0, MAX_RANKS - 1), metavar="N", help="Number of this node, with --master-addr."
+)
 @click.option("--master-addr", "address", metavar="HOST", help="Host of node 0.")
-@click.option("--master-port", "port", type=int, metavar="PORT", help="Port of node 0.")
+@click.option("--master-port", "port", type=NumberRange(1, 65535), metavar="PORT", help="Port of node 0.")
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
-@click.option("--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+@click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
 @click.option("--folder-is-default", is_flag=True, hidden=True)  # set by `samestep submit` if it chose the folder
 @click.option("--time-limit", metavar="TIME",
               help="Save and end before this time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
-@click.option("--grace", type=click.IntRange(min=0), metavar="SECONDS",
+@click.option("--grace", type=NumberRange(0, _LONGEST_GRACE), metavar="SECONDS",
               help="Time that ranks get to save and end after SIGTERM; default 120.")  # fmt: skip
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip
@@ -97,7 +102,7 @@ def command(
     """Start SCRIPT as ranks that train together; the exit code is that of the rank that fails first."""
     if not script:
         raise LaunchError("no script given: run `samestep run train.py`, or `samestep run -m package.module`")
-    _reopen_closed_streams()
+    output_failure(required=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
@@ -122,8 +127,15 @@ def command(
         verbose=verbose,
         time_limit=time_limit or "",
     )
-    with SignalHandler(_timeout(_SHUTDOWN_TIMEOUT), _timeout(_GRACE_PERIOD) if grace is None else grace) as signals:
-        return _run(job, signals, cores, gpus, deadline)
+    if problem := allow_open_files(_OPEN_FILES + _OPEN_FILES_PER_RANK * job.processes):
+        raise LaunchError(f"{problem}; or start fewer ranks")
+    try:
+        with SignalHandler(_timeout(_SHUTDOWN_TIMEOUT), _timeout(_GRACE_PERIOD) if grace is None else grace) as signals:
+            return _run(job, signals, cores, gpus, deadline)
+    except BlockingIOError as error:  # of a fork
+        raise LaunchError(
+            f"this user may not start more processes ({error.strerror}): start fewer ranks, or raise `ulimit -u`"
+        ) from error
 
 
 def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: float | None) -> int:
@@ -153,18 +165,13 @@ def _report_stop(job: Job, signals: SignalHandler, number: Signals) -> int:
     return 128 + number
 
 
-def _reopen_closed_streams() -> None:
-    """Connect closed standard streams (`>&-`) to /dev/null; otherwise the next files would get their numbers."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
 def _timeout(default: int) -> int:
     """Seconds; the user may set them with the same variable as for torchrun."""
-    text = read_environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return int(text) if text.isdecimal() else default
+    text = read_environ().get(_TIMEOUT_VARIABLE, "")
+    seconds = read_integer(text) if text else default
+    if seconds is None or seconds > _LONGEST_GRACE:
+        raise LaunchError(
+            f"{_TIMEOUT_VARIABLE}={shorten(text)} is not a number of seconds: set it to a whole number up to "
+            f"{_LONGEST_GRACE}, or run `unset {_TIMEOUT_VARIABLE}`"
+        )
+    return seconds

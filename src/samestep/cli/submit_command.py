@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from codecs import getincrementaldecoder
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -9,11 +10,18 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.main import accept_underscores
-from samestep.environment.world import read_environ
+from samestep.cli.main import NumberRange, accept_underscores, output_failure
+from samestep.environment.world import MAX_LOCAL_RANKS, MAX_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target, count_processes, folder_name, make_folder, read_time_limit
-from samestep.launch.sbatch import SlurmJob, format_sbatch, log_path, parse_sbatch_option, parse_variable
+from samestep.launch.sbatch import (
+    SlurmJob,
+    check_resources,
+    format_sbatch,
+    log_path,
+    parse_sbatch_option,
+    parse_variable,
+)
 from samestep.launch.slurm import SubmittedJob, add_to_job_list, check_sbatch, follow, job_list_path, submit
 
 _echo = partial(click.echo, err=True)
@@ -25,14 +33,18 @@ _echo = partial(click.echo, err=True)
     "--time 4:00:00 -- --lr 0.1",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Number of nodes.")
+@click.option(
+    "--nodes", type=NumberRange(1, MAX_RANKS), default=1, show_default=True, metavar="N", help="Number of nodes."
+)
 @click.option(
     "--nproc-per-node", "processes", default="auto", show_default=True, metavar="auto|gpu|cpu|N",
     help="Number of ranks per node; auto: one per GPU, or one per two cores without GPUs.",
 )  # fmt: skip
-@click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="Cores per node, for all its ranks.")
-@click.option("--mem", metavar="SIZE", help="Memory per node, as in 64G.")
+@click.option("--gpus-per-node", "gpus", metavar="[TYPE:]N", help="GPUs per node.")
+@click.option(
+    "--cpus-per-task", type=NumberRange(1, MAX_LOCAL_RANKS), metavar="N", help="Cores per node, for all its ranks."
+)
+@click.option("--mem", "memory", metavar="SIZE", help="Memory per node, as in 64G.")
 @click.option("--time", metavar="LIMIT", help="Time limit, as in 4:00:00, 1-12:00:00 or 3h55m.")
 @click.option("--partition", metavar="NAME", help="SLURM partition.")
 @click.option("--account", metavar="NAME", help="SLURM account.")
@@ -43,7 +55,7 @@ _echo = partial(click.echo, err=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
 @click.option("--requeue/--no-requeue", default=True, show_default=True,
               help="Requeue the job after preemption, or after its ranks saved because of a warning.")  # fmt: skip
-@click.option("--signal-before", type=click.IntRange(0, 65535), default=120, show_default=True, metavar="SECONDS",
+@click.option("--signal-before", type=NumberRange(0, 65535), default=120, show_default=True, metavar="SECONDS",
               help="Warn the ranks this long before the time limit; 0 for no warning.")  # fmt: skip
 @click.option(
     "--setup", multiple=True, metavar="LINE", help="Shell line to run first, as in 'module load cuda'; repeatable."
@@ -58,6 +70,8 @@ def command(
     module: bool,
     nodes: int,
     processes: str,
+    gpus: str | None,
+    memory: str | None,
     time: str | None,
     exclusive: bool,
     job_name: str | None,
@@ -77,7 +91,9 @@ def command(
     target, *arguments = script
     check_target(target, module)
     count_processes(processes, gpus=1, cores=1)  # reports a mistake now rather than hours later in the job
-    same = [(name.replace("_", "-"), str(value)) for name, value in same_in_sbatch.items() if value is not None]
+    check_resources(gpus, memory)
+    named = {"gpus-per-node": gpus, "mem": memory, **same_in_sbatch}
+    same = [(name.replace("_", "-"), str(value)) for name, value in named.items() if value is not None]
     flags = [("exclusive", None)] if exclusive else []
     now = datetime.now().astimezone()
     name = folder_name(target, now)
@@ -104,6 +120,7 @@ def command(
         click.echo(text, nl=False)
         return 0
     check_sbatch()
+    output_failure(required=False)
     submitted = _submit(replace(job, folder=make_folder(folder, name).absolute()), now)
     return _follow(submitted) if following else 0
 
@@ -124,18 +141,25 @@ def _submit(job: SlurmJob, now: datetime) -> SubmittedJob:
     click.echo(submitted.job_id)
     try:
         add_to_job_list(job_list_path(read_environ()), submitted)
-    except LaunchError as error:  # the job is submitted all the same
+    except LaunchError as error:  # the job is submitted nevertheless
         _echo(f"samestep: {error}")
     _echo(f"samestep: submitted job {submitted.job_id}; log: {log_path(job.folder, submitted.job_id)}")
     return submitted
 
 
 def _follow(job: SubmittedJob) -> int:
+    decode = getincrementaldecoder("utf-8")("replace").decode
+
+    def show(text: bytes) -> None:
+        click.echo(decode(text), nl=False)
+        if isinstance(output_failure(required=False), BrokenPipeError):
+            raise BrokenPipeError  # such as `| head -5`
+
     try:
-        state = follow(job, partial(click.echo, nl=False), _echo)
-    except KeyboardInterrupt:
+        state = follow(job, show, _echo)
+    except (KeyboardInterrupt, BrokenPipeError) as end:
         _echo(f"samestep: job {job.job_id} continues; cancel it with `scancel {shlex.quote(job.job_id)}`")
-        return 130
+        return 130 if isinstance(end, KeyboardInterrupt) else 141
     reason = f" ({state.reason})" if state.reason else ""
     _echo(f"samestep: job {job.job_id} ended: {state.state}{reason}, exit code {state.exit_code}")
     return state.exit_code

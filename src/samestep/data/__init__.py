@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING
 
 # Imported on first access: h5py and Pillow come with extras, and torch takes seconds.
 if TYPE_CHECKING:
-    from samestep.data.hdf5 import HDF5Dataset
-    from samestep.data.image_datasets import ImageFiles, LabeledImages, convert_pysaliency, crop_square, read_images
+    from samestep.data.file_datasets import (
+        HDF5Dataset,
+        ImageFiles,
+        LabeledImages,
+        convert_pysaliency,
+        crop_square,
+        read_images,
+    )
 
 __all__ = ["HDF5Dataset", "ImageFiles", "LabeledImages", "convert_pysaliency", "crop_square", "read_images"]
 
@@ -15,4 +21,4 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module."""
     if name not in __all__:
         raise AttributeError(f"module 'samestep.data' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"samestep.data.{'hdf5' if name == 'HDF5Dataset' else 'image_datasets'}"), name)
+    return getattr(import_module("samestep.data.file_datasets"), name)

@@ -1,9 +1,11 @@
-"""Probes of the data: whether all ranks and all starts of a run read the same samples.
+"""Probes and descriptions of the data: whether all ranks and all starts of a run read the same samples.
 
 A few samples of a dataset, or the first records of a stream, are reduced to a `Probe`: a checksum of what must be equal
 (types, shapes, integers, strings) and two numbers that summarize all floating-point values. Ranks on different CPUs may
 round differently, so these two are compared with a tolerance. Ranks compare their probes once, before the first step.
 The ledger keeps them, and the audit compares them across ranks and starts.
+
+shard.json describes a shard next to its records. summary.json and checkpoints describe how far the files are written.
 """
 
 import dataclasses
@@ -203,7 +205,7 @@ def check_same_workers(dataset: object, first: Sequence[Probe], other: Sequence[
 
 
 def _first_difference(by_rank: Sequence[Sequence[Probe]]) -> tuple[int, Probe, Probe, int] | None:
-    """Return the first rank that differs from rank 0, the two probes, and how many probes of these ranks differ."""
+    """Return a rank that differs from rank 0, the two probes, and how many probes of these ranks differ."""
     for rank, probes in enumerate(by_rank):
         pairs = [(own, other) for own, other in zip(by_rank[0], probes, strict=False) if not own.equals(other)]
         if pairs:

@@ -35,7 +35,8 @@ from samestep.messages import WarnOnce
 
 CollateFn = Callable[[list[object]], object]
 
-_MAX_WORKERS: Final = 8
+_MAX_WORKERS: Final = 8  # if samestep chooses
+_MOST_WORKERS: Final = 1024
 _JOB_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT_CHECK_SECONDS: Final = 0.25
 _ORDER_TRIES: Final = 3  # batches whose order is checked, until one has enough different rows
@@ -219,7 +220,9 @@ class _KeyedDataset:
                     if self._transforms:
                         seed_transforms(self._transforms, self._seed, request.epoch, index)
                     samples.append(dataset[index])
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if not isinstance(error, Exception) and get_worker_info() is None:
+                raise  # Ctrl-C; in a worker it would end the worker without a message
             which = f"one of the samples {indices}" if index is None else f"sample {index}"
             raise sample_error(f"{which} could not be read", self._rank, error) from error
         return samples
@@ -433,12 +436,12 @@ def _copy(sample: Any) -> object:
     return sample
 
 
-def sample_error(problem: str, rank: int, error: Exception) -> SampleError:
+def sample_error(problem: str, rank: int, error: BaseException) -> SampleError:
     """Return the error of a sample that could not be read, with the rank and the worker."""
     return SampleError(f"{problem} {_cause(rank, error)}")
 
 
-def _cause(rank: int, error: Exception) -> str:
+def _cause(rank: int, error: BaseException) -> str:
     info = get_worker_info()
     worker = "in the training process" if info is None else f"worker {info.id}"
     return f"on rank {rank}, {worker}: {type(error).__name__}: {error}"
@@ -454,8 +457,10 @@ def choose_num_workers(dataset: object, cores: int, ranks: int) -> tuple[int, st
 
 def check_num_workers(num_workers: int) -> int:
     """Return `num_workers` if it is a valid number of data workers."""
-    if not isinstance(num_workers, Integral) or num_workers < 0:
-        raise DataError(f"num_workers={num_workers!r} is not a number of data workers: pass 0 or more")
+    if not isinstance(num_workers, Integral) or not 0 <= num_workers <= _MOST_WORKERS:
+        raise DataError(
+            f"num_workers={num_workers!r} is not a number of data workers: pass 0 to {_MOST_WORKERS}; each is a process"
+        )
     return num_workers
 
 

@@ -7,10 +7,14 @@ same number of micro-batches with the same number of rows. Missing rows are padd
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from samestep.errors import DataError
 
 PositionRange = tuple[int, int]
 """Positions from start up to, not including, stop."""
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +211,53 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise DataError(f"world_size is {world_size} and must be at least 1")
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of positions, one per row of the two arrays."""
+
+    start: Positions
+    stop: Positions
+
+    @property
+    def total(self) -> int:
+        """The number of positions in all ranges."""
+        return int((self.stop - self.start).sum())
+
+    def blocks(self, size: int, limit: int) -> tuple[int, ...]:
+        """Return the first blocks of `size` positions that have one of these positions."""
+        found = dict[int, None]()
+        for start, stop in zip(self.start.tolist(), self.stop.tolist(), strict=True):
+            found.update(dict.fromkeys(range(start // size, min((stop - 1) // size, start // size + limit) + 1)))
+            if len(found) >= limit:
+                break
+        return tuple(found)[:limit]
+
+    def head(self, limit: int) -> tuple[int, ...]:
+        """Return the first positions."""
+        found: list[int] = []
+        for start, stop in zip(self.start[:limit].tolist(), self.stop[:limit].tolist(), strict=True):
+            found += range(start, min(stop, start + limit - len(found)))
+        return tuple(found)
+
+
+def find_gaps(first: Positions, count: Positions, start: int, stop: int) -> tuple[Ranges, Ranges]:
+    """Return (missing, repeated) positions of ranges that should cover start to stop - 1 exactly once.
+
+    Repeated positions are found outside of start to stop too. A position that is in three ranges is repeated twice.
+
+    >>> missing, repeated = find_gaps(np.array([0, 3, 4]), np.array([2, 2, 4]), start=0, stop=10)
+    >>> missing.head(9), repeated.head(9)
+    ((2, 8, 9), (4,))
+    """
+    order = np.argsort(first, kind="stable")
+    begins = first[order]
+    ends = begins + count[order]
+    furthest = np.maximum.accumulate(ends)
+    covered = np.clip(np.concatenate([[start], furthest]), start, stop)
+    nexts = np.clip(np.concatenate([begins, [stop]]), start, stop)
+    gap = nexts > covered
+    again = np.flatnonzero(begins[1:] < furthest[:-1]) + 1
+    missing = Ranges(covered[gap], nexts[gap])
+    return missing, Ranges(begins[again], np.minimum(ends[again], furthest[again - 1]))

@@ -312,7 +312,7 @@ def _all_reduce(comm: Communicator, tensor: torch.Tensor, op: Op) -> torch.Tenso
     _check_same_tensors(comm, tensor, op)
     payload = tensor.cpu() if _needs_cpu(comm, tensor.device) else tensor
     with comm.collective("run.all_reduce"):
-        dist.all_reduce(payload, op=_OPS[op])
+        dist.all_reduce(payload, op=_OPS[op], group=comm.group)
     return payload.to(tensor.device)
 
 
@@ -415,7 +415,7 @@ class _Gather(torch.autograd.Function):
         payload = gradient.float() if gradient.dtype in _HALF else gradient.clone()
         payload = (payload.cpu() if _needs_cpu(comm, gradient.device) else payload).contiguous()
         with comm.collective(f"the backward pass of {_GATHER}"):
-            dist.all_reduce(payload)
+            dist.all_reduce(payload, group=comm.group)
         own = payload.split(counts)[comm.world.rank]
         return own.to(device=gradient.device, dtype=gradient.dtype), None, None
 
@@ -430,7 +430,7 @@ def _all_gather(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> to
     payload = payload.reshape(-1).view(torch.uint8)  # bytes: gloo does not know every dtype
     gathered = [torch.empty_like(payload) for _ in counts]
     with comm.collective(_GATHER):
-        dist.all_gather(gathered, payload)
+        dist.all_gather(gathered, payload, group=comm.group)
     parts = [part.view(rows.dtype).reshape(most, *shape)[:count] for part, count in zip(gathered, counts, strict=True)]
     return torch.cat(parts).to(rows.device)
 

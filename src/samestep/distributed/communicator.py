@@ -2,11 +2,11 @@
 
 import pickle
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from samestep.distributed.process_group import (
     check_existing_group,
     connect_store,
     init_process_group,
-    new_control_group,
+    new_gloo_group,
     rendezvous,
 )
-from samestep.distributed.rank_status import ORDER_RULE, STORE_GONE, RankStatus, StatusBoard, call_site
+from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout
 from samestep.environment.world import World
-from samestep.errors import CommunicationError, RankMissing
+from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that diff
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
+_MAX_CHECK_SECONDS = 5.0  # after a long wait: a check of 1,000 ranks reads 1,000 values from one store
 
 
 class Communicator:
@@ -38,6 +39,9 @@ class Communicator:
     match each other's frame, see the label in it, and both raise at once instead of hanging or mixing values.
     """
 
+    once_of_process: ClassVar[str | None] = None
+    """The `run.once` that this process runs now, in any of its runs."""
+
     def __init__(self, world: World, backend: str, start_timeout: float, step_timeout: float) -> None:
         self.world, self.backend = world, backend
         self.timeout = self.start_timeout = start_timeout
@@ -45,9 +49,12 @@ class Communicator:
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
-        self._control_group: dist.ProcessGroup | None = None
+        self._control_group: dist.ProcessGroup | None = None  # for small exchanges
+        self.group: dist.ProcessGroup | None = None
+        """The group for tensors of training. With gloo, the default group is left to the script; with NCCL it is None:
+        the default group, since a second one takes memory of the GPU."""
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
-        self._existing_group = self._is_open = False
+        self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
 
     @property
@@ -63,6 +70,11 @@ class Communicator:
 
     def open(self, device: torch.device) -> None:
         """Connect the ranks. A process group that already exists is used, and kept when the run ends."""
+        if Communicator.once_of_process is not None:
+            raise CommunicationError(
+                f"a Run was started inside {self.once_of_process}, which one rank alone runs: its ranks would wait for "
+                "each other; start it outside of run.once"
+            )
         check_existing_group(self.world)
         self._is_open = True
         if self.alone:
@@ -77,25 +89,28 @@ class Communicator:
         if not self._existing_group:
             group_store = dist.PrefixStore(f"{generation}/group", base)
             init_process_group(group_store, self.world, self.backend, device, self.start_timeout)
-        self._control_group = new_control_group(self.backend, self.start_timeout)
+        self._control_group = new_gloo_group(self.start_timeout)
+        if self.backend == "gloo":
+            self.group = new_gloo_group(self.start_timeout)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
+        if self._board is not None:
+            self.exchange("Run.close", [])
+        self.mark_closed()
         if self._board is None:
-            self._is_open = False
             return
-        self.exchange("Run.close", [])
-        self._is_open = False
         self._board.end(None)
-        for group in dict.fromkeys((None, self._control_group)):
+        for group in (self.group, self._control_group):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
             dist.all_reduce(last, group=group)
             wait_until_released(last)
         if not self._existing_group:
             dist.destroy_process_group()
-        elif self._control_group is not None:
-            dist.destroy_process_group(self._control_group)
-        self._board = self._store = self._control_group = None
+        else:
+            for group in filter(None, (self.group, self._control_group)):
+                dist.destroy_process_group(group)
+        self._board = self._store = self._control_group = self.group = None
 
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
@@ -103,13 +118,17 @@ class Communicator:
             with suppress(RuntimeError):  # the store exited with its host, and the other ranks notice that
                 self._board.end(failure)
 
+    def mark_closed(self) -> None:
+        """Refuse collectives from now on."""
+        self._is_open, self._is_closed = False, True
+
     def start_steps(self) -> None:
         """Switch from `start_timeout` to the shorter `step_timeout`, once the first step is complete."""
         if self._timeout_option == "step_timeout":
             return
         self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            for group in dict.fromkeys((dist.group.WORLD, self._control_group or dist.group.WORLD)):
+            for group in filter(None, (dist.group.WORLD, self.group, self._control_group)):
                 set_group_timeout(self._step_timeout, group)
 
     def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
@@ -158,20 +177,21 @@ class Communicator:
     @contextmanager
     def running_once(self, operation: str) -> Generator[None]:
         """Mark that this rank runs a function for all ranks, so that it starts no collective meanwhile."""
-        self._inside_once = operation
+        self._inside_once = Communicator.once_of_process = operation
         if self._board is not None:
             self._board.change("working")
         try:
             yield
         finally:
-            self._inside_once = None
+            self._inside_once = Communicator.once_of_process = None
 
     def refuse_inside_once(self, operation: str) -> None:
         """Raise if a collective is called inside `run.once`, or before or after the run: other ranks are not there."""
         if not self._is_open:
+            state = "closed" if self._is_closed else "not started"
             raise CommunicationError(
-                f"{operation} at {call_site()} was called on a run that is not started or is closed: call it inside "
-                "`with Run(...) as run:`, or between run.start() and run.close()"
+                f"{operation} at {call_site()} was called on a run that is {state}: call it inside `with Run(...) as "
+                "run:`, or between run.start() and run.close()"
             )
         if self._inside_once is not None:
             raise CommunicationError(
@@ -190,26 +210,27 @@ class Communicator:
         own = self._board.own
         if operation is not None:
             own = replace(own, operation=operation, call_site=call_site(), state="waiting")
-        diverged = self._board.diverged()
+        peers = self._board.peers()
+        diverged = self._board.diverged(peers)
         if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
             raise self._board.diverged_error(own, settled)
+        self._board.request_locations(self._board.missing(peers), since)
         if (waited := time.monotonic() - since) > timeout:
-            raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option)
+            raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers)
         return diverged
 
-    def peers_note(self) -> str | None:
+    def peers_note(self, error: RuntimeError | None = None) -> str | None:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
-        return None if self._board is None else self._board.peers_note()
+        return None if self._board is None else self._board.peers_note(is_timeout(error))
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
         work = dist.all_gather(gathered, mine, group=self._control_group, async_op=True)
         assert work is not None
         since, seen = time.monotonic(), dict[int, RankStatus]()
-        pause = timedelta(seconds=min(_CHECK_SECONDS, self.timeout / 4))
         while True:
             try:
-                work.wait(pause)
+                work.wait(timedelta(seconds=min(check_pause(since, seen), self.timeout / 4)))
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):
                     raise
@@ -221,12 +242,18 @@ class Communicator:
         assert self._board is not None
         own = self._board.own
         try:
-            diverged = self._board.diverged()
+            peers = self._board.peers()
         except RuntimeError:
-            raise RankMissing(f"rank {self.world.rank} {own}, and {STORE_GONE}") from error
-        if diverged:
+            raise self._board.store_gone_error(own) from error
+        if diverged := self._board.diverged(peers):
             raise self._board.diverged_error(own, diverged) from error
-        raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option) from error
+        raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers) from error
+
+
+def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:
+    """Seconds until a rank that waits since `since` calls `check_peers` again: soon at first, and to confirm a peer."""
+    waited = time.monotonic() - since
+    return _CHECK_SECONDS if diverged else min(max(_CHECK_SECONDS, waited / 8), _MAX_CHECK_SECONDS)
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, check_pause
 from samestep.distributed.rank_status import RankStatus
 from samestep.loggers.loggers import Loggers, LogRow, MetricKey, check_metric_name, check_metric_value
 
@@ -271,7 +271,7 @@ class EarlySync:
                 return False
             since, seen = time.monotonic(), dict[int, RankStatus]()
             while self._agreed is None:
-                if not self._changed.wait(1.0):
+                if not self._changed.wait(check_pause(since, seen)):
                     seen = self._comm.check_peers(since, seen, self._comm.timeout, _OPERATION)
             if self._boundary < self._agreed:
                 return False

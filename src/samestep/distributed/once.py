@@ -9,14 +9,13 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, check_pause
 from samestep.distributed.rank_status import RankStatus
 from samestep.errors import CommunicationError, OnceFailed, TeacherError
 
 T = TypeVar("T")
 Per = Literal["run", "node"]
 _CHUNK = 4 << 20  # the store accepts values up to 8 MiB
-_CHECK_SECONDS = 1.0
 
 
 def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per = "run") -> T:
@@ -135,7 +134,7 @@ def _await(comm: Communicator, key: str) -> Outcome:
     while not comm.store.check([key]):
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
-        if time.monotonic() - checked > _CHECK_SECONDS:
+        if time.monotonic() - checked > check_pause(since, seen):
             seen, checked = comm.check_peers(since, seen, comm.start_timeout), time.monotonic()
     chunks = int(comm.store.get(key))
     return pickle.loads(b"".join(comm.store.get(f"{key}/{index}") for index in range(chunks)))

@@ -11,9 +11,12 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
+from samestep.environment.processes import allow_open_files
 from samestep.environment.world import World
 from samestep.errors import WorldError
 
+_OPEN_FILES: Final = 34  # of a rank, besides its connections to other ranks
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must not overload the store
 
@@ -23,6 +26,14 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     if dist.is_initialized():
         return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
+    # The default group, those of samestep (one with NCCL, which opens its own sockets), and the store's clients.
+    if problem := allow_open_files(_OPEN_FILES + (4 if hosts else 3) * world.size):
+        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
+    if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
+        raise WorldError(
+            f"rank {world.rank} cannot reach rank 0: {problem}; set MASTER_ADDR to an address of rank 0's machine that "
+            "every rank can reach, 127.0.0.1 if all ranks run on one machine"
+        )
     try:
         return _open_store(world.address, world.port, hosts, timeout)
     except RuntimeError as error:
@@ -40,9 +51,25 @@ def connect_store(world: World, timeout: float) -> dist.Store:
 def _open_store(address: str, port: int, hosts: bool, timeout: float) -> dist.Store:
     """Cached: the store outlives a run, since peers may still read from it and the next run of this process uses it."""
     left = timeout if hosts else max(1.0, timeout - _wait_for_listener(address, port, timeout))
-    store = dist.TCPStore(
-        address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
-    )
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(
+            address, port, is_master=hosts, timeout=timedelta(seconds=left), wait_for_workers=False, multi_tenant=True
+        )
+
+    cause: RuntimeError | None = None
+    try:
+        store = connect() if hosts else connect_unless_silent(connect, address, port, min(timeout, ANSWER_SECONDS))
+    except RuntimeError as error:
+        if hosts or not accepts_connections(address, port):
+            raise
+        store, cause = None, error
+    if store is None:
+        answer = f"torch says: {str(cause).splitlines()[0]}" if cause else "no answer"
+        raise WorldError(
+            f"the process that listens at {address}:{port} is not rank 0 of this job, since it does not answer like a "
+            f"store of torch ({answer}): set MASTER_PORT to a port that no other service uses, the same on every rank"
+        ) from cause
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
@@ -74,7 +101,18 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     its token in the list and confirmed it. The token of a dead process is never confirmed. When its successor posts a
     new token, rank 0 publishes a new list.
     """
-    board, token = dist.PrefixStore(f"samestep/rendezvous/{size}", store), uuid4().hex
+    board = dist.PrefixStore(f"samestep/rendezvous/{size}", store)
+    try:
+        return _agree_on_generation(board, rank, size, timeout)
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {rank} waited for {size} ranks and lost the store of rank 0 ({str(error).splitlines()[0]}): rank 0 "
+            "has exited, so look for its last lines, and check that WORLD_SIZE is the same on every rank"
+        ) from error
+
+
+def _agree_on_generation(board: dist.Store, rank: int, size: int, timeout: float) -> str:
+    token = uuid4().hex
     board.set(f"token/{rank}", token)
     since, pause, members, confirmed = time.monotonic(), _FIRST_PAUSE, b"", ""
     while True:
@@ -158,14 +196,12 @@ def init_process_group(store: dist.Store, world: World, backend: str, device: to
     )
 
 
-def new_control_group(backend: str, timeout: float) -> dist.ProcessGroup | None:
-    """A group for small exchanges if training uses gloo too; a collective of all ranks. None: not needed.
+def new_gloo_group(timeout: float) -> dist.ProcessGroup:
+    """Another group of all ranks, for tensors on the CPU; a collective of all ranks.
 
-    In one group with training, a small exchange could match an all-gather of FSDP, and gloo aborts a process that
-    receives more bytes than it has allocated.
+    In one group, a collective of samestep on one rank could match another one of the script on another rank, and gloo
+    aborts a process that receives more bytes than it has allocated.
     """
-    if backend != "gloo":
-        return None
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group

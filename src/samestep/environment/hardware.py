@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from samestep.messages import read_integer
+
 OLDEST_TORCH = (2, 11)
 """The oldest torch that samestep supports."""
 # cgroup v1 writes "no limit" as the largest number of pages it can count.
@@ -133,8 +135,7 @@ def usable_memory(total: int, available: int, limits: Limits) -> tuple[int, int]
 
 def read_limits(root: Path = Path("/")) -> Limits:
     """Read the lowest limits of this process's cgroups, v1 or v2; a system without cgroups has none."""
-    lines = (_read(root / "proc/self/cgroup") or "").splitlines()
-    rows = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    rows = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup") if line.count(":") >= 2]
     cgroups = {name: path for _, names, path in rows for name in names.split(",")}  # v2 has the empty name
     quotas = [quota for folder in _folders(root, cgroups, "cpu") if (quota := _quota(folder)) is not None]
     memory = [limit for folder in _folders(root, cgroups, "memory") for limit in _memory_limits(folder)]
@@ -161,28 +162,30 @@ def _folders(root: Path, cgroups: dict[str, str], controller: str) -> Iterator[P
 
 
 def _quota(folder: Path) -> float | None:
-    both = _read(folder / "cpu.max")
-    if both is not None:
-        quota, period = both.split()
-    else:
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-    if quota is None or period is None or quota == "max" or int(quota) <= 0:
-        return None
-    return int(quota) / int(period)
+    words = _read(folder / "cpu.max").split()
+    if not words:
+        words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+    quota, period = map(read_integer, words) if len(words) == 2 else (None, None)  # None for `max` and -1: no limit
+    return quota / period if quota and period else None
 
 
 def _memory_limits(folder: Path) -> Iterator[tuple[int, int]]:
     """Limit and remaining bytes of one cgroup, if it has a limit."""
     for limit_file, usage_file, cache in _MEMORY_FILES:
-        limit, used = _read(folder / limit_file), _read(folder / usage_file)
-        if limit is None or used is None or limit == "max" or int(limit) >= _UNLIMITED:
+        limit, used = read_integer(_read(folder / limit_file)), read_integer(_read(folder / usage_file))
+        if limit is None or used is None or limit >= _UNLIMITED:
             continue
-        stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
-        yield int(limit), max(0, int(limit) - int(used) + int(stat.get(cache, "0")))
+        stat = {name: value for name, _, value in (line.partition(" ") for line in _lines(folder / "memory.stat"))}
+        yield limit, max(0, limit - used + (read_integer(stat.get(cache, "")) or 0))
 
 
-def _read(path: Path) -> str | None:
+def _lines(path: Path) -> list[str]:
+    return _read(path).splitlines()
+
+
+def _read(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
-        return None
+        return ""

@@ -1,11 +1,21 @@
 """The network interfaces of this machine, and which of them gloo and NCCL would use."""
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Final, TypeVar
 
 import psutil
+
+from samestep.messages import shorten
+
+T = TypeVar("T")
+ANSWER_SECONDS: Final = 15.0
+"""How long a host name may take to resolve, and a store that accepts connections to answer: usually milliseconds."""
+_POLL_SECONDS: Final = 1.0
 
 _NCCL_ORDER = (
     ("ib", "InfiniBand comes first"),
@@ -123,6 +133,81 @@ def _interfaces() -> Iterator[Interface]:
         up = name in stats and stats[name].isup
         loopback = bool(addresses) and all(ip_address(address).is_loopback for address in addresses)
         yield Interface(name, addresses, up, loopback)
+
+
+def find_route_problem(host: str, port: int, seconds: float) -> str:
+    """Why this machine cannot send to a host: its name does not resolve, or there is no network. Empty if it can.
+
+    Nothing is sent to the host. A problem other than that of a loopback address counts if it lasts for `seconds`, since
+    a node that has just started may get its name a few seconds later.
+    """
+    deadline = time.monotonic() + seconds
+    while problem := _route_problem(host, port):
+        if is_loopback(host) or time.monotonic() >= deadline:
+            return problem
+        time.sleep(min(_POLL_SECONDS, seconds))
+    return ""
+
+
+def _route_problem(host: str, port: int) -> str:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
+        return f"the host name {shorten(host)} cannot be resolved ({getattr(error, 'strerror', None) or error})"
+    problems: list[str] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # with UDP, this only looks up the route
+        except OSError as error:
+            problems.append(f"this machine has no route to {shorten(host)} ({error.strerror})")
+        else:
+            return ""
+    loopback = ", since its loopback interface is down: run `ip link set lo up`" if is_loopback(host) else ""
+    return f"{problems[0]}{loopback}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine for every machine: localhost, 127.0.0.1 or ::1."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def connect_unless_silent(connect: Callable[[], T], host: str, port: int, seconds: float = ANSWER_SECONDS) -> T | None:
+    """The result of `connect`, or None if host:port accepts connections and `connect` does not return for `seconds`.
+
+    torch waits without a limit for the answer of a service that is not a store, and retries until its timeout if it
+    gets another answer. `connect` runs in a thread, which is left behind in this case.
+    """
+    results: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(connect())
+        except BaseException as error:  # noqa: BLE001  # raised below
+            results.append(error)
+
+    thread = threading.Thread(target=run, name="samestep connect", daemon=True)
+    thread.start()
+    thread.join(_POLL_SECONDS)
+    silent_since: float | None = None
+    while thread.is_alive():
+        now = time.monotonic()
+        silent_since = (silent_since or now) if accepts_connections(host, port) else None
+        if silent_since is not None and now - silent_since >= seconds:
+            return None
+        thread.join(_POLL_SECONDS)
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+def accepts_connections(host: str, port: int) -> bool:
+    """Whether a process listens at host:port."""
+    try:
+        socket.create_connection((host, port), timeout=_POLL_SECONDS).close()
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def own_addresses(host: str, port: int | None = None) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -12,16 +14,65 @@ from typing import Final
 
 import psutil
 
+from samestep.errors import LaunchError
+from samestep.messages import read_integer
+
 LAUNCHER: Final = "SAMESTEP_LAUNCHER"
 """The variable that `samestep run` sets for its ranks: its process id and PID namespace."""
+OPEN_RUN: Final = "SAMESTEP_OPEN_RUN"
+"""The variable that a rank sets for its children while its run is open."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_ROUNDS = 3
 # Variables that torchrun and srun set for their ranks. The nearest ancestor without such a variable is the launcher;
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+_USUAL_FILES: Final = 4096
+_SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
+_NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
+_GUARD_SECONDS: Final = 5.0  # that the guard gets to end
+# Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
+_GUARD_CODE: Final = """
+import os, signal, sys, time
+mark, seconds = sys.argv[1].encode(), float(sys.argv[2])
+found = [] if sys.stdin.buffer.read(1) else [os.getpid()]
+while found:
+    time.sleep(seconds)
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        if int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if mark in file.read().split(b"\\0"):
+                    os.kill(int(name), signal.SIGKILL)
+                    found.append(name)
+        except OSError:  # it has ended, or belongs to another user
+            continue
+"""
 _STDERR: Final = 2  # not sys.stderr, whose lock may be held by a thread that prints
+
+
+def check_current_folder() -> None:
+    """Raise if the current folder was deleted, in which MKL ends the process when torch is imported."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise LaunchError("the current folder does not exist any more: change to another one with `cd`") from error
+
+
+def allow_open_files(needed: int) -> str:
+    """Let this process open as many files as it needs, sockets included; returns why it may not, or an empty text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    highest = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if highest >= needed:
+        limit = min(highest, max(needed + _SPARE_FILES, _USUAL_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return ""
+    return f"this process may open {hard} files and needs up to {needed}, sockets included: run `ulimit -n 4096` before"
 
 
 def adopt_orphans(enabled: bool) -> None:
@@ -38,15 +89,17 @@ def running(pids: Collection[int]) -> set[int]:
     return {process.pid for process in _running_descendants() if process.pid in pids}
 
 
-def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
-    """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left.
+def terminate_descendants(exclude: Collection[int], timeout: float) -> list[psutil.Process]:
+    """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left; returns them.
 
     A process that is stuck in the kernel, for example on a hung network drive, survives SIGKILL; the call gives up on
-    it after a few seconds.
+    it after a few seconds. A process of another user, for example of `sudo`, survives too; the call does not wait for
+    it. `process_is_gone` tells which are left.
     """
-    psutil.wait_procs(kill_descendants(exclude, signal.SIGTERM), timeout=timeout)
+    found = kill_descendants(exclude, signal.SIGTERM)
+    psutil.wait_procs(filter(_may_signal, found), timeout=timeout)
     for _ in range(_KILL_ROUNDS):  # a process may have started another one just before it ended
-        processes = kill_descendants(exclude)
+        processes = [process for process in kill_descendants(exclude) if _may_signal(process)]
         if not processes:
             break
         psutil.wait_procs(processes, timeout=1.0)
@@ -55,22 +108,36 @@ def terminate_descendants(exclude: Collection[int], timeout: float) -> None:
         if child.pid not in exclude and process_is_gone(child):
             with suppress(ChildProcessError):  # collected already
                 os.waitpid(child.pid, os.WNOHANG)
+    return found
 
 
 def kill_descendants(exclude: Collection[int] = (), number: signal.Signals = signal.SIGKILL) -> list[psutil.Process]:
     """Send SIGKILL, or another signal, to every descendant not in `exclude`, without waiting; returns them."""
     processes = _running_descendants(exclude)
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    send_signal([process.pid for process in processes], number)
     return processes
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, some of which may have ended."""
+    """Send a signal to processes, some of which may have ended; SIGTERM also lets a stopped process continue.
+
+    Processes of other users are skipped.
+    """
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+            if number == signal.SIGTERM:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _may_signal(process: psutil.Process) -> bool:
+    try:
+        os.kill(process.pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # it has ended
+        pass
+    return True
 
 
 def _running_descendants(exclude: Collection[int] = ()) -> list[psutil.Process]:
@@ -88,10 +155,46 @@ def process_is_gone(process: psutil.Process | int) -> bool:
         return True
 
 
+class OrphanGuard:
+    """A small process that outlives a launcher that is killed, and then kills what the launcher has started.
+
+    Ranks watch their launcher by themselves, but native code may hold their GIL, and their children do not watch it.
+    The guard finds all of them by the launcher's variable in their environment. Linux only.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, in a session of its own, so that a signal to the launcher's group does not end it."""
+        if sys.platform == "linux":
+            mark = f"{LAUNCHER}={own_variable()}"
+            # An earlier launch of this process, or a launcher whose rank this process is, has set the variable.
+            environ = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD_CODE, mark, str(_NOTICE_SECONDS)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", env=environ,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """End the process: the launcher has ended all others."""
+        if self._process is not None:
+            try:
+                self._process.communicate(b".", timeout=_GUARD_SECONDS)
+            except BrokenPipeError:  # someone has killed it
+                pass
+            except subprocess.TimeoutExpired:  # someone has stopped it
+                self._process.kill()
+                self._process.communicate()
+            self._process = None
+
+
 class LauncherWatch:
     """A thread that ends this rank and its descendants if the launcher is gone, since nothing would restart or stop it.
 
-    The thread needs the GIL: native code that holds it for minutes delays the end by as long.
+    The thread needs the GIL: native code that holds it for minutes delays the end by as long, except under `samestep
+    run`, whose OrphanGuard kills the rank.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
@@ -126,7 +229,29 @@ class LauncherWatch:
 
 def launcher_variable() -> dict[str, str]:
     """The variable by which the ranks of this process recognize it as their launcher."""
-    return {LAUNCHER: f"{os.getpid()} {process_namespace()}"}
+    return {LAUNCHER: own_variable()}
+
+
+def own_variable() -> str:
+    """This process, as the variables of its children name it: its process id and PID namespace."""
+    return f"{os.getpid()} {process_namespace()}"
+
+
+def open_run_variable(rank: int, size: int, port: int) -> str:
+    """The value of OPEN_RUN: this process, its rank, the world size and the port."""
+    return f"{own_variable()} {rank}/{size}/{port}"
+
+
+def find_parent_rank(environ: Mapping[str, str], rank: int, size: int, port: int) -> int | None:
+    """The process id of the ancestor that is this rank of the same world and has an open run; None if there is none.
+
+    A launcher that a rank has started sets other values for its own ranks.
+    """
+    pid, _, rest = environ.get(OPEN_RUN, "").partition(" ")
+    number = read_integer(pid)
+    if number is None or rest != open_run_variable(rank, size, port).partition(" ")[2]:
+        return None
+    return number if number in {process.pid for process in psutil.Process().parents()} else None
 
 
 def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:
@@ -137,8 +262,9 @@ def find_launcher(environ: Mapping[str, str]) -> psutil.Process | int | None:
     """
     ancestors = psutil.Process().parents()
     pid, _, namespace = environ.get(LAUNCHER, "").partition(" ")
-    if pid.isdecimal() and namespace == process_namespace():  # in another container the pid means another process
-        return next((process for process in ancestors if process.pid == int(pid)), int(pid))
+    number = read_integer(pid)
+    if number is not None and namespace == process_namespace():  # in another container the pid means another process
+        return next((process for process in ancestors if process.pid == number), number)
     name = next((name for name in _RANK_VARIABLES if name in environ), None)
     if name is None:
         return None

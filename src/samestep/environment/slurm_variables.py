@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from samestep.messages import read_integer, shorten
+
 # SLURM numbers its own steps (the batch script, an interactive shell, an external step) from here up.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral ports (32768 and up) and below 29400 and 29500, torchrun's defaults.
@@ -13,6 +15,7 @@ _FIRST_PORT, _PORTS = 10_000, 19_000
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TIMEOUT_SECONDS = 3
+_MAX_NODES = 100_000  # SLURM supports 65,533; a longer list would fill the memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def read_slurm(environ: Mapping[str, str]) -> SlurmInfo:
         version=_srun_version(),
         job=environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID")),
         partition=environ.get("SLURM_JOB_PARTITION"),
-        nodes=int(nodes) if nodes.isdecimal() else None,
+        nodes=read_integer(nodes),
     )
 
 
@@ -41,8 +44,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
     The batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but a Python process started there is a single rank.
     """
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+    step = read_integer(environ.get("SLURM_STEP_ID", ""))
+    return "SLURM_PROCID" in environ and step is not None and step < _FIRST_RESERVED_STEP
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -67,9 +70,10 @@ def expand_tasks(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a list of tasks such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
+        tasks, nodes = (read_integer(number) for number in (match[1], match[2] or "1")) if match else (None, None)
+        if tasks is None or nodes is None or nodes > _MAX_NODES:
+            raise ValueError(f"{shorten(text)} is not a list of tasks such as 2(x3),1")
+        counts += [tasks] * nodes
     return counts
 
 
@@ -91,11 +95,13 @@ def _expand_brackets(part: str) -> list[str]:
     numbers: list[str] = []
     for item in bracket[1].split(","):
         first, dash, last = item.partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()):
-            raise ValueError(f"[{bracket[1]}] is not a range of nodes such as [01-04,07]")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        lowest, highest = read_integer(first), read_integer(last if dash else first)
+        if lowest is None or highest is None or highest - lowest > _MAX_NODES:
+            raise ValueError(f"[{shorten(bracket[1])}] is not a range of nodes such as [01-04,07]")
+        numbers += [str(number).zfill(len(first)) for number in range(lowest, highest + 1)]
     before, after = part[: bracket.start()], _expand_brackets(part[bracket.end() :])
+    if len(numbers) * len(after) > _MAX_NODES:
+        raise ValueError(f"{shorten(part)} has more than {_MAX_NODES} nodes")
     return [f"{before}{number}{rest}" for number in numbers for rest in after]
 
 

@@ -4,17 +4,25 @@ This is the only module that reads and sets environment variables.
 """
 
 import os
-import shlex
+import pwd
+import re
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
+from samestep.environment.network import is_loopback
 from samestep.environment.slurm_variables import expand_nodes, expand_tasks, in_step, port_of
 from samestep.errors import PlanError, WorldError
+from samestep.messages import read_integer, shorten
 
 T = TypeVar("T")
+MAX_RANKS: Final = 1_000_000
+"""The most ranks and nodes of a job; a larger number is a mistake, and waiting for so many ranks would not end."""
+MAX_LOCAL_RANKS: Final = 4096
+"""The most ranks per node: every rank is a process that imports torch and needs some 0.3 GB of memory."""
 Launcher = Literal["none", "torchrun", "slurm"]
 
 OOM_RETRIES = "SAMESTEP_OOM_RETRIES"
@@ -28,6 +36,7 @@ LAST_STEP = "SAMESTEP_LAST_STEP"
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 
+_MAX_OOM_RETRIES = 64  # of a micro-batch: none has more rows than a 64-bit integer can count
 _IMPORT_ONLY = "SAMESTEP_IMPORT_ONLY"
 _LOCALHOST = "127.0.0.1"
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -108,9 +117,13 @@ def read_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
-def export(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and for the processes that it starts from now on."""
-    os.environ.update(variables)
+def export(variables: Mapping[str, str | None]) -> None:
+    """Set variables, or remove those that are None, for this process and for processes that it starts from now on."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
@@ -149,14 +162,26 @@ def launch_name(environ: Mapping[str, str] | None = None) -> str:
     return "" if name == "none" else name  # torchrun's default for every launch
 
 
+def home_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The user's home directory: HOME, or else that of the user id; None if it has none, as in some containers."""
+    home = Path(_environ(environ).get("HOME", ""))
+    try:
+        return home if home.is_absolute() else Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The user's folder for files that can be created again: XDG_CACHE_HOME, or ~/.cache."""
-    return Path(_environ(environ).get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
+    """The user's folder for files that can be created again: XDG_CACHE_HOME, ~/.cache, or one for temporary files."""
+    folder, home = Path(_environ(environ).get("XDG_CACHE_HOME", "")), home_folder(environ)
+    if folder.is_absolute():  # others are to be ignored, says the XDG specification
+        return folder / "samestep"
+    return home / ".cache" / "samestep" if home else Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
 
 
 def oom_retries(environ: Mapping[str, str] | None = None) -> int:
     """How often `samestep run` has restarted with half the micro-batch because the first steps ran out of memory."""
-    return int(_environ(environ).get(OOM_RETRIES, "0"))
+    return int(_own_number(OOM_RETRIES, environ, most=_MAX_OOM_RETRIES) or 0)
 
 
 def halved_note(environ: Mapping[str, str] | None = None) -> str:
@@ -177,14 +202,26 @@ def comparison_folder(environ: Mapping[str, str] | None = None) -> Path | None:
 
 def last_step(environ: Mapping[str, str] | None = None) -> int | None:
     """The number of steps after which `samestep parity` ends a run."""
-    text = _environ(environ).get(LAST_STEP)
-    return int(text) if text else None
+    number = _own_number(LAST_STEP, environ)
+    return None if number is None else int(number)
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:
     """When this run must have ended, in seconds since the epoch, as `samestep run --time-limit` exports it."""
-    text = _environ(environ).get("SAMESTEP_DEADLINE")
-    return float(text) if text else None
+    return _own_number("SAMESTEP_DEADLINE", environ)
+
+
+def _own_number(name: str, environ: Mapping[str, str] | None, most: float = 1e18) -> float | None:
+    """The number in a variable that samestep sets for its own processes; None if it is not set."""
+    text = _environ(environ).get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"\d{1,18}(\.\d+)?", text, re.ASCII) or float(text) > most:
+        raise WorldError(
+            f"{name}={shorten(text)} is not a number from 0 to {most:g}: samestep sets this variable itself for the "
+            f"processes that it starts; run `unset {name}`"
+        )
+    return float(text)
 
 
 def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -204,10 +241,11 @@ class LauncherVariables:
         text = self.environ.get(name)
         if text is None:
             return None
-        if not text.strip().isdecimal():
+        if (number := read_integer(text)) is None:
             remedy = f"run `unset {name}`, or {self.remedy}"
-            raise self.error(f"{name}={shlex.quote(text)} is not a non-negative integer", remedy)
-        return int(text)
+            size = f"too large: it has {len(text)} digits" if text.isdecimal() else "not a non-negative integer"
+            raise self.error(f"{name}={shorten(text)} is {size}", remedy)
+        return number
 
     def count(self, name: str, default: int = 0) -> int:
         """A non-negative integer, or `default` if the variable is not set."""
@@ -237,7 +275,7 @@ class LauncherVariables:
     def error(self, problem: str, remedy: str) -> WorldError:
         """An error that shows the variables and what to do."""
         known = [name for name in self.names if name in self.environ]
-        values = ", ".join(f"{name}={shlex.quote(self.environ[name])}" for name in known) or "nothing"
+        values = ", ".join(f"{name}={shorten(self.environ[name])}" for name in known) or "nothing"
         missing = ", ".join(name for name in self.names if name not in known)
         return WorldError(f"{problem}. Set: {values}. Not set: {missing or 'nothing'}.{FIX}{remedy}")
 
@@ -253,6 +291,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> World:
         (local_size > size, f"LOCAL_WORLD_SIZE={local_size} is larger than WORLD_SIZE={size}"),
         (local_rank >= local_size, f"LOCAL_RANK={local_rank} is out of range for {local_size} rank(s) on this node"),
         (local_rank > rank, f"LOCAL_RANK={local_rank} is larger than RANK={rank}"),
+        (nodes > size, f"GROUP_WORLD_SIZE={nodes} is larger than WORLD_SIZE={size}, but every node has a rank"),
         (node >= nodes, f"GROUP_RANK={node} is out of range for {nodes} node(s)"),
         (nodes == 1 and local_size != size, f"the only node has {local_size} rank(s), but WORLD_SIZE={size}"),
     )
@@ -286,6 +325,7 @@ def _rank_and_size(given: LauncherVariables) -> tuple[int, int]:
         (rank is None, f"WORLD_SIZE={size} is set, but RANK is missing"),
         (size is None, f"RANK={rank} is set, but WORLD_SIZE is missing"),
         (size == 0, "WORLD_SIZE must be at least 1, got 0"),
+        ((size or 0) > MAX_RANKS, f"WORLD_SIZE={size} is more than {MAX_RANKS} ranks: no job has so many"),
     )
     assert rank is not None
     assert size is not None
@@ -308,8 +348,7 @@ def _master(given: LauncherVariables, size: int) -> tuple[str, int]:
 def _local_rank_and_size(given: LauncherVariables, rank: int, size: int, address: str) -> tuple[int, int]:
     local_rank, local_size = given.number("LOCAL_RANK"), given.number("LOCAL_WORLD_SIZE")
     # Ranks that use a loopback address are all on one node.
-    loopback = address in ("localhost", "::1") or address.startswith("127.")
-    if size == 1 or loopback or local_size == size or given.number("GROUP_WORLD_SIZE") == 1:
+    if size == 1 or is_loopback(address) or local_size == size or given.number("GROUP_WORLD_SIZE") == 1:
         return rank if local_rank is None else local_rank, local_size or size
     if local_rank is None or not local_size:
         raise given.error(
@@ -327,6 +366,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
     size, nodes = given.count(tasks), given.count(_first_set(environ, _NODES), 1)
     given.check(
         (size == 0, f"srun started this process, but {tasks}, the number of tasks, is missing"),
+        (size > MAX_RANKS, f"{tasks}={size} is more than {MAX_RANKS} ranks: no job has so many"),
         (rank >= size, f"SLURM_PROCID={rank} is out of range for {size} task(s)"),
         (size > 1 and "SLURM_LOCALID" not in environ, f"SLURM_LOCALID is missing, but there are {size} ranks"),
         (nodes > 1 and "SLURM_NODEID" not in environ, f"SLURM_NODEID is missing, but there are {nodes} nodes"),

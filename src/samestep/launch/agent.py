@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, cast
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -22,12 +24,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from samestep.environment.network import connect_unless_silent
 from samestep.environment.processes import running, send_signal
 from samestep.environment.world import export
 from samestep.errors import OUT_OF_MEMORY, LaunchError
 from samestep.launch.failure_report import is_requested_exit
 from samestep.launch.job import Job
 from samestep.launch.rank_logs import RankLogs
+from samestep.launch.rendezvous import Rendezvous
 from samestep.launch.signal_handler import SignalHandler
 
 _MONITOR_SECONDS = 0.1
@@ -68,13 +72,7 @@ def _worker_spec(job: Job) -> WorkerSpec:
         local_addr=rendezvous.local_address,
         **{"timeout": _JOIN_TIMEOUT_SECONDS, **rendezvous.settings},
     )
-    try:
-        handler = get_rendezvous_handler(parameters)
-    except ValueError as error:
-        raise LaunchError(
-            f"torch rejects --rdzv-conf: {str(error).rstrip('.')}; pass timeouts in whole seconds, as in "
-            "--rdzv-conf join_timeout=600"
-        ) from error
+    handler = _connect(rendezvous, parameters)
     return WorkerSpec(
         role="rank",
         local_world_size=job.processes,
@@ -88,6 +86,40 @@ def _worker_spec(job: Job) -> WorkerSpec:
         master_port=port,
         local_addr=rendezvous.local_address,
     )
+
+
+def _connect(rendezvous: Rendezvous, parameters: RendezvousParameters) -> RendezvousHandler:
+    """Torch's rendezvous; raises if another service answers at its endpoint, for which torch would wait."""
+
+    def connect() -> RendezvousHandler:
+        if rendezvous.backend == "static" and not rendezvous.is_host:  # its handler connects later, while ranks start
+            timeout = timedelta(seconds=_JOIN_TIMEOUT_SECONDS)
+            TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return get_rendezvous_handler(parameters)
+
+    try:
+        handler = connect_unless_silent(connect, rendezvous.host, rendezvous.port)
+    except (ValueError, OverflowError) as error:
+        raise LaunchError(
+            f"torch rejects --rdzv-conf: {str(error).rstrip('.')}; pass timeouts in whole seconds, as in "
+            "--rdzv-conf join_timeout=600"
+        ) from error
+    except ImportError as error:  # of the client of etcd
+        raise LaunchError(
+            f"--rdzv-backend {rendezvous.backend} needs a package that is not installed ({error}): install it, or use "
+            "c10d"
+        ) from error
+    if handler is None and rendezvous.backend in ("etcd", "etcd-v2"):
+        raise LaunchError(
+            f"the process that listens at {rendezvous.endpoint} does not answer like etcd: pass the address and the "
+            "client port of the etcd server to --rdzv-endpoint, or use --rdzv-backend c10d"
+        )
+    if handler is None:
+        raise LaunchError(
+            f"the process that listens at {rendezvous.endpoint} is not a launcher, since it does not answer like a "
+            "store of torch: choose a port that no other service uses, the same on every node"
+        )
+    return handler
 
 
 class _LogsSpecs(LogsSpecs):

@@ -11,6 +11,7 @@ from samestep.errors import PREEMPTED, STOPPED
 from samestep.launch.rank_logs import RankFiles
 
 _SIGNAL_HINTS = {
+    signal.SIGINT: "Ctrl-C, or a KeyboardInterrupt in the script",
     signal.SIGKILL: "often the kernel's out-of-memory killer",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "often a full /dev/shm (shared memory)",
@@ -18,6 +19,7 @@ _SIGNAL_HINTS = {
     signal.SIGILL: "an instruction that this CPU lacks; run `samestep doctor`",
     signal.SIGFPE: "an arithmetic error in native code",
 }
+_CHILD_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 # Messages of a rank whose connection to another rank broke. The other rank's failure is the cause.
 _LOST_PEER = (
     "Connection closed by peer",
@@ -61,7 +63,10 @@ class Failure:
     def ending(self) -> str:
         """`exit code 1`, or the name of the signal with its usual cause."""
         if self.code >= 0:
-            return f"exit code {self.code}"
+            # Python keeps the lowest 8 bits of sys.exit(-15).
+            child = next((number.name for number in _CHILD_SIGNALS if 256 - number == self.code), "")
+            hint = f": `sys.exit` got the return code of a subprocess that {child} killed" if child else ""
+            return f"exit code {self.code}{hint}"
         try:
             number = signal.Signals(-self.code)
         except ValueError:

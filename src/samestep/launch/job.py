@@ -1,7 +1,9 @@
 """One node's part of a job: what to start, how many ranks, in which folder and with which environment variables."""
 
 import re
+import stat
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.environment.bf16_probe import Bf16Support
-from samestep.environment.world import export, read_environ
+from samestep.environment.world import MAX_LOCAL_RANKS, export, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.rendezvous import Rendezvous
+from samestep.messages import read_integer, shorten
 
 ShowRanks = Literal["first", "all"]
 
@@ -29,6 +32,7 @@ _TIME_FORMATS = (
     r"(?:(?P<d>\d+)d)?(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m(?:in)?)?(?:(?P<s>\d+)s)?",
 )
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_LONGEST_LIMIT = 100 * 365 * 86400  # seconds; a limit of more than a hundred years is a mistake
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,15 @@ def count_processes(option: str, gpus: int, cores: int) -> int:
     named = {"auto": gpus or max(1, cores // 2), "gpu": gpus, "cpu": cores}
     if option in named:
         return named[option]
-    if not option.isdecimal() or int(option) == 0:
+    if not option.isdecimal() or read_integer(option) == 0:
         raise LaunchError(f"--nproc-per-node must be auto, gpu, cpu or a number of at least 1, got {option}")
-    return int(option)
+    number = read_integer(option)
+    if number is None or number > MAX_LOCAL_RANKS:
+        raise LaunchError(
+            f"--nproc-per-node {shorten(option)} is more than {MAX_LOCAL_RANKS}, and every rank is a process that "
+            "imports torch: use one rank per GPU or per few cores"
+        )
+    return number
 
 
 def count_gpus(quiet: bool) -> int:
@@ -117,7 +127,10 @@ def read_time_limit(option: str, text: str) -> int:
     """
     for time_format in _TIME_FORMATS:
         match = re.fullmatch(time_format, text.strip().lower(), re.ASCII)
-        seconds = sum(_SECONDS[unit] * int(number or 0) for unit, number in match.groupdict().items()) if match else 0
+        parts = {unit: read_integer(number or "0") for unit, number in match.groupdict().items()} if match else {}
+        seconds = sum(_SECONDS[unit] * (_LONGEST_LIMIT if part is None else part) for unit, part in parts.items())
+        if seconds >= _LONGEST_LIMIT:
+            raise LaunchError(f"{option} {shorten(text)} is longer than 100 years: leave it out to have no time limit")
         if seconds:
             return seconds
     raise LaunchError(
@@ -157,27 +170,56 @@ def make_folder(explicit: Path | None, name: str) -> Path:
 
 def check_target(target: str, module: bool) -> None:
     """Raise if `python TARGET`, or `python -m TARGET` for a module, could not start; imports nothing."""
+    here = Path.cwd()
     if module:
-        _check_module(target)
+        _check_module(target, here)
         return
     script = Path(target)
-    if script.is_dir():
-        raise LaunchError(
-            f"{target} is a folder, not a script: pass a file, or `samestep run -m PACKAGE` for a package"
-        )
-    if not script.is_file():
-        nearby = sorted(entry.name for entry in Path.cwd().glob("*.py"))[:5]
+    try:
+        mode = script.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise LaunchError(
+                f"{shorten(target)} is a folder, not a script: pass a file, or `samestep run -m PACKAGE` for a package"
+            )
+        if not stat.S_ISREG(mode):
+            raise LaunchError(f"{target} is not a regular file, and every rank reads the script: pass a file")
+        source = script.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        nearby = sorted(entry.name for entry in here.glob("*.py"))[:5]
         hint = f"scripts there: {', '.join(nearby)}" if nearby else "no scripts found there"
-        raise LaunchError(f"script {target} not found in {Path.cwd()}; {hint}")
+        raise LaunchError(f"script {shorten(target)} not found in {here}; {hint}") from error
+    except OSError as error:
+        raise LaunchError(
+            f"script {shorten(target)} cannot be read ({error.strerror}): check its permissions and those of its folder"
+        ) from error
+    except ValueError as error:  # a path with a null byte
+        raise LaunchError(f"script {shorten(target)} not found in {here}; the path is not valid") from error
+    _check_source(target, source)
 
 
-def _check_module(name: str) -> None:
-    path = [str(Path.cwd()), *sys.path]
+def _check_source(target: str, source: bytes) -> None:
+    """Raise if Python cannot compile a script, which every rank would report."""
+    if source.startswith(b"PK") or target.endswith(".pyc"):  # Python also runs zip files and compiled modules
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python shows them in the ranks
+            compile(source, target, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise LaunchError(
+            f"{target} is not a Python script{where} ({getattr(error, 'msg', error)}): correct it, or pass another file"
+        ) from error
+    except (RecursionError, MemoryError):  # Python may be able to compile it in the rank, which has a smaller stack
+        return
+
+
+def _check_module(name: str, here: Path) -> None:
+    path = [str(here), *sys.path]
     for part in accumulate(name.split("."), "{}.{}".format):
         spec = _find_spec(part, path)
         if spec is None:
             raise LaunchError(
-                f"module {name} not found: {part} is neither in {Path.cwd()} nor installed; pass the dotted name as in "
+                f"module {name} not found: {part} is neither in {here} nor installed; pass the dotted name as in "
                 "`samestep run -m package.module`, from the folder that contains the package"
             )
         path = list(spec.submodule_search_locations or [])

@@ -8,15 +8,18 @@ prints one report (failure_report.py).
 
 import logging
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from samestep.environment.processes import process_is_gone
 from samestep.environment.world import OOM_RETRIES, export, oom_retries
 from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.agent import run_agent
@@ -33,6 +36,7 @@ from samestep.launch.job import Job
 from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal
+from samestep.messages import format_list
 
 _DISK_BLOCK = 4096  # bytes: with less free space no line can be written
 
@@ -47,14 +51,30 @@ class Launcher:
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
 
-        Raises StoppedBySignal if a signal stopped the job. After a failure or a signal no process of the job is left.
-        After success, a process that a rank started and left running on purpose may continue.
+        Raises StoppedBySignal if a signal stopped the job. No process of the job is left, and no process
+        that a rank started in the background, unless it belongs to another user.
         """
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
             self._halve_micro_batch()
             failures = self._run_attempts()
-        return self._report_end(failures) if failures else 0
+        if failures:
+            return self._report_end(failures)
+        if left := self._signals.end_descendants():
+            self._report_left_behind(left)
+        return 0
+
+    def _report_left_behind(self, left: list[psutil.Process]) -> None:
+        survivors = [process for process in left if not process_is_gone(process)]
+        if ended := [f"process {process.pid}" for process in left if process not in survivors]:
+            shown = format_list(ended, 5)
+            self._echo(f"samestep: all ranks have ended, so the launcher has ended what they left running: {shown}")
+        if survivors:
+            shown = format_list([f"process {process.pid}" for process in survivors], 5)
+            self._echo(
+                f"samestep: all ranks have ended, but the launcher cannot end what they left running: {shown}, of "
+                "another user or waiting for a device: end it with `sudo kill`"
+            )
 
     def _run_attempts(self) -> list[Failure]:
         """Run the ranks, with restarts, until all processes have ended; returns the failures of the last attempt."""
@@ -84,7 +104,8 @@ class Launcher:
         return []
 
     def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
-        output, is_traceback = read_last_output(self._logs.files[rank], crashed=failure.exitcode < 0)
+        crashed = failure.exitcode < 0 and failure.exitcode != -signal.SIGINT  # Python ends itself by SIGINT
+        output, is_traceback = read_last_output(self._logs.files[rank], crashed)
         killed = failure.pid in self._signals.killed_pids and failure.exitcode < 0  # else it ended by itself before
         return Failure(
             rank=rank,
@@ -110,7 +131,9 @@ class Launcher:
                 "resume"
             )
             return TIME_LIMIT_REACHED
-        if shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
+        if not self._logs.folder.is_dir():
+            self._echo(f"samestep: the log folder {self._logs.folder} was removed while the ranks were running")
+        elif shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
         several_nodes = self._job.rendezvous.max_nodes > 1
         self._echo(format_report(failures, self._job.processes, socket.gethostname(), self._logs.folder, several_nodes))
@@ -145,7 +168,7 @@ def explain_rendezvous_error(job: Job, error: Exception, had_started: bool) -> s
     while cause.__cause__ is not None:
         cause = cause.__cause__
     reason = (str(cause).strip().splitlines() or ["timed out"])[0].rstrip(".")
-    host = rendezvous.endpoint.rpartition(":")[0].strip("[]")
+    host = rendezvous.host
     if not can_resolve(host):  # torch only reports a timeout
         reason = f"the host name {host} cannot be resolved"
     fewest, most = rendezvous.min_nodes, rendezvous.max_nodes

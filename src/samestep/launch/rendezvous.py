@@ -10,8 +10,10 @@ from uuid import uuid4
 
 import psutil
 
-from samestep.environment.network import own_addresses
+from samestep.environment.network import ANSWER_SECONDS, find_route_problem, own_addresses
+from samestep.environment.world import MAX_RANKS
 from samestep.errors import LaunchError
+from samestep.messages import read_integer, shorten
 
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 _STATIC_PORT = 29500  # torch's default
@@ -48,12 +50,29 @@ class Rendezvous:
     local_address: str | None  # address at which other nodes reach this one; None lets torch find it
 
     @property
+    def host(self) -> str:
+        """The host of the endpoint."""
+        return self.endpoint.rpartition(":")[0].strip("[]") if _parse_port(self.endpoint) is not None else self.endpoint
+
+    @property
+    def port(self) -> int:
+        """The port of the endpoint, or the one that torch uses if it has none; 0 for any free one."""
+        port = _parse_port(self.endpoint)
+        return _DYNAMIC_PORTS[0] if port is None else port
+
+    @property
+    def is_host(self) -> bool | None:
+        """Whether this node hosts the rendezvous; None if torch decides it by the host name."""
+        if self.backend == "static":
+            return self.settings.get("rank") == 0
+        decided = str(self.settings.get("is_host", "")).lower()
+        return decided in ("1", "true") if decided else None
+
+    @property
     def hosted_port(self) -> int | None:
         """The port that must be free on this node, or None if another node hosts it or any port will do."""
         single = self.max_nodes == 1 and self.backend in ("c10d", "static")
-        is_host = str(self.settings.get("is_host", "")).lower() in ("1", "true")
-        hosts = single or is_host or self.settings.get("rank") == 0
-        return _parse_port(self.endpoint) or None if hosts else None
+        return _parse_port(self.endpoint) or None if single or self.is_host else None
 
 
 def find_rendezvous(options: RendezvousOptions, echo: Callable[[str], None]) -> Rendezvous:
@@ -65,7 +84,9 @@ def find_rendezvous(options: RendezvousOptions, echo: Callable[[str], None]) -> 
             f"--local-addr {options.local_address} cannot be resolved: pass an address of this machine at which other "
             "nodes reach it"
         )
-    rendezvous = serve_own_endpoint(choose_rendezvous(hosted, generated_id), can_listen)
+    chosen = choose_rendezvous(hosted, generated_id)
+    check_route(chosen)
+    rendezvous = serve_own_endpoint(chosen, can_listen)
     if rendezvous.hosted_port is not None:
         check_port(rendezvous.hosted_port)
     if hosted != options:
@@ -79,13 +100,15 @@ def parse_nodes(text: str) -> tuple[int, int]:
     >>> parse_nodes("2"), parse_nodes("1:4")
     ((2, 2), (1, 4))
     """
-    fewest, colon, most = text.partition(":")
-    most = most if colon else fewest
-    if not (fewest.isdecimal() and most.isdecimal()) or not 0 < int(fewest) <= int(most):
+    first, colon, last = text.partition(":")
+    fewest = read_integer(first)
+    most = read_integer(last) if colon else fewest
+    if fewest is None or most is None or not 0 < fewest <= most <= MAX_RANKS:
+        shown = text if len(text) < 7 else f"{shorten(text)}, which must be at most {MAX_RANKS},"
         raise LaunchError(
-            f"--nnodes {text} is not a number of nodes: pass a number of at least 1, or MIN:MAX as in --nnodes 1:4"
+            f"--nnodes {shown} is not a number of nodes: pass a number of at least 1, or MIN:MAX as in --nnodes 1:4"
         )
-    return int(fewest), int(most)
+    return fewest, most
 
 
 def host_on_this_node(
@@ -125,15 +148,38 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
     given = (options.endpoint, options.address, options.port, options.backend)
     if options.standalone or (most == 1 and all(value is None for value in given)):
         _check_standalone(options, most)
-        return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, options.local_address)
+        address = options.local_address or "localhost"  # the host name of a single machine may not resolve
+        return Rendezvous("c10d", "localhost:0", options.id or generated_id, settings, 1, 1, address)
     backend = _choose_backend(options)
     if backend == "static":
         endpoint = _static_endpoint(options, most)
         settings |= {"rank": _static_rank(options, fewest, most)}
     else:
         endpoint = _dynamic_endpoint(options, backend, most)
-    _parse_port(endpoint)  # rejects an invalid port here rather than in torch
+    if _parse_port(endpoint) == 0 and (fewest > 1 or backend == "static"):
+        raise LaunchError(
+            f"{endpoint} has port 0, which means any free port, so other processes cannot know it: pass a port "
+            "from 1 to 65535, the same on every node"
+        )
     return Rendezvous(backend, endpoint, options.id or "samestep", settings, fewest, most, options.local_address)
+
+
+def check_route(rendezvous: Rendezvous) -> None:
+    """Raise if the host of the rendezvous does not resolve, or if this machine has no network to reach it.
+
+    A `join_timeout` in `--rdzv-conf` is also the time to wait for the name, for example of a pod that starts later.
+    """
+    read_timeout, join_timeout = (
+        read_integer(str(rendezvous.settings.get(name, ""))) for name in ("read_timeout", "join_timeout")
+    )
+    seconds = ANSWER_SECONDS if read_timeout is None else min(ANSWER_SECONDS, read_timeout)
+    if join_timeout is not None:
+        seconds = join_timeout
+    if problem := find_route_problem(rendezvous.host, rendezvous.port, seconds):
+        raise LaunchError(
+            f"the launcher cannot reach its rendezvous at {shorten(rendezvous.endpoint)}: {problem}; pass an address "
+            f"that every node can reach, or wait longer than {seconds:g} s for it with --rdzv-conf join_timeout=600"
+        )
 
 
 def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], bool]) -> Rendezvous:
@@ -142,7 +188,7 @@ def serve_own_endpoint(rendezvous: Rendezvous, can_listen: Callable[[str, int], 
     torch recognizes its own address by the host name only. If the endpoint belongs to a second network card, or if
     several nodes have the same name, all nodes would wait for a host.
     """
-    host, port = rendezvous.endpoint.rpartition(":")[0].strip("[]"), _parse_port(rendezvous.endpoint)
+    host, port = rendezvous.host, _parse_port(rendezvous.endpoint)
     decided = rendezvous.backend != "c10d" or "is_host" in rendezvous.settings
     if decided or not host or not port or not can_listen(host, port):
         return rendezvous
@@ -213,9 +259,12 @@ def _parse_port(endpoint: str) -> int | None:
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):
         return None
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise LaunchError(f"{endpoint} is not an endpoint: pass HOST:PORT with a port up to 65535, as in node1:29400")
-    return int(port)
+    number = read_integer(port)
+    if not host or number is None or number > 65535:
+        raise LaunchError(
+            f"{shorten(endpoint)} is not an endpoint: pass HOST:PORT with a port up to 65535, as in node1:29400"
+        )
+    return number
 
 
 def _parse_settings(text: str) -> dict[str, str | int]:

@@ -5,8 +5,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.environment.world import MAX_LOCAL_RANKS
 from samestep.errors import PREEMPTED, LaunchError
-from samestep.messages import format_duration
+from samestep.messages import format_duration, read_integer, shorten
 
 # sbatch options that would contradict the script below, and what to use instead.
 _RESERVED = {
@@ -74,6 +75,25 @@ def parse_sbatch_option(text: str) -> tuple[str, str | None]:
     if name in _RESERVED:
         raise LaunchError(f"--sbatch {text} is set by samestep: {_RESERVED[name]}")
     return name, value if equals else None
+
+
+def check_resources(gpus: str | None, memory: str | None) -> None:
+    """Raise if --gpus-per-node or --mem is not an amount: sbatch accepts some mistakes, and the job waits forever.
+
+    >>> check_resources("a100:4", "64G")
+    """
+    for part in (gpus or "1").split(","):
+        count = read_integer(part.rpartition(":")[2])
+        if not re.fullmatch(r"(?:\w[\w.-]*:)?\d+", part, re.ASCII) or not 1 <= (count or 0) <= MAX_LOCAL_RANKS:
+            raise LaunchError(
+                f"--gpus-per-node {shorten(str(gpus))} is not a number of GPUs: pass N or TYPE:N, with N from 1 to "
+                f"{MAX_LOCAL_RANKS}, as in 4 or a100:4"
+            )
+    if memory is not None and not re.fullmatch(r"\d{1,12}(?:\.\d{1,9})?[KMGT]?B?", memory, re.ASCII | re.IGNORECASE):
+        raise LaunchError(
+            f"--mem {shorten(memory)} is not an amount of memory: pass a number of MB, or one with K, M, G or T, as in "
+            "64G; 0 for all of a node"
+        )
 
 
 def parse_variable(text: str) -> tuple[str, str]:

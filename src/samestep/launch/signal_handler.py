@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from samestep.environment.processes import (
+    OrphanGuard,
     adopt_orphans,
     kill_descendants,
     running,
@@ -59,9 +61,11 @@ class SignalHandler:
         self._earlier_handlers: dict[signal.Signals, Any] = {}
         self._wakeup_fd, self._earlier_wakeup_fd = -1, -1
         self._timers: list[threading.Timer] = []
+        self._guard = OrphanGuard()
 
     def __enter__(self) -> "SignalHandler":
         adopt_orphans(True)
+        self._guard.start()
         self._earlier_pids = {child.pid for child in psutil.Process().children(recursive=True)}
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -73,13 +77,16 @@ class SignalHandler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        signal.set_wakeup_fd(self._earlier_wakeup_fd)
-        os.close(self._wakeup_fd)
-        for number, handler in self._earlier_handlers.items():
-            signal.signal(number, handler)
-        adopt_orphans(False)
+        with ExitStack() as steps:  # every step runs, the last one here first, even if one of them raises
+            steps.callback(adopt_orphans, False)
+            for number, handler in self._earlier_handlers.items():
+                steps.callback(signal.signal, number, handler)
+            steps.callback(os.close, self._wakeup_fd)
+            steps.callback(signal.set_wakeup_fd, self._earlier_wakeup_fd)
+            for timer in self._timers:
+                steps.callback(timer.cancel)
+            steps.callback(self._guard.stop)
+            steps.callback(self.end_descendants)
 
     def died_of_warning(self, codes: Collection[int]) -> signal.Signals | None:
         """The warning that was forwarded, if it ended a rank that does not handle it."""
@@ -100,10 +107,10 @@ class SignalHandler:
         self.killed_pids |= remaining
         send_signal(remaining, signal.SIGKILL)
 
-    def end_descendants(self) -> None:
-        """Terminate processes that ranks started and did not end; a second signal shortens the wait."""
+    def end_descendants(self) -> list[psutil.Process]:
+        """Terminate processes that ranks started and did not end; a second signal shortens the wait. Returns them."""
         left = self.shutdown_timeout if self.received is None else max(0.0, self._deadline - time.monotonic())
-        terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
+        return terminate_descendants(self._earlier_pids, min(self.shutdown_timeout, left))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, received = time.monotonic(), signal.Signals(number)

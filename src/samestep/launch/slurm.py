@@ -1,6 +1,7 @@
 """Submitted SLURM jobs: hand a script to sbatch, keep a list of jobs, query their states, follow a job's log."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from samestep.environment.world import home_folder
 from samestep.errors import LaunchError
 from samestep.launch.sbatch import events_path, log_path
 
@@ -85,8 +88,13 @@ def job_list_path(environ: Mapping[str, str]) -> Path:
     >>> str(job_list_path({"XDG_STATE_HOME": "/home/ada/.state"}))
     '/home/ada/.state/samestep/jobs.jsonl'
     """
-    state = environ.get("XDG_STATE_HOME", "")
-    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    state, home = Path(environ.get("XDG_STATE_HOME", "")), home_folder(environ)
+    if not state.is_absolute() and home is None:
+        raise LaunchError(
+            f"your user id {os.getuid()} has no home directory for the list of submitted jobs: set XDG_STATE_HOME or "
+            "HOME to a writable folder"
+        )
+    folder = state if state.is_absolute() or home is None else home / ".local" / "state"
     return folder / "samestep" / "jobs.jsonl"
 
 
@@ -103,11 +111,34 @@ def add_to_job_list(path: Path, job: SubmittedJob) -> None:
         ) from error
 
 
-def read_job_list(path: Path) -> list[SubmittedJob]:
-    """The listed jobs, oldest first; a line that a crash left incomplete is skipped."""
-    names = {field.name for field in fields(SubmittedJob)}
-    jobs = [{name: line[name] for name in names} for line in _read_json_lines(path) if names <= line.keys()]
-    return [SubmittedJob(command=tuple(job.pop("command")), **job) for job in jobs]
+def read_job_list(path: Path) -> tuple[list[SubmittedJob], int]:
+    """The listed jobs, oldest first, and the number of lines that are not jobs, such as one left by a crash."""
+    if path.exists() and not path.is_file():
+        raise LaunchError(f"the list of submitted jobs {path} is not a file: remove it")
+    try:
+        lines = _read_json_lines(path)
+    except OSError as error:
+        raise LaunchError(
+            f"the list of submitted jobs {path} cannot be read ({error.strerror}): change its permissions, or set "
+            "XDG_STATE_HOME to another folder"
+        ) from error
+    jobs = [job for line in lines if (job := _read_job(line)) is not None]
+    return jobs, len(lines) - len(jobs)
+
+
+def _read_job(line: Mapping[str, Any]) -> SubmittedJob | None:
+    """The job of a line, which another version may have written; None if it is not one."""
+    values: dict[str, Any] = {field.name: line.get(field.name) for field in fields(SubmittedJob)}
+    nodes, command, submitted_at = values.pop("nodes"), values.pop("command"), values["submitted_at"]
+    texts: list[object] = [*values.values(), *(command if isinstance(command, list) else [None])]
+    try:
+        datetime.fromisoformat(submitted_at)
+    except (TypeError, ValueError):
+        return None
+    if not all(isinstance(text, str) for text in texts) or not isinstance(nodes, int):
+        return None
+    job = SubmittedJob(nodes=nodes, command=tuple(cast("list[str]", command)), **values)
+    return job if re.fullmatch(r"[\w.+][\w.+-]*", job.job_id) else None
 
 
 class StateQuery:
@@ -118,15 +149,19 @@ class StateQuery:
 
     def state(self, job: SubmittedJob) -> JobState:
         """The state that the job recorded itself when it ended, or else what SLURM reports."""
-        events = _read_json_lines(events_path(Path(job.folder), job.job_id))
-        last = events[-1] if events else {"event": "", "code": 0, "restart": 0}
-        code, restarts = int(last["code"]), int(last["restart"])
-        if last["event"] == "ended":
+        events: list[dict[str, Any]] = []
+        with suppress(OSError):  # a folder that is not readable any more: SLURM may know the state
+            events = [event for event in _read_json_lines(events_path(Path(job.folder), job.job_id)) if event]
+        last = events[-1] if events else {}
+        event, code, restarts = last.get("event"), last.get("code", 0), last.get("restart", 0)
+        if not isinstance(code, int) or not isinstance(restarts, int):  # not written by the job
+            event, code, restarts = "", 0, 0
+        if event == "ended":
             return JobState("FAILED" if code else "COMPLETED", "", code, restarts)
         # Only SLURM knows whether a stopped job will be requeued.
         if (state := self._query(job.job_id)) is not None:
             return state
-        if last["event"] == "stopped":
+        if event == "stopped":
             return JobState("ENDED", "cancelled or timed out; SLURM has no record of it any more", code, restarts)
         return JobState("UNKNOWN", "SLURM has no record of it any more, and it recorded no end")
 
@@ -197,12 +232,14 @@ def _error_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that a crash left incomplete is skipped."""
+    """The objects of a JSON-lines file, if it exists; empty ones for lines that are not objects, as after a crash."""
     objects: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
+    for line in filter(bytes.strip, path.read_bytes().splitlines() if path.is_file() else []):
+        try:
             value = json.loads(line)
-            objects += [value] if isinstance(value, dict) else []
+        except (ValueError, RecursionError):  # ValueError: also numbers of thousands of digits
+            value = None
+        objects.append(value if isinstance(value, dict) else {})
     return objects
 
 

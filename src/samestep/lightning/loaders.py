@@ -44,6 +44,7 @@ from samestep.errors import DataError, StateError
 from samestep.lightning.trainer_ranks import gather
 from samestep.messages import WarnOnce, warn
 from samestep.parallel.model_randomness import Kind, ModelRandomness
+from samestep.training.mistakes import check_setting
 from samestep.training.training_data import evaluation_epoch
 
 EpochSettings = Callable[[int], object]
@@ -59,6 +60,10 @@ class LoaderSpec:
     n: int
     shuffle: bool
     weights: npt.NDArray[np.float64] | None  # of a WeightedRandomSampler
+
+    def setting(self, settings: EpochSettings | None, epoch: int) -> object:
+        """Return the setting of an epoch, which data workers can receive."""
+        return NO_SETTING if settings is None else check_setting(settings(epoch), self.given.num_workers)
 
     def open(self, trainer: Trainer, seed: int) -> Loader:
         """Start the data workers."""
@@ -124,7 +129,7 @@ class _Comparison:
         """Return what `Loader.read` needs for the comparison; nothing if it is done or there is one rank."""
         if self.trainer.world_size == 1 or self._done:
             return None, None
-        setting = NO_SETTING if self.epoch_settings is None else self.epoch_settings(0)
+        setting = self.spec.setting(self.epoch_settings, 0)
         return ProbeRequest(probe_indices(self.spec.n, self.seed), setting), self._compare
 
     def __post_init__(self) -> None:
@@ -216,7 +221,7 @@ class TrainLoader:
         randomness: BatchRandomness,
     ) -> None:
         self._trainer, self._order, self._partition, self._randomness = trainer, order, partition, randomness
-        self._epoch_settings = epoch_settings
+        self._spec, self._epoch_settings = spec, epoch_settings
         self.batches_per_step = partition.shape(0)[0]
         """Batches of a full step on every rank: what the Trainer must accumulate."""
         self.current: BatchInfo | None = None
@@ -304,7 +309,7 @@ class TrainLoader:
 
     def _requests(self, epoch: int, first: int, requested: deque[BatchInfo]) -> Iterator[BatchRequest]:
         """Yield what to read, in order; append the info of each batch to `requested`."""
-        setting = NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        setting = self._spec.setting(self._epoch_settings, epoch)
         for index in range(first, self._partition.steps):
             indices, start = self._reader.read(epoch, index), self._partition.read_range(index)[0]
             (begin, end), micro_batches = self._partition.positions(index), self._partition.micro_batches(index)
@@ -340,6 +345,7 @@ class EvalLoader:
         n: int | None = None,
     ) -> None:
         self._trainer, self._epoch_settings, self._seed, self._randomness = trainer, epoch_settings, seed, randomness
+        self._spec = spec
         world_size, n = trainer.world_size, spec.n if n is None else n
         if n < world_size:
             raise DataError(
@@ -381,7 +387,7 @@ class EvalLoader:
         return map(self.batch_range, range(self._batches))
 
     def _requests(self, epoch: int, requested: deque[np.ndarray]) -> Iterator[BatchRequest]:
-        setting = NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        setting = self._spec.setting(self._epoch_settings, epoch)
         for start, stop in self.ranges():
             requested.append(np.arange(start, stop))
             yield BatchRequest(0, requested[-1], setting)

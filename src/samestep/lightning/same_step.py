@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
@@ -57,6 +58,8 @@ class SameStep(Callback):
                 f"unused_parameters={unused_parameters!r} is not an option of SameStep: use one of "
                 f"{', '.join(map(repr, get_args(UnusedParameters)))}"
             )
+        if not isinstance(global_batch, Integral):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+            raise DataError(f"global_batch is {global_batch!r} and must be an integer: pass SameStep(global_batch=256)")
         self.unused_parameters = unused_parameters
         self.randomness = BatchRandomness(seed, batch_dim)
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings, self.randomness)

@@ -7,16 +7,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from samestep.disk import is_disk_error
+from samestep.disk import describe_os_error, discard_buffer
 from samestep.loggers import text_log
-from samestep.messages import format_duration
+from samestep.messages import format_duration, warn
 
 _LINE_SECONDS = 1.0
 _REFRESH_SECONDS = 0.1
@@ -43,7 +44,7 @@ class Console(ABC):
     def write(
         self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
     ) -> None:
-        """Print a record that was logged between two steps, in any case; show one of a step if there is time for it."""
+        """Print a record that was logged between two steps, always; show that of a step if there is time for it."""
         if between_steps and not all(name.startswith("train/") for name in values):
             self._print_delayed()  # they were logged before this one
             self.print(text_log.format_record(step, values, epoch=epoch))
@@ -68,10 +69,60 @@ class Console(ABC):
             self.print(text)
 
 
-def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Console:
+class ConsoleStream:
+    """A text stream, usually standard output, that never ends training: what it refuses is lost on the screen only.
+
+    The launcher redirects ranks into files, whose disk may be full; the reader of a pipe may end first; a terminal may
+    be closed, or its encoding lack a character; a script may replace standard output by its own object, which has
+    little more than `write`. None is the stream of a process that was started without standard output.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream, self._failed = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is that of the stream, such as `encoding` and `fileno` for rich."""
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        try:
+            return self._stream is not None and self._stream.isatty()
+        except (AttributeError, ValueError):
+            return False
+
+    def write(self, text: str) -> int:
+        """Write text; a character that the encoding does not have becomes an escape."""
+        if self._stream is not None:
+            try:
+                self._try(self._stream.write, text)
+            except UnicodeEncodeError as error:
+                self._try(self._stream.write, text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._stream is not None:
+            self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., object], *arguments: object) -> None:
+        try:
+            act(*arguments)
+        except UnicodeEncodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: the script has closed the stream
+            with suppress(AttributeError, OSError, ValueError):  # an object without a file, or a closed one
+                discard_buffer(cast("TextIO", self._stream), forever=isinstance(error, BrokenPipeError))
+            if not self._failed:
+                self._failed = True
+                reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+                warn(f"standard output cannot be written: {reason}; training continues, and log.txt has all lines")
+
+
+def open_console(stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> Console:
     """Open a bar if `stream` is a terminal that can move its cursor, otherwise plain lines."""
-    if stream.isatty():  # not rich's own check: FORCE_COLOR makes rich treat a pipe as a terminal
-        terminal = _Terminal(file=stream, highlight=False)
+    if (safe := ConsoleStream(stream)).isatty():  # FORCE_COLOR makes rich's own check treat a pipe as a terminal
+        terminal = _Terminal(file=cast("TextIO", safe), highlight=False)
         if not terminal.is_dumb_terminal:
             return BarConsole(terminal, clock)
     return LineConsole(stream, clock)
@@ -80,9 +131,9 @@ def open_console(stream: TextIO, clock: Callable[[], float] = time.monotonic) ->
 class LineConsole(Console):
     """A console of plain lines: of the records of steps one line per second and kind, and always the last one."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        self._stream = stream
+        self._stream = ConsoleStream(stream)
         self._speed_and_memory: dict[str, float] = {}
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
@@ -103,13 +154,8 @@ class LineConsole(Console):
 
     def print(self, text: str) -> None:
         """Print a line."""
-        try:
-            print(text, file=self._stream, flush=True)
-        except OSError as error:
-            # The launcher redirects ranks into files. If their disk is full, the message is lost, and log.txt waits for
-            # free space. A closed pipe is a different matter.
-            if not is_disk_error(error):
-                raise
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
 
 
 class BarConsole(Console):

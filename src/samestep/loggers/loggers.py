@@ -119,8 +119,9 @@ class Loggers:
         with ExitStack() as closing:
             for logger in self._all:
                 closing.callback(logger.close, summary)
-            if summary and self._folder is not None:
-                closing.callback(self._write_summary, self._folder / SUMMARY_FILE, summary)
+            folder = self._folder if self.is_open or not summary else self._get_folder()
+            if summary and folder is not None:
+                closing.callback(self._write_summary, folder / SUMMARY_FILE, summary)
 
     def _open(self) -> None:
         self.is_open, self._folder = True, self._get_folder()

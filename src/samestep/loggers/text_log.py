@@ -41,7 +41,8 @@ class TextLog:
             return
         self._closed = True
         if summary:
-            self.print("\n".join(("summary", *(f"{name} {_text(value)}" for name, value in sorted(summary.items())))))
+            shown = sorted(item for item in summary.items() if item[0] != "ledger")  # for `samestep audit` only
+            self.print("\n".join(("summary", *(f"{name} {_text(value)}" for name, value in shown))))
         self._file.close()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from samestep.environment.world import World
+from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.submodules import frozen_parts, repeated_blocks
 from samestep.torch_private import reduce_unused_as_zeros
@@ -17,7 +17,7 @@ from samestep.torch_private import reduce_unused_as_zeros
 
 def shard_model(
     model: nn.Module,
-    world: World,
+    comm: Communicator,
     device: torch.device,
     *,
     dtype: torch.dtype | None,
@@ -34,7 +34,7 @@ def shard_model(
     compiles block by block, so that gathering stays outside of compiled code.
     """
     check_dimensions(model)
-    mesh = _mesh(world, device, hybrid)
+    mesh = _hybrid_mesh(comm, device) if hybrid else mesh_of_ranks(comm, device)
     reduce_dtype = torch.float32 if dtype else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -90,17 +90,23 @@ def _has_own_parameters(block: nn.Module, uses: Mapping[int, int]) -> bool:
     return trains and all(uses[parameter] == here for parameter, here in _parameter_uses(block).items())
 
 
-def _mesh(world: World, device: torch.device, hybrid: bool) -> DeviceMesh:
-    if not hybrid:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+def mesh_of_ranks(comm: Communicator, device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension, in the group for tensors of training: with gloo the default group is the script's."""
+    if comm.group is None:
+        return init_device_mesh(device.type, (comm.world.size,), mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(comm.group, device.type, mesh_dim_names=("shard",))
+
+
+def _hybrid_mesh(comm: Communicator, device: torch.device) -> DeviceMesh:
+    """Nodes and the ranks of a node. torch creates a group for each row and column, none of which is the default."""
+    world = comm.world
     if world.nodes < 2 or world.size % world.nodes:
         raise WrapError(
             f"strategy='hybrid' shards inside a node and replicates between nodes, which {world.size} rank(s) on "
             f"{world.nodes} node(s) do not allow: use strategy='fsdp'"
         )
-    return init_device_mesh(
-        device.type, (world.nodes, world.size // world.nodes), mesh_dim_names=("replicate", "shard")
-    )
+    shape = (world.nodes, world.size // world.nodes)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def wrap(
     if sharded:
         shard_model(
             model,
-            comm.world,
+            comm,
             device,
             dtype=precision.dtype,
             blocks=options.blocks,
@@ -86,7 +86,7 @@ def wrap(
         )
     trained = core
     if strategy == "ddp":
-        trained = _ddp(core, device, options, frozen_names(core, parts))
+        trained = _ddp(comm, core, device, options, frozen_names(core, parts))
         refuse_direct_calls(core, trained, in_step)
         if options.unused_parameters == "allow":
             SearchCost(trained, core, report)
@@ -166,17 +166,24 @@ def _make_keys(*_: object) -> None:
     micro_batch_keys()
 
 
-def _ddp(model: nn.Module, device: torch.device, options: WrapOptions, frozen: list[str]) -> DistributedDataParallel:
+def _ddp(
+    comm: Communicator, model: nn.Module, device: torch.device, options: WrapOptions, frozen: list[str]
+) -> DistributedDataParallel:
     ignore_in_ddp(model, frozen)
     _copy_sparse_gradients(model)
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
+        process_group=comm.group,
         init_sync=False,  # _broadcast_weights has done it, buffers included
         find_unused_parameters=options.unused_parameters == "allow",
         gradient_as_bucket_view=True,
         **no_buffer_broadcast(),  # pyright: ignore[reportArgumentType]  # one option, by the name this torch has
     )
+    # Its reducer keeps the group above. torch copies a wrapped model, as for a moving average, only if this attribute
+    # is the default group.
+    wrapped.process_group = dist.group.WORLD
+    return wrapped
 
 
 def _copy_sparse_gradients(model: nn.Module) -> None:
@@ -207,9 +214,9 @@ def _broadcast_weights(comm: Communicator, model: nn.Module, frozen: list[str]) 
         for tensor in named.values():
             dense = tensor.detach().clone()
             if dense.stride() == tensor.stride():
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=0, group=comm.group)
             else:  # an expanded or sliced tensor is not contiguous, and torch would broadcast it as if it were
-                dist.broadcast(dense, src=0)
+                dist.broadcast(dense, src=0, group=comm.group)
                 tensor.set_(dense)  # pyright: ignore[reportArgumentType]  # the stubs lack this overload
     check_replicas(comm, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
 

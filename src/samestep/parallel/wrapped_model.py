@@ -125,7 +125,7 @@ class WrappedModel:
                 "losses and call backward() once"
             )
         for gradient in self.gradients():
-            dist.all_reduce(gradient.div_(dist.get_world_size()))
+            dist.all_reduce(gradient.div_(dist.get_world_size()), group=getattr(self.model, "process_group", None))
 
     def check_used(self, step: int, samples: Sequence[int], rank: int) -> bool:
         """Raise if the step left parameters unused; whether it had a backward pass, as far as that is watched."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -17,8 +18,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional
 
-from samestep.disk import write_atomically
+from samestep.disk import describe_os_error, write_atomically
 from samestep.environment.world import cache_folder
+from samestep.errors import PlanError
 from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.step_recorder import MemoryTracker, OpCounter
 
@@ -79,15 +81,33 @@ def read_calibration(device: str, environ: Mapping[str, str]) -> Calibration | N
             for dtype, points in fields.pop("matmul_flops").items()
         }
         calibration = Calibration(matmul_flops=flops, **fields)
+        rates = [calibration.copy_bandwidth, calibration.host_bandwidth, calibration.launch_seconds]
+        rates += [number for points in flops.values() for point in points for number in point]
+        if not all(0 < rate < math.inf for rate in (*rates, calibration.all_reduce_bandwidth or 1.0)):
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # never measured, or another file format
         return None
-    return calibration if calibration.device == device else None
+    return calibration if calibration.device == device and all(flops.values()) else None
+
+
+def create_calibration_folder(environ: Mapping[str, str]) -> None:
+    """Create the folder in which calibrations are saved; raises if it cannot be written, before measuring."""
+    folder = cache_folder(environ)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PlanError(
+            f"The calibration cannot be saved to {folder} ({describe_os_error(error)}). Set XDG_CACHE_HOME to a folder "
+            "that you can write to."
+        ) from error
 
 
 def save_calibration(calibration: Calibration, environ: Mapping[str, str]) -> Path:
     """Save the calibration for later plans; returns the path."""
+    create_calibration_folder(environ)
     path = calibration_path(calibration.device, environ)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(calibration), indent=2))
     return path
 

@@ -11,6 +11,7 @@ from samestep.environment.gpus import detect_gpus, detect_links
 from samestep.environment.hardware import Gpu, GpuLink, Hardware, read_hardware
 from samestep.environment.world import World, read_environ
 from samestep.errors import PlanError
+from samestep.messages import read_integer
 from samestep.planner.calibration import apply_calibration, read_calibration
 from samestep.planner.cluster_spec import (
     KNOWN_DEVICES,
@@ -206,10 +207,9 @@ def _parse_gres(text: str) -> tuple[int, str]:
     """Number and name in `4`, `a100:4` or `a100:2,v100:2`; several names count as none."""
     found = [match for part in text.split(",") if (match := re.fullmatch(r"(?:(.+):)?(\d+)", part.strip()))]
     names = {match[1] or "" for match in found}
-    return sum(int(match[2]) for match in found), names.pop() if len(names) == 1 else ""
+    return sum(read_integer(match[2]) or 0 for match in found), names.pop() if len(names) == 1 else ""
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
     """The value of a variable; 0 if it is not set or not a number."""
-    text = environ.get(variable, "")
-    return int(text) if text.isdecimal() else 0
+    return read_integer(environ.get(variable, "")) or 0

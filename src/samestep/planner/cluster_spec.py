@@ -1,14 +1,15 @@
 """Specifications of devices and clusters, and the parser of `--gpus h100:4`, presets and JSON device descriptions."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+from samestep.environment.world import MAX_LOCAL_RANKS
 from samestep.errors import PlanError
+from samestep.messages import read_integer, shorten
 
 HOST_MARGIN = 0.1
 """Fraction of a node's host memory that a plan leaves to the operating system and to other processes."""
@@ -245,6 +246,7 @@ def mig_fraction(cuda_name: str) -> float:
 
 
 _KINDS = ("cuda", "mps", "cpu")
+_MIN_NUMBER, _MAX_NUMBER = 1e-6, 1_000_000_000  # of GiB, GB/s, TFLOP/s, cores
 _DTYPES = ("float32", "tf32", "bfloat16", "float16")
 _INTEGERS = ("count", "cores")
 _REQUIRED = ("name", "memory_gib", "bandwidth_gbs", "tflops")
@@ -305,12 +307,13 @@ def _parse_name(text: str) -> tuple[ClusterSpec, int]:
             f"--gpus {text}: unknown device {name!r}. Use one of {names}, or describe the device in JSON or in a .json "
             f"file, for example --gpus '{EXAMPLE}'"
         )
-    if colon and not re.fullmatch(r"[1-9]\d*", count):
+    number = (read_integer(count) or 0) if colon else 1
+    if not 1 <= number <= MAX_LOCAL_RANKS:
         raise PlanError(
-            f"--gpus {text}: the number of devices must be a positive integer, got {count!r}. Pass for example "
-            f"{known.device.name}:4."
+            f"--gpus {shorten(text)}: the number of devices per node must be from 1 to {MAX_LOCAL_RANKS}, got "
+            f"{shorten(count)}. Pass for example {known.device.name}:4."
         )
-    return known, int(count) if colon else 1
+    return known, number
 
 
 def _check_apple(kind: str, count: int, nodes: int, source: str) -> None:
@@ -320,17 +323,20 @@ def _check_apple(kind: str, count: int, nodes: int, source: str) -> None:
 
 def _read_file(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # reading a named pipe would wait forever
+            raise PlanError(f"--gpus {path} is not a file. Pass a file that contains, for example, {EXAMPLE}")
         return path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not a text file" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise PlanError(
-            f"--gpus {path} cannot be read ({error.strerror}). Pass a file that contains, for example, {EXAMPLE}"
+            f"--gpus {path} cannot be read ({reason}). Pass a file that contains, for example, {EXAMPLE}"
         ) from error
 
 
 def _parse_json(text: str, source: str, nodes: int) -> ClusterSpec:
     try:
         parsed: object = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{source} is not valid JSON ({error}). Write, for example, {EXAMPLE}") from error
     if not isinstance(parsed, dict):
         raise PlanError(f"{source} is not a JSON object. Write, for example, {EXAMPLE}")
@@ -364,8 +370,12 @@ def _check_fields(fields: Mapping[str, object], source: str) -> None:
     for name in ("memory_gib", "bandwidth_gbs", *_DEFAULTS):
         value, integer = fields.get(name, 1), name in _INTEGERS
         if not _is_positive(value) or (integer and not isinstance(value, int)):
-            expected = "a positive integer" if integer else "a positive number"
-            raise PlanError(f"{source}: {name} must be {expected}, got {value!r}.")
+            expected = "an integer from 1" if integer else f"a number from {_MIN_NUMBER}"
+            raise PlanError(f"{source}: {name} must be {expected} to {_MAX_NUMBER:,}, got {value!r:.60}.")
+    if not isinstance(fields["name"], str) or not fields["name"].strip():
+        raise PlanError(f"{source}: name must be text that is not empty, got {fields['name']!r}.")
+    if int(cast("int", fields.get("count", 1))) > MAX_LOCAL_RANKS:
+        raise PlanError(f"{source}: count must be at most {MAX_LOCAL_RANKS}, got {fields['count']}.")
     if fields.get("kind", "cuda") not in _KINDS:
         raise PlanError(f"{source}: kind must be one of {', '.join(_KINDS)}, got {fields['kind']!r}.")
     tflops = fields["tflops"]
@@ -378,4 +388,4 @@ def _check_fields(fields: Mapping[str, object], source: str) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and _MIN_NUMBER <= value <= _MAX_NUMBER

@@ -175,7 +175,9 @@ def explain_errors(what: str, problem: str, advice: str) -> Generator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # also SystemExit, and classes of the user
         if cannot_be_traced(error) or isinstance(error, PlanError):
             raise
         text = describe_error(error)
@@ -190,13 +192,16 @@ def describe_error(error: BaseException) -> str:
     >>> describe_error(ValueError("no such file"))
     'ValueError: no such file'
     """
-    kind = type(error).__name__
-    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
+    kind, text = type(error).__name__, first_line(error)
+    return f"{kind}: {text}" if text != kind else kind
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its type if it has no text."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001  # of a class of the user
+        lines = []
     return lines[0] if lines else type(error).__name__
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +11,7 @@ from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.messages import format_bytes
-from samestep.parallel.fsdp import local_tensor
+from samestep.parallel.fsdp import local_tensor, mesh_of_ranks
 from samestep.parallel.submodules import repeated_blocks
 from samestep.teacher.frozen_model import FrozenModel, set_tensor
 from samestep.teacher.options import TeacherOptions
@@ -65,7 +64,7 @@ def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) 
     frozen.fill(module, prepare)
     buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(remove_duplicate=False)}
     scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # FSDP cannot shard them
-    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("teacher",))
+    mesh = mesh_of_ranks(context.comm, device)
     for part in (*_untied_blocks(module), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
 

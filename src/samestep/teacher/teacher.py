@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
-from samestep.messages import format_seconds
+from samestep.messages import format_seconds, warn
 from samestep.teacher.frozen_model import SHOWN, Build, FrozenModel, check_same_teacher
 from samestep.teacher.model_files import build_from_folder, open_weights
 from samestep.teacher.options import PLACEMENTS, PlacedTeacher, TeacherOptions, check_teacher_options, shared_options
@@ -77,6 +77,7 @@ class Teacher:
     ) -> None:
         self._placed: PlacedTeacher | None = placed
         self._device_type, self._options, self._timer = device.type, options, timer
+        self._checked = False
         self._dtypes = {frozen.dtype(name, options.dtype) for name in frozen.stored_names()}
         self.placement = placement
         """Its placement, by the name that run.teacher takes."""
@@ -93,6 +94,9 @@ class Teacher:
             except (RuntimeError, TeacherError) as error:
                 _add_dtype_note(error, self._dtypes, (args, kwargs))
                 raise
+            if not self._checked:  # once: looking at the values of every call would wait for the device
+                self._checked = True
+                _warn_of_nan(outputs)
             return keep_top_k(outputs, self._options.top_k, self._options.temperature)
 
     def submit(self, *args: Any, **kwargs: Any) -> "Future[Any] | ServedOutputs":
@@ -234,6 +238,15 @@ def _open_model(build: Build | str | Path, weights: str | Path | None, dtype: to
     if not callable(build):
         raise TeacherError(f"build={build!r} is not a function: pass one that builds the teacher's module")
     return FrozenModel(build, open_weights(weights))
+
+
+def _warn_of_nan(outputs: object) -> None:
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    if any(bool(tensor.isnan().any()) for tensor in tensors):
+        warn(
+            "the teacher returned nan in its first call, which the student would learn: check its weights and inputs, "
+            "or pass a dtype= with a larger range, such as torch.bfloat16 or torch.float32"
+        )
 
 
 def _add_dtype_note(error: Exception, weights: set[torch.dtype], inputs: object) -> None:

@@ -1,8 +1,10 @@
 """The lifecycle of a run: start on all ranks, end after success, end early, end after a failure."""
 
+import faulthandler
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +13,22 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
+from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
-from samestep.data.ledger import next_generation
+from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import choose_device
 from samestep.distributed.once import once
+from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
-from samestep.environment.processes import LAUNCHER, LauncherWatch
+from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, open_run_variable
 from samestep.environment.world import (
     PRECISION,
+    World,
     comparison_folder,
     deadline,
+    export,
     last_step,
     read_environ,
     read_world,
@@ -31,7 +37,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError, WorldError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
@@ -44,6 +50,7 @@ from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
 
 _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
+_CLOSED = "this run is closed: use it inside `with Run(...) as run:`, before run.close(), or create another Run"
 _FIRST_STEPS = 20  # what fits in the first steps usually keeps fitting, unless samples differ in size
 # How a rank words that a peer ran out of memory, and how the CPU allocator words it.
 _OUT_OF_MEMORY_TEXTS = ("failed: OutOfMemoryError", "DefaultCPUAllocator: can't allocate memory")
@@ -54,6 +61,7 @@ class Lifecycle:
 
     def __init__(self, config: RunConfig) -> None:
         config.check()
+        config = replace(config, global_batch=int(config.global_batch), seed=int(config.seed))  # not numpy's
         refuse_if_only_imported("a Run was created")
         check_precision(config.precision)
         self._precision_variable = PRECISION if requested_precision() else ""
@@ -69,22 +77,26 @@ class Lifecycle:
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
+        self._has_ended = self._files_closed = False
         self._last_context: RunContext | None = None
         self._requested_folder = Path(config.folder).expanduser() if config.folder is not None else run_folder()
         explicit = self._requested_folder is not None and run_folder_is_explicit()
         self._folder_is_final = config.folder is not None or explicit
         self._loggers: Loggers | None = None
         self._preemption: Preemption | None = None
+        self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
+        self._informed_of = 0  # the id of the error that was posted; the error itself would keep its frames alive
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
+        self._pid = os.getpid()
         self._started_at = time.monotonic()
 
     @property
     def loop(self) -> StepLoop:
         """The step loop; exists between start and end."""
         if self._loop is None:
-            raise CommunicationError(_NOT_STARTED)
+            raise CommunicationError(_CLOSED if self._has_ended else _NOT_STARTED)
         return self._loop
 
     @property
@@ -101,14 +113,19 @@ class Lifecycle:
 
     def start(self) -> None:
         """Connect the ranks and open what they need."""
+        if self._has_ended:
+            raise CommunicationError(_CLOSED)
         if self._loop is not None:
             raise CommunicationError("this run was already started: start a Run once, by `with` or by start()")
         device = self.device_choice.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
+        _refuse_child_of_rank(self.world)
         self._watch.start()
-        self.comm.open(device)
+        self._log_capture.callback(_show_crashes())
         try:
+            self.comm.open(device)
+            export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
@@ -135,12 +152,14 @@ class Lifecycle:
 
     def leave(self, error: BaseException | None) -> None:
         """End as `with` does: after success, early, or after an exception."""
+        if os.getpid() != self._pid:  # a child that the script has forked: the run is that of its parent
+            return
         if isinstance(error, StoppedEarly):
             self.end(error)
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.end()
         else:
-            self._add_peers_note(error)
+            self._inform_peers(error)
             if self._loop is not None:
                 add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
@@ -150,6 +169,8 @@ class Lifecycle:
 
     def end(self, early: StoppedEarly | None = None) -> None:
         """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
+        if self._has_ended or os.getpid() != self._pid:
+            return
         try:
             context = self.context
             if early is None:
@@ -162,10 +183,13 @@ class Lifecycle:
             for callback in context.callbacks:
                 callback.on_run_end(failed=False)
             context.flush_metrics("Run.close")
-            self._release(failed=False)
+            self._release(failed=False, early=early is not None)
+            if self.config.ledger:
+                self._ledger_files = context.gather_ledgers("Run.close", None)[1]
             self._close_files("finished" if early is None else early.status)
             self.comm.close()
             self._watch.stop()
+            export({OPEN_RUN: None})
             self._remove_signal_handlers(exiting=early is not None)
             if self._watch.launched:
                 keep_exit_code()
@@ -174,16 +198,25 @@ class Lifecycle:
         except BaseException as error:
             self.fail(error)
             raise
-        self._loop = None
+        self._loop, self._has_ended = None, True
 
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
-        self._add_peers_note(error)
-        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0])  # first, since other ranks may wait
+        self._inform_peers(error)
+        self._has_ended = True
         if isinstance(error, Exception):
-            get_error_handler().record_exception(error)  # for the launcher, which shows it last
+            with suppress(OSError):  # a full disk, or a log folder that was removed: the error is in the log as well
+                get_error_handler().record_exception(error)  # for the launcher, which shows it last
+        try:
+            self._close_after_failure()
+        except Exception as second:  # noqa: BLE001  # it must not replace the cause
+            error.add_note(f"closing the run failed too: {type(second).__name__}: {second}")
+
+    def _close_after_failure(self) -> None:
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(setattr, self, "_loop", None)
+            closing.callback(export, {OPEN_RUN: None})
+            closing.callback(self.comm.mark_closed)
             closing.callback(self._remove_signal_handlers, exiting=False)
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
@@ -224,10 +257,13 @@ class Lifecycle:
             "teacher": [teacher.summary() for teacher in self.teachers] if self._loop else [],
         }
 
-    def _add_peers_note(self, error: BaseException) -> None:
-        """Add the status of the other ranks to an error of torch, which does not know which rank it waited for."""
-        added = getattr(error, "__notes__", [])
-        if isinstance(error, RuntimeError) and (note := self.comm.peers_note()) and note not in added:
+    def _inform_peers(self, error: BaseException) -> None:
+        """Post the error for the other ranks, and add their status to one of torch, which does not know it."""
+        if id(error) == self._informed_of:
+            return
+        self._informed_of = id(error)
+        self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0] + failed_line(error))
+        if isinstance(error, RuntimeError) and (note := self.comm.peers_note(error)):
             error.add_note(note)
 
     def _handle_out_of_memory(self, error: BaseException) -> bool:
@@ -241,7 +277,7 @@ class Lifecycle:
             error.add_note(out_of_memory_advice(steps, rows))
         return False
 
-    def _release(self, failed: bool) -> None:
+    def _release(self, failed: bool, early: bool = False) -> None:
         """Stop watching optimizers, close the ledgers and restore torch's settings, without a collective."""
         context, loop = self.context, self.loop
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
@@ -249,7 +285,7 @@ class Lifecycle:
             for function in context.on_close:
                 closing.callback(function)
             for ledger in context.ledgers:
-                closing.callback(ledger.close, failed)
+                closing.callback(ledger.close, failed, early)
             for callback in context.callbacks if failed else ():
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
@@ -259,9 +295,11 @@ class Lifecycle:
             self.context.flush_metrics("Run.close")
 
     def print(self, text: str) -> None:
-        """Print on rank 0 and keep the text in the text log."""
-        if self._loggers is not None:
+        """Print on rank 0 and keep the text in the text log, until it is closed."""
+        if self._loggers is not None and not self._files_closed:
             self._loggers.print(text)
+        elif self._loggers is not None:
+            open_console(sys.stdout).print(text)  # the stream of now: the script may have replaced it
 
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
@@ -269,8 +307,31 @@ class Lifecycle:
 
     def _close_files(self, status: str) -> None:
         self._log_capture.close()
+        self._files_closed = True
         if self._loggers is not None:
-            self._loggers.close(self.summary(status) if self._loggers.is_open else {})
+            ledger = self._ledger_summary()
+            wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
+            self._loggers.close(self.summary(status) | ledger if wanted else {})
+
+    def _ledger_summary(self) -> dict[str, object]:
+        """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
+        if self._loop is None or not self.config.ledger:
+            return {}
+        context = self.context
+        files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
+        folders = [each.folder.resolve() for each in context.callbacks if isinstance(each, Checkpoint)]
+        here = context.folder.resolve()  # folders inside of it have relative paths, so that a run can be moved
+        names = [str(each.relative_to(here) if each.is_relative_to(here) else each) for each in folders]
+        return {"ledger": files, "checkpoints": names}
+
+
+def _show_crashes() -> Callable[[], object]:
+    """Print the stack of the script if native code ends this process, as gloo and NCCL do; returns how to undo it."""
+    if faulthandler.is_enabled():
+        return lambda: None
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is closed or has no file
+        faulthandler.enable()
+    return faulthandler.disable
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -296,25 +357,44 @@ def out_of_memory_advice(steps: int, rows: int) -> str:
     )
 
 
+def _refuse_child_of_rank(world: World) -> None:
+    """Raise if a rank with an open run has started this process, which has inherited the rank's variables."""
+    pid = find_parent_rank(read_environ(), world.rank, world.size, world.port) if world.size > 1 else None
+    if pid is not None:
+        raise WorldError(
+            f"rank {world.rank} (process {pid}) started this process while its run is open, and this process inherited "
+            f"RANK={world.rank} and WORLD_SIZE={world.size}, so it would wait for other ranks: start it as a single "
+            "process, with `env -u RANK -u WORLD_SIZE -u LOCAL_RANK python tool.py`, or after the run has ended"
+        )
+
+
 def _check_same_config(comm: Communicator, config: RunConfig) -> None:
-    for rank, (batch, seed) in enumerate(comm.exchange_objects("Run.start", (config.global_batch, config.seed))):
-        if (batch, seed) != (config.global_batch, config.seed):
+    own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
+    for rank, other in enumerate(comm.exchange_objects("Run.start", own)):
+        if other != own:
             raise CommunicationError(
-                f"rank {comm.world.rank} has Run(global_batch={config.global_batch}, seed={config.seed}) and rank "
-                f"{rank} has Run(global_batch={batch}, seed={seed}): pass the same values on all ranks"
+                f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
+                "ranks"
             )
 
 
 def _choose_folder(requested: Path | None) -> Path:
-    if requested is not None:
-        return _check_creatable(requested.absolute())
     script = Path(sys.argv[0]).stem or "run"
-    return Path("runs").absolute() / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        folder = (requested or Path("runs")).absolute()
+    except FileNotFoundError as error:
+        raise LogError(
+            "the current folder does not exist any more, so the run folder cannot be created: change to another folder"
+        ) from error
+    return folder / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}" if requested is None else _check_creatable(folder)
 
 
 def _check_creatable(folder: Path) -> Path:
     """Raise if the folder cannot be created. A full disk is not an error here: it may have space later."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:  # such as a name of more than 255 characters
+        raise LogError(f"the run folder {folder} cannot be created: {error.strerror}; pass another folder") from error
     if not nearest.is_dir():
         raise LogError(f"the run folder {folder} cannot be created: {nearest} is a file; pass another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -8,6 +8,7 @@ cost time.
 import dis
 import functools
 import inspect
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -31,6 +32,7 @@ from torch.utils.data import (
 from samestep.errors import DataError, StepError, WrapError
 from samestep.torch_private import class_labels, is_compiled, matrix_product_shape
 
+_CANNOT_PICKLE = re.compile("^Can't (pickle|get local)|^cannot pickle")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOOPS = "for epoch in train.epochs(n): for step in epoch: for inputs, labels in step:"
@@ -135,7 +137,7 @@ def unpacking_problem(what: str) -> str | None:
 def add_hint(error: BaseException, device: torch.device, precision: str) -> None:
     """Add a note to an error of Python or torch whose cause is a known mistake in the script."""
     text = str(error)
-    note = None
+    note = _dead_worker(error)
     if isinstance(error, TypeError | AttributeError) and (found := _LOOP_OBJECT.search(text)):
         note = _other_attribute(error, found[1]) or _LOOP_NOTES[found[1]]
     elif isinstance(error, RuntimeError) and _OTHER_DEVICE.search(text):
@@ -148,8 +150,42 @@ def add_hint(error: BaseException, device: torch.device, precision: str) -> None
             "this run computes in float64, and the script makes tensors of another type: remove .float() and "
             "dtype=torch.float32, or use x.to(weight.dtype)"
         )
+    elif _CANNOT_PICKLE.search(text):
+        note = (
+            "if this happens when data workers start: the dataset, its transforms or collate_fn cannot be sent to them"
+            "; define functions and classes at the top of a module instead of lambdas, open files in __getitem__, or "
+            "pass num_workers=0"
+        )
     if note is not None and note not in getattr(error, "__notes__", []):
         error.add_note(note)
+
+
+def check_setting(setting: object, num_workers: int) -> object:
+    """Return a setting of an epoch; raise if it cannot be sent to data workers: torch would wait for them forever."""
+    try:
+        if num_workers:
+            pickle.loads(pickle.dumps(setting))
+    except Exception as error:
+        raise DataError(
+            f"epoch_settings returned a {type(setting).__name__} that cannot be sent to data workers "
+            f"({type(error).__name__}: {error}): return numbers, strings, tensors, or tuples, lists and dicts of them, "
+            "or pass num_workers=0"
+        ) from error
+    return setting
+
+
+def _dead_worker(error: BaseException | None) -> str | None:
+    """What to do if a data worker has died: torch raises it from a signal, in the middle of anything."""
+    while error is not None and not str(error).startswith("DataLoader worker"):
+        error = error.__context__
+    if error is None:
+        return None
+    how = str(error).splitlines()[0].rstrip(" .")
+    return (
+        f"a data worker of this rank was killed or has crashed ({how}): usual causes are too little memory (the kernel "
+        "kills the worker), too little shared memory (/dev/shm), or a crash of native code in the dataset; run with "
+        "num_workers=0 to see the line"
+    )
 
 
 def _other_attribute(error: TypeError | AttributeError, kind: str) -> str | None:

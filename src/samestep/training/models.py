@@ -9,10 +9,11 @@ from torch import nn
 
 from samestep.context import RunContext, next_seed, seed_all_ranks
 from samestep.data.loader import list_tensors, move_to_device
-from samestep.errors import DataError, WrapError
+from samestep.errors import CommunicationError, DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
+from samestep.parallel.wrapped_model import WrappedModel
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
 
@@ -65,6 +66,7 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
             f"run.evaluate needs a torch.nn.Module, got {type(model).__name__}: pass the model that run.wrap returned"
         )
     wrapped = context.find_wrapped(model)
+    _check_same_model(context, type(model if wrapped is None else wrapped.inner).__name__, wrapped)
     net = model if wrapped is None else wrapped.core
     average_running_stats(context.comm, net)  # the average of a model has running statistics of its own
     modes = [(module, module.training) for module in net.modules()]
@@ -81,6 +83,18 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
             wrapped.reshard()
         for module, training in modes:
             module.training = training
+
+
+def _check_same_model(context: RunContext, name: str, wrapped: WrappedModel | None) -> None:
+    """Raise if not every rank is here, or if ranks evaluate different models; a collective."""
+    own = name, None if wrapped is None else context.models.index(wrapped)
+    for rank, (other, number) in enumerate(context.comm.exchange_objects("run.evaluate", own)):
+        if (other, number) != own:
+            mine, theirs = (f"{kind} (model {i})" for kind, i in (own, (other, number)))
+            raise CommunicationError(
+                f"rank {context.world.rank} evaluates {mine} and rank {rank} evaluates {theirs}: pass the same model "
+                "to run.evaluate on every rank"
+            )
 
 
 def _check_example(example: object) -> None:

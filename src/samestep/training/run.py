@@ -95,7 +95,7 @@ class Run(Collectives):
         return self
 
     def close(self) -> None:
-        """End after success: write what is pending, wait for all ranks, disconnect."""
+        """End after success: write what is pending, wait for all ranks, disconnect. A second call does nothing."""
         self._lifecycle.end()
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partiti
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
 from samestep.errors import DataError, StateError
-from samestep.training.mistakes import check_data
+from samestep.training.mistakes import check_data, check_setting
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.step_loss import MicroBatch, StepPosition
@@ -68,15 +68,16 @@ class Shard(TrainingData):
         self._order, weights_hash = SampleOrder(n, seed, shuffle, weights), hash_values(weights)
         rows, world = choose_micro_batch(context, micro_batch), context.world
         self._partition = Partition(n, global_batch, world.rank, world.size, rows, drop_last)
+        self._name = name or f"shard-{loop.shards}"
         options = {"shuffle": shuffle, "sampling_weights": weights_hash, "drop_last": drop_last, "micro_batch": rows}
+        options["name"] = self._name  # that of the ledger
         by_rank = context.comm.exchange_objects("run.shard", (n, options))
         check_lengths([length for length, _ in by_rank])
         check_same_options("run.shard", [options for _, options in by_rank])
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
-        description = ShardDescription(n, seed, shuffle, global_batch, weights is not None, drop_last)
-        self._name = name or f"shard-{loop.shards}"
+        description = ShardDescription(n, seed, bool(shuffle), global_batch, weights is not None, bool(drop_last))
         loop.shards += 1
         self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
@@ -171,11 +172,11 @@ class Shard(TrainingData):
         self._set_position(state["epoch"], state["step"])
 
     def _advance(self, epoch: int, index: int, trained: bool) -> None:
-        """Advance the position past a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step, and record its samples in the ledger, with weight 0 if it was skipped."""
         self._step = index + 1
-        if trained and self._ledger:
+        if self._ledger:
             start, stop = self._partition.slice(index)
-            self._ledger.record_training(epoch, index, start, stop - start)
+            self._ledger.record_training(epoch, index, start, stop - start, 1.0 if trained else 0.0)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all steps of an epoch, read ahead by the data workers."""
@@ -224,7 +225,8 @@ class Shard(TrainingData):
         )
 
     def _epoch_setting(self, epoch: int) -> object:
-        return NO_SETTING if self._epoch_settings is None else self._epoch_settings(epoch)
+        settings = self._epoch_settings
+        return NO_SETTING if settings is None else check_setting(settings(epoch), self._num_workers)
 
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
@@ -247,7 +249,10 @@ def check_dataset(dataset: object) -> int:
         )
     if not hasattr(dataset, "__getitem__"):
         raise DataError(f"{kind} has no __getitem__: run.shard needs a map-style dataset; use run.stream(...)")
-    length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
+    try:
+        length = len(dataset)  # pyright: ignore[reportArgumentType]  # it has __len__
+    except (OverflowError, ValueError, TypeError) as error:
+        raise DataError(f"len({kind}) failed ({error}): return the number of samples from __len__") from error
     if length == 0:
         raise DataError(f"{kind} is empty, so there is nothing to shard: check the path it reads from")
     return length

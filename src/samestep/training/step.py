@@ -193,6 +193,7 @@ class Step:
         if not self.done:
             raise StepError("step.finite() was called inside the loop over the micro-batches: call it after the loop")
         comm, models, scale = self._context.comm, self._context.models, self._context.acceleration.loss_scale
+        comm.refuse_inside_once("step.finite")
         if scale is not None and scale.dropped:
             return False  # the loss scale has printed it
         finite = gradients_finite(comm, "step.finite", models)

@@ -55,6 +55,7 @@ class StepLoop:
     def run(self, step: Step) -> Iterator[Step]:
         """Yield `step` to the user's loop body, then run the step boundary: checks, metric sync and callbacks."""
         progress = self.context.progress
+        self.context.comm.refuse_inside_once("a training step")
         self.current, progress.in_step = step, True
         pending = self.context.metrics.pending
         step.log_row = pending.begin_step(step.number, step.position.epoch)
@@ -72,6 +73,7 @@ class StepLoop:
     @contextmanager
     def evaluation(self) -> Generator[None]:
         """While the user loops over a shard or stream for evaluation."""
+        self.context.comm.refuse_inside_once("the loop over a shard or stream")
         self._evaluations += 1
         try:
             yield

@@ -62,7 +62,7 @@ class Stream(TrainingData):
         options = {"drop_last": drop_last, "micro_batch": self._micro_batch, "num_shards": shards}
         check_same_options("run.stream", context.comm.exchange_objects("run.stream", options))
         description = ShardDescription(
-            n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=drop_last
+            n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=bool(drop_last)
         )
         self._ledger = open_ledger(context, f"stream-{len(context.ledgers)}", description)
         self._number = 0
@@ -88,6 +88,8 @@ class Stream(TrainingData):
             yield from self._loop.run(Step(self._context, position, micro_batches, advance, self._passes))
         if not self._step:
             raise DataError(self._empty_message())
+        if self._ledger and not self._ended:
+            self._ledger.record_stream_end(epoch, self._step, self._step * self._context.config.global_batch)
         self._begin_epoch(epoch + 1)
 
     def _evaluation_batches(self) -> Iterator[Any]:
@@ -138,14 +140,18 @@ class Stream(TrainingData):
         self._state, self._ended = None, False
 
     def _advance(self, position: StepPosition, part: StreamStep, trained: bool) -> None:
-        """Advance the position past a step; if its samples were trained, record them in the ledger."""
+        """Advance the position past a step, and record its samples in the ledger, with weight 0 if it was skipped."""
         global_batch = self._context.config.global_batch
         self._step, self._number, self._state = position.index + 1, position.number + 1, part.state
         # a stream that was read to its end may report the state of its beginning
         self._ended = part.count is not None and part.count < global_batch
-        if trained and self._ledger:
-            first = part.positions[0] if part.positions else position.index * global_batch
-            self._ledger.record_training(position.epoch, position.index, first, len(part.positions))
+        if self._ledger:
+            first, weight = part.positions[0] if part.positions else position.index * global_batch, float(trained)
+            self._ledger.record_training(position.epoch, position.index, first, len(part.positions), weight)
+            if self._ended:
+                self._ledger.record_stream_end(
+                    position.epoch, self._step, position.index * global_batch + position.samples
+                )
 
     def _read(self, epoch: int, first: int, state: object, drop_last: bool) -> Iterator[StreamStep]:
         config, world = self._context.config, self._context.world
