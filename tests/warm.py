@@ -55,7 +55,9 @@ class RankFailed(AssertionError):
 
     def __init__(self, errors: Mapping[int, str], size: int) -> None:
         self.errors = dict(errors)
-        super().__init__("\n".join(f"rank {rank} of {size}: {text}" for rank, text in errors.items()))
+        # what was raised comes first: logs are often cut inside of a long traceback
+        raised = [f"rank {rank}: {' '.join(text.strip().splitlines()[-2:])}" for rank, text in errors.items()]
+        super().__init__("\n".join([*raised, *(f"rank {rank} of {size}: {text}" for rank, text in errors.items())]))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """run.wrap: rank 0's weights on all ranks, frozen parts excluded, changes after wrapping raise."""
 
 import io
+import os
 import re
 from contextlib import redirect_stdout
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from samestep import Run
@@ -412,3 +414,24 @@ def test_hybrid_on_one_node_raises(ranks):
             in text
         )
         assert "use strategy='fsdp'" in text
+
+
+def shard_in_two_runs(file):
+    """Shard a model in a run next to groups of the script, then in one of its own: the norms of the weights."""
+    rank, norms = int(os.environ["RANK"]), []
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+    for _ in range(2):
+        dist.new_group()  # the group of the first run has a name that does not exist in the second
+    for _ in range(2):
+        with Run(global_batch=2) as run:
+            torch.manual_seed(0)
+            model = run.wrap(nn.Linear(4, 4, bias=False), "fsdp")
+            norms.append(float(torch.linalg.vector_norm(model.weight.detach()).full_tensor()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return norms
+
+
+def test_a_second_run_shards_in_its_own_group(ranks, tmp_path):
+    for first, second in ranks(2, shard_in_two_runs, str(tmp_path / "store")):
+        assert first == second

@@ -94,7 +94,8 @@ def mesh_of_ranks(comm: Communicator, device: torch.device) -> DeviceMesh:
     """All ranks in one dimension, in the group for tensors of training: with gloo the default group is the script's."""
     if comm.group is None:
         return init_device_mesh(device.type, (comm.world.size,), mesh_dim_names=("shard",))
-    return DeviceMesh.from_group(comm.group, device.type, mesh_dim_names=("shard",))
+    # torch keeps meshes across runs of a process and tells them apart by their names, so the name must be the group's
+    return DeviceMesh.from_group(comm.group, device.type, mesh_dim_names=(f"shard_{comm.group.group_name}",))
 
 
 def _hybrid_mesh(comm: Communicator, device: torch.device) -> DeviceMesh:
