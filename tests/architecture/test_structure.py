@@ -18,7 +18,7 @@ from tests.architecture.measure import Module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-MAX_MODULES, MAX_LINES = 150, 33_300  # raise MAX_LINES only for a new feature, never for a repair
+MAX_MODULES, MAX_LINES = 150, 35_000  # raise MAX_LINES only for a new feature, never for a repair
 MAX_FILE_LINES, MIN_FILE_LINES = 600, 50
 MAX_CLASS_LINES = 300
 MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10
