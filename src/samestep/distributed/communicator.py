@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -56,6 +56,7 @@ class Communicator:
         self._control_group: dist.ProcessGroup | None = None  # for small exchanges
         self.group: dist.ProcessGroup | None = None
         """The group for tensors of training; None: the default group (see `backends_to_add`)."""
+        self._subgroups: list[dist.ProcessGroup] = []  # for tensors of training, of some ranks
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
         self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
@@ -121,8 +122,9 @@ class Communicator:
         if not self._existing_group:
             dist.destroy_process_group()
         else:
-            for group in filter(None, (self.group, self._control_group)):
+            for group in filter(None, (*self._subgroups, self.group, self._control_group)):
                 dist.destroy_process_group(group)
+        self._subgroups.clear()
         self._board = self._store = self._control_group = self.group = None
 
     def abandon(self, failure: str) -> None:
@@ -141,8 +143,20 @@ class Communicator:
             return
         self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            for group in filter(None, (dist.group.WORLD, self.group, self._control_group)):
+            for group in filter(None, (dist.group.WORLD, self.group, self._control_group, *self._subgroups)):
                 set_group_timeout(self._step_timeout, group)
+
+    def new_subgroup(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """This rank's group for tensors of training, with the run's backend and timeouts; a collective of all ranks.
+
+        `partition` has the ranks of each group, in the same order on every rank.
+        """
+        backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+        lists, timeout = [list(ranks) for ranks in partition], timedelta(seconds=self.timeout)
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend=backend)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in one of the groups"
+        self._subgroups.append(group)
+        return group
 
     def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
