@@ -106,7 +106,7 @@ def sync_boundaries(steps, urgent_at):
 
 
 def test_ranks_at_a_different_pace_sync_at_the_same_boundaries(ranks):
-    first, *others = ranks(3, sync_boundaries, 300, {0: (50,), 1: (150, 151), 2: (250,)})
+    first, *others = ranks(3, sync_boundaries, 600, {0: (50,), 1: (150, 151), 2: (250,)})
     assert all(each == first for each in others)
     assert sum(notified for _, notified in first) == 4
     assert first[0][0] >= 50  # the thread may look between the urgent and the boundary that it came before

@@ -31,6 +31,7 @@ _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that diff
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 0.5  # between two requests of a rank that waits for a key of the store
 _MAX_CHECK_SECONDS = 5.0  # after a long wait: a check of 1,000 ranks reads 1,000 values from one store
 
 
@@ -50,6 +51,7 @@ class Communicator:
         """What connects the ranks: "gloo" or "nccl", once it is open; "none" for a single rank."""
         self.timeout = self.start_timeout = start_timeout
         self.once_calls = 0  # the number of `run.once` calls so far, the same on every rank
+        self.once_keys: list[str] = []  # what this rank posted at the last of them
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
@@ -281,6 +283,15 @@ def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:
     """Seconds until a rank that waits since `since` calls `check_peers` again: soon at first, and to confirm a peer."""
     waited = time.monotonic() - since
     return _CHECK_SECONDS if diverged else min(max(_CHECK_SECONDS, waited / 8), _MAX_CHECK_SECONDS)
+
+
+def poll_pause(since: float) -> float:
+    """Seconds until a rank that waits since `since` for a key of the store looks for it again.
+
+    About 16 requests in the first second, then two per second: a blocking wait would keep the other threads of the rank
+    from using the store.
+    """
+    return min(max(_FIRST_POLL_SECONDS, (time.monotonic() - since) / 2), _POLL_SECONDS)
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:
