@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Run
+from samestep.parallel.replica_check import check_replicas
 from tests.ranks.expected import ignore_batchnorm_warning
 
 DATA = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
@@ -185,3 +186,47 @@ def train_with_exceptions(folder, strategy):
             with run.evaluate(model) as net:
                 run.mean(net(x) for x in run.shard(DATA))
         return run._lifecycle.context.progress.steps
+
+
+def train_hybrid(change):
+    """Four steps on two nodes of two ranks; in step 1 rank 3, the copy of rank 1, may change its shard by itself."""
+    with Run(global_batch=8, replica_check_every=2, start_timeout=60, step_timeout=60) as run:
+        model = run.wrap(nn.Linear(4, 4), "hybrid")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for epoch in run.shard(DATA).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).sum(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if change == "weight" and step.number == 1 and run.rank == 3:
+                    model.weight.to_local().data[0, 0] += 1e-3
+                if change == "moment" and step.number == 1 and run.rank == 3:
+                    optimizer.state[model.weight]["exp_avg"].to_local()[0, 0] += 1e-3
+        return run._lifecycle.context.progress.steps
+
+
+def test_copies_of_a_hybrid_model_that_agree_pass(ranks):
+    assert ranks(4, train_hybrid, None, nodes=2) == [3] * 4
+
+
+@pytest.mark.parametrize(("change", "name"), [("weight", "weight"), ("moment", "weight (exp_avg of AdamW)")])
+def test_copies_of_a_hybrid_model_that_differ_raise(ranks, change, name):
+    for text in ranks.errors(4, train_hybrid, change, nodes=2):
+        assert f"after step 1, ranks hold different bits in {name!r}: ranks [1] differ from ranks [3]" in text
+
+
+def compare_shapes(strategy):
+    """Compare a tensor that has the same bits everywhere, with one row more on rank 1; a sharded one if asked for."""
+    with Run(global_batch=2, start_timeout=60) as run:
+        layer = nn.Linear(3, 4, bias=False)
+        weight = run.wrap(layer, "fsdp").weight if strategy else torch.zeros(4)
+        wrong = torch.zeros(5) if run.rank == 1 else weight
+        check_replicas(run._comm, {"weight": weight}, "at the start")
+        check_replicas(run._comm, {"weight": wrong}, "now")
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp"])
+def test_tensors_with_other_layouts_differ_even_if_their_bits_do_not(ranks, strategy):
+    for text in ranks.errors(2, compare_shapes, strategy):
+        assert "now, ranks hold different bits in 'weight': ranks [0] differ from ranks [1]" in text

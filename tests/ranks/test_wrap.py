@@ -435,3 +435,29 @@ def shard_in_two_runs(file):
 def test_a_second_run_shards_in_its_own_group(ranks, tmp_path):
     for first, second in ranks(2, shard_in_two_runs, str(tmp_path / "store")):
         assert first == second
+
+
+def groups_of_hybrid():
+    """Backend and timeout of each group of a hybrid mesh, before and after the first step."""
+    with Run(global_batch=4, start_timeout=60, step_timeout=30) as run:
+        model = run.wrap(nn.Linear(4, 4), "hybrid")
+        mesh = model.weight.device_mesh
+        groups = [mesh.get_group(dimension) for dimension in range(2)]
+        found = [(dist.get_backend(group), dist.get_process_group_ranks(group)) for group in groups]
+        times = [_timeouts(groups)]
+        for epoch in run.shard(DATA[:4]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    step.mean(model(x).sum(1)).backward()
+        return found, [*times, _timeouts(groups)]
+
+
+def _timeouts(groups):
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_a_hybrid_mesh_have_the_backend_and_the_timeouts_of_the_run(ranks):
+    for rank, (groups, times) in enumerate(ranks(4, groups_of_hybrid, nodes=2)):
+        row, column = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
+        assert groups == [("gloo", column), ("gloo", row)]
+        assert times == [[60, 60], [30, 30]]

@@ -99,15 +99,17 @@ def mesh_of_ranks(comm: Communicator, device: torch.device) -> DeviceMesh:
 
 
 def _hybrid_mesh(comm: Communicator, device: torch.device) -> DeviceMesh:
-    """Nodes and the ranks of a node. torch creates a group for each row and column, none of which is the default."""
+    """Nodes and the ranks of a node, in groups with the run's backend: torch would create NCCL groups for any GPU."""
     world = comm.world
     if world.nodes < 2 or world.size % world.nodes:
         raise WrapError(
             f"strategy='hybrid' shards inside a node and replicates between nodes, which {world.size} rank(s) on "
             f"{world.nodes} node(s) do not allow: use strategy='fsdp'"
         )
-    shape = (world.nodes, world.size // world.nodes)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world.size).reshape(world.nodes, -1)
+    groups = [comm.new_subgroup(ranks.T.tolist()), comm.new_subgroup(ranks.tolist())]
+    names = tuple(f"{name}_{group.group_name}" for name, group in zip(("replicate", "shard"), groups, strict=True))
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """The replica check: whether all ranks hold the same bits in weights, buffers and optimizer state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from samestep.distributed.communicator import Communicator
 from samestep.errors import ReplicasDiffer
 from samestep.parallel.batchnorm import unsynced_batchnorms
+from samestep.parallel.fsdp import local_tensor
 from samestep.parallel.wrapped_model import WrappedModel
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,19 +42,32 @@ class ReplicaCheck:
         self._checked = steps
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """What ranks compare of a tensor: its layout, and the sum of its bits if other ranks hold the same part of it."""
+
+    layout: int  # a checksum of its name, shape, dtype and of how it is sharded
+    part: str  # the part that this rank holds; empty for a tensor in full
+    bits: int  # 0 if no other rank holds this part
+
+
 def check_replicas(comm: Communicator, tensors: Mapping[str, torch.Tensor], when: str) -> None:
-    """Compare one number per rank; only if they differ, find and name the first tensor that differs."""
+    """Compare a few numbers per rank; only if they differ, find and name the first tensor that differs."""
     if comm.alone:
         return
-    hashes = fingerprints(tensors)
-    total = float(sum(value * (2 * index + 1) for index, value in enumerate(hashes.values())) % (1 << 52))
-    if len({float(part[0]) for part in comm.exchange("comparing replicas", [total])}) == 1:
+    found = fingerprints(tensors)
+    parts = zlib.crc32(repr(sorted({each.part for each in found.values()})).encode())
+    layouts = _total(each.layout for each in found.values())
+    full = _total(each.bits for each in found.values() if not each.part)
+    sharded = _total(each.bits for each in found.values() if each.part)
+    by_rank = [part.tolist() for part in comm.exchange("comparing replicas", [layouts, full, parts, sharded])]
+    # ranks with the same parts must hold the same bits in them
+    if len({tuple(each[:2]) for each in by_rank}) == 1 and len(set(map(tuple, by_rank))) == len(
+        {e[2] for e in by_rank}
+    ):
         return
-    name, by_rank = _first_difference(comm.exchange_objects("comparing replicas in full", hashes))
-    groups: dict[int | None, list[int]] = {}
-    for rank, value in enumerate(by_rank):
-        groups.setdefault(value, []).append(rank)
-    ranks = " differ from ranks ".join(str(ranks) for ranks in groups.values())
+    name, groups = _first_difference(comm.exchange_objects("comparing replicas in full", found))
+    ranks = " differ from ranks ".join(map(str, groups))
     raise ReplicasDiffer(
         f"{when}, ranks hold different bits in {name!r}: ranks {ranks}. Something changed it on some ranks only: an "
         "optimizer step under a rank condition, a decision by one rank's step.loss (decide by run.mean(step.loss)), a "
@@ -59,20 +76,45 @@ def check_replicas(comm: Communicator, tensors: Mapping[str, torch.Tensor], when
     )
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Fingerprint]:
     """For each tensor the sum of its bits read as integers: one pass over memory, no copy, exact.
 
-    Sharded tensors differ between ranks and are left out.
+    The values of a tensor that is sharded over all ranks differ between them: only its layout is compared.
     """
-    full = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) and t.numel()}
-    sums = {name: _as_integers(tensor).sum(dtype=torch.int64) for name, tensor in full.items()}
+    parts = {name: _part_of(tensor) for name, tensor in tensors.items()}
+    compared = {name: local_tensor(tensor) for name, tensor in tensors.items() if parts[name] is not None}
+    sums = {name: _as_integers(t).sum(dtype=torch.int64) for name, t in compared.items() if t.numel()}
     by_device: dict[torch.device, list[str]] = {}
     for name, value in sums.items():
         by_device.setdefault(value.device, []).append(name)
     values: dict[str, int] = {}
     for names in by_device.values():  # one transfer per device
         values.update(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True))
-    return {name: values[name] for name in full}
+    return {
+        name: Fingerprint(_layout_of(name, tensor), parts[name] or "", values.get(name, 0))
+        for name, tensor in tensors.items()
+    }
+
+
+def _part_of(tensor: torch.Tensor) -> str | None:
+    """The part of a sharded tensor that this rank holds; empty if it holds all, None if no other rank holds it too."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    copies = math.prod(size for size, placed in zip(mesh.shape, placements, strict=True) if placed.is_replicate())
+    position = mesh.get_coordinate() or ()
+    part = [str(i) for i, placed in zip(position, placements, strict=True) if not placed.is_replicate()]
+    return ", ".join(part) if copies > 1 else None
+
+
+def _layout_of(name: str, tensor: torch.Tensor) -> int:
+    sharded = (tensor.placements, tuple(tensor.device_mesh.shape)) if isinstance(tensor, DTensor) else None
+    return zlib.crc32(repr((name, tuple(tensor.shape), tensor.dtype, sharded)).encode())
+
+
+def _total(values: Iterable[int]) -> float:
+    """One number for values in an order, exact in float64."""
+    return float(sum(value * (2 * index + 1) for index, value in enumerate(values)) % (1 << 52))
 
 
 def replicated_tensors(models: Sequence[WrappedModel], optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
@@ -102,9 +144,17 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return real.view(torch.uint8 if real.dtype == torch.bool else _INTEGERS[real.element_size()])
 
 
-def _first_difference(by_rank: list[dict[str, int]]) -> tuple[str, list[int | None]]:
-    for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
-        values = [hashes.get(name) for hashes in by_rank]
-        if len(set(values)) > 1:
-            return name, values
-    return "the order of tensors", [len(hashes) for hashes in by_rank]
+def _first_difference(by_rank: list[dict[str, Fingerprint]]) -> tuple[str, list[list[int]]]:
+    """The first tensor that differs, and the ranks that agree on it."""
+    for name in dict.fromkeys(name for found in by_rank for name in found):
+        layouts: dict[int | None, list[int]] = {}
+        bits: dict[str, dict[int, list[int]]] = {}
+        for rank, found in enumerate(by_rank):
+            each = found.get(name)
+            layouts.setdefault(None if each is None else each.layout, []).append(rank)
+            if each is not None:
+                bits.setdefault(each.part, {}).setdefault(each.bits, []).append(rank)
+        for groups in (layouts, *bits.values()):
+            if len(groups) > 1:
+                return name, list(groups.values())
+    return "the order of tensors", [[rank] for rank in range(len(by_rank))]
