@@ -88,7 +88,8 @@ SAVES_ON_SIGTERM = """
     import os, signal, sys, time
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     signal.signal(signal.SIGTERM, lambda *_: open(f"sigterm-{size}", "w").close())
-    open(f"up-{size}-{rank}", "w").close()
+    with open(f"up-{size}-{rank}", "w") as file:
+        file.write(os.environ["TORCHELASTIC_RUN_ID"])
     while size != "3":
         if os.path.exists(f"sigterm-{size}"):
             sys.exit(75)  # as all ranks do after one of them received SIGTERM
@@ -110,6 +111,9 @@ def test_a_third_node_joins_although_only_one_launcher_has_seen_it(tmp_path: Pat
         ended = [each.finish(60) for each in reversed(started)]
     assert [each.code for each in ended] == [0, 0, 0], "".join(each.err for each in ended)
     assert len(list(tmp_path.glob("up-3-*"))) == 3
+    names = {path.read_text() for path in tmp_path.glob("up-*")}  # of ranks on three nodes, before and after a restart
+    assert len(names) == 1
+    assert not names & {"samestep", "none", ""}  # which ranks of another launch would have too
 
 
 def test_a_disconnected_node_joins_again_when_the_link_is_back(nodes: Nodes, tmp_path: Path, undisturbed: Path):

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from samestep.environment.bf16_probe import Bf16Support
 from samestep.errors import LaunchError
@@ -278,6 +279,22 @@ REJECTED = [
 def test_invalid_rendezvous_options_are_rejected(options: RendezvousOptions, message: str):
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}"):
         choose_rendezvous(options, "generated")
+
+
+def test_launches_without_an_id_agree_on_a_run_id_of_their_own():
+    one, other = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
+    name = agent.agree_on_run_id(dist.PrefixStore("torch.rendezvous.samestep.0", one))
+    assert agent.agree_on_run_id(dist.PrefixStore("torch.rendezvous.samestep.1", one)) == name  # after a restart
+    assert agent.agree_on_run_id(dist.PrefixStore("torch.rendezvous.samestep.0", other)) not in (name, "samestep")
+    assert agent.agree_on_run_id(dist.HashStore()) == "none"  # as with etcd, whose keys outlive a launch
+
+
+def test_only_launches_of_several_nodes_without_an_id_are_unnamed():
+    nodes = RendezvousOptions(nodes="2", endpoint="node1:29400")
+    assert choose_rendezvous(nodes, "3f1c").is_unnamed
+    assert replace(choose_rendezvous(nodes, "3f1c"), id="samestep-half1").is_unnamed
+    assert not choose_rendezvous(replace(nodes, id="job7"), "3f1c").is_unnamed
+    assert not choose_rendezvous(RendezvousOptions(), "3f1c").is_unnamed
 
 
 def test_a_static_rendezvous_has_a_fixed_number_of_nodes():

@@ -353,19 +353,22 @@ def test_start_and_close_work_without_with(ranks):
     run.close()
 
 
-def use_existing_group():
+def use_existing_group(backends):
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(backends)
     with Run(global_batch=8) as run:
-        total = run.sum(run.rank + 1)
+        total, rows = run.sum(run.rank + 1), run.gather(torch.tensor([run.rank])).tolist()
+        reduced = run.all_reduce(torch.ones(2), "sum").tolist()
     alive = dist.is_initialized()
     dist.destroy_process_group()
-    return total, alive
+    return total, rows, reduced, alive
 
 
-def test_an_existing_process_group_is_used_and_kept(ranks):
-    assert ranks(2, use_existing_group) == [(3, True), (3, True)]
+# the second group has no backend for CPU tensors, like one that a script creates with "nccl"
+@pytest.mark.parametrize("backends", ["gloo", "cuda:gloo"])
+def test_an_existing_process_group_is_used_and_kept(ranks, backends):
+    assert ranks(2, use_existing_group, backends) == [(3, [0, 1], [2, 2], True)] * 2
 
 
 def leave_with_exit():

@@ -1,5 +1,6 @@
 """Edge cases in which a training loop often goes wrong silently: each works, or raises with the reason."""
 
+import os
 import warnings
 
 import pytest
@@ -49,6 +50,18 @@ def several_runs():
 
 def test_several_runs_in_one_process_work(ranks):
     assert ranks(2, several_runs) == [[(3, True)] * 3] * 2
+
+
+def start_with_seeds(seeds):
+    rank = int(os.environ["RANK"])
+    with Run(global_batch=4, seed=seeds[rank]):
+        raise AssertionError("the run started")
+
+
+def test_seeds_are_compared_as_integers(ranks):
+    for rank, text in enumerate(ranks.errors(2, start_with_seeds, [1 << 60, (1 << 60) + 1])):  # equal as float64
+        assert f"rank {rank} has Run(global_batch=4, seed={(1 << 60) + rank}" in text
+        assert "pass the same values on all ranks" in text
 
 
 def test_calls_on_a_run_that_is_not_open_raise():

@@ -221,7 +221,8 @@ class Checkpoint(StepCallback):
         self._saves += 1
         self._current = BackgroundSave(
             comm=comm,
-            store_prefix=f"checkpoint/{self._token}/{self._saves}",
+            store_prefix=f"checkpoint/{self._token}",
+            number=self._saves,
             staged=self._staging,
             state=state,
             manifest=self._manifest(number, ledger, automatic, preempted),

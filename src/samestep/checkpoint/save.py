@@ -25,9 +25,9 @@ from samestep.checkpoint.manifest import (
 from samestep.checkpoint.tensor_storage import HostStaging, index_to_json, safetensors_blocks
 from samestep.disk import fsync_folder
 from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import poll_pause
 from samestep.errors import CheckpointError
 
-_POLL_SECONDS: Final = 0.02
 _TIMEOUT_AFTER_FAILURE: Final = 5.0
 
 
@@ -36,7 +36,8 @@ class BackgroundSave:
     """One checkpoint that is being written; the thread starts at once."""
 
     comm: Communicator  # ranks report through its store that they are done
-    store_prefix: str  # the prefix of this checkpoint's keys in the store
+    store_prefix: str  # the prefix of the keys of all checkpoints in the store
+    number: int  # of this save, from 1
     staged: HostStaging  # the tensors that this rank writes
     state: dict[str, object]  # everything that is not a tensor; rank 0 writes it
     manifest: Manifest  # complete except for `files`
@@ -52,7 +53,7 @@ class BackgroundSave:
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=f"samestep {self.store_prefix}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"samestep {self._key('')}", daemon=True)
         self._thread.start()
 
     @property
@@ -78,8 +79,11 @@ class BackgroundSave:
             if self.comm.world.is_main:
                 self.error = self._collect_and_publish(report)
             else:
-                self._post(str(self.comm.world.rank), report)
-                self.error = json.loads(self._await("end"))
+                own = self._key(self.comm.world.rank)
+                self.comm.store.set(own, report)
+                (end,) = self._await([self._key("end")])
+                self.comm.store.delete_key(own)
+                self.error = json.loads(end)
         except Exception as error:  # noqa: BLE001  # the store ended with its host, or the run failed
             self.error = self._describe(error)
         self.seconds = time.monotonic() - self.started
@@ -95,15 +99,18 @@ class BackgroundSave:
         """On rank 0: publish if every rank has written its file, else clean up; post the outcome for all ranks."""
         error: str | None = None
         try:
-            others = range(1, self.comm.world.size)
-            reports = [json.loads(report), *(json.loads(self._await(str(rank))) for rank in others)]
+            others = [self._key(rank) for rank in range(1, self.comm.world.size)]
+            reports = [json.loads(each) for each in (report, *self._await(others))]
             if errors := [report["error"] for report in reports if "error" in report]:
                 error = errors[0]
             else:
                 self._publish({name: FileRecord(*file) for report in reports for name, file in report["files"].items()})
         except Exception as failure:  # noqa: BLE001  # any failure must reach all ranks
             error = self._describe(failure)
-        self._post("end", json.dumps(error))
+        if not self.comm.alone:
+            self.comm.store.set(self._key("end"), json.dumps(error))
+            # every rank has read the end of the save before: it waits for that before the next one
+            self.comm.store.delete_key(self._key("end", self.number - 1))
         if error is not None:
             with suppress(OSError):  # the next run removes leftovers
                 checkpoint_folder.remove_folder(self.writing)
@@ -137,18 +144,18 @@ class BackgroundSave:
         except OSError as error:
             raise disk_error(error, f"{self.published} is published, but writing `latest`") from error
 
-    def _post(self, key: str, value: str) -> None:
-        if not self.comm.alone:
-            self.comm.store.set(f"{self.store_prefix}/{key}", value)
+    def _key(self, name: str | int, number: int | None = None) -> str:
+        return f"{self.store_prefix}/{self.number if number is None else number}/{name}"
 
-    def _await(self, key: str) -> str:
+    def _await(self, keys: list[str]) -> list[bytes]:
         # Poll: a blocking get would keep the training thread from using the store.
-        store, key = self.comm.store, f"{self.store_prefix}/{key}"
-        while not store.check([key]):
-            if self._abandoned_at is not None and time.monotonic() - self._abandoned_at > _TIMEOUT_AFTER_FAILURE:
+        since = time.monotonic()
+        while keys and not self.comm.store.check(keys):
+            now = time.monotonic()
+            if self._abandoned_at is not None and now - self._abandoned_at > _TIMEOUT_AFTER_FAILURE:
                 raise CheckpointError(f"{self.published.name} was not published: the run failed while it was written")
-            time.sleep(_POLL_SECONDS)
-        return store.get(key).decode()
+            time.sleep(poll_pause(since))
+        return self.comm.store.multi_get(keys) if keys else []
 
     def _describe(self, error: Exception) -> str:
         action = f"writing the checkpoint {self.published} on rank {self.comm.world.rank}"

@@ -1,8 +1,8 @@
-"""Reads batches of given dataset indices with DataLoader workers and moves them to the device.
+"""Reads batches of given dataset indices with DataLoader workers.
 
 `Loader.read` turns batch requests into batches. In a data worker `_KeyedDataset` reads the samples, each with its own
-RNG, and `KeyedCollate` makes a batch of them. Back in the training process the batch is moved to the device, on CUDA
-while the previous one is computed. The result does not depend on the number of workers.
+RNG, and `KeyedCollate` makes a batch of them. The result does not depend on the number of workers. `batches_on_device`
+(training_data.py) moves the batches to the device.
 """
 
 import gc
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from multiprocessing import resource_tracker, util
-from numbers import Integral
 from types import FrameType
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate, get_worker_info
 
 from samestep.data.content_probe import Probe, failed_probe, make_probe
 from samestep.data.global_rng import KeyedCalls, Seed, draws_nothing, find_seedable, seed_transforms
@@ -35,8 +34,6 @@ from samestep.messages import WarnOnce
 
 CollateFn = Callable[[list[object]], object]
 
-_MAX_WORKERS: Final = 8  # if samestep chooses
-_MOST_WORKERS: Final = 1024
 _JOB_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT_CHECK_SECONDS: Final = 0.25
 _ORDER_TRIES: Final = 3  # batches whose order is checked, until one has enough different rows
@@ -83,12 +80,10 @@ class Loader:
         rank: int,
         collate_fn: CollateFn | None,
         num_workers: int,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
+        pin_memory: bool,
     ) -> None:
         self._requests = _RequestSampler()
         self._iteration = 0
-        self._device, self._dtype = device, dtype
         self._warnings = WarnOnce() if rank == 0 else None
         self._loader: DataLoader[Any] = DataLoader(
             _KeyedDataset(dataset, seed, rank),  # pyright: ignore[reportArgumentType]  # only __getitems__ is used
@@ -96,7 +91,7 @@ class Loader:
             collate_fn=_CollateRead(KeyedCollate(collate_fn, seed, rank)),  # pyright: ignore[reportArgumentType]  # gets what _KeyedDataset returns
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            pin_memory=device.type == "cuda",
+            pin_memory=pin_memory,  # for copies to a GPU
             generator=torch.Generator(),  # the workers' base seeds must not come from the global generator
             worker_init_fn=WorkerSetup() if num_workers else None,
         )
@@ -107,7 +102,7 @@ class Loader:
         probe: ProbeRequest | None = None,
         check: Callable[[list[Probe]], None] | None = None,
     ) -> Iterator[object]:
-        """Yield the batches of `requests` on the device; the next one is prefetched while the current one is used.
+        """Yield the batches of `requests`, in host memory; the workers read ahead.
 
         With `probe`, `check` is called first with the probes of its samples.
         """
@@ -115,10 +110,7 @@ class Loader:
         self._iteration += 1
         with defer_signals():
             batches = iter(self._loader)
-        batches = self._check_iteration(batches, self._iteration, check if probe else None)
-        if self._device.type == "cuda":
-            return _prefetch_to_cuda(batches, self._device, self._dtype)
-        return (move_to_device(batch, self._device, self._dtype) for batch in batches)
+        return self._check_iteration(batches, self._iteration, check if probe else None)
 
     def _check_iteration(
         self, batches: Iterator[Any], number: int, check: Callable[[list[Probe]], None] | None
@@ -314,7 +306,7 @@ class _CollateCheck:
 
     def check_order(self, samples: Sequence[object], batch: object, collate: CollateFn) -> None:
         """Raise `DataError` if `collate` made `batch` of `samples` in another order."""
-        if len(samples) < 2 or not self._tries or _is_custom_batch(batch):
+        if len(samples) < 2 or not self._tries or is_custom_batch(batch):
             return
         self._tries -= 1
         columns = list(_compare(batch, _try(collate, samples[::-1]), len(samples)))
@@ -369,7 +361,7 @@ def _column(path: tuple[object, ...], first: Iterable[object], again: Iterable[o
 def _compare(first: Any, again: Any, count: int, path: tuple[object, ...] = ()) -> Iterator[_Column]:
     """The columns of `count` values in two batches."""
     if isinstance(first, torch.Tensor):
-        if isinstance(again, torch.Tensor) and _is_dense(first) and _is_dense(again) and first.shape == again.shape:
+        if isinstance(again, torch.Tensor) and is_dense(first) and is_dense(again) and first.shape == again.shape:
             for dim, size in enumerate(first.shape[:2]):  # the second dimension, if batch_first=False
                 if size == count:
                     yield _column((*path, "dim", dim), first.unbind(dim), again.unbind(dim))
@@ -393,14 +385,15 @@ def _parts(tree: Any) -> Mapping[Any, Any]:
     return {}
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a plain array of values: not sparse, nested, quantized or without data."""
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def _fingerprint(value: Any) -> object:
     """A value that can be compared and hashed; equal for tensors of equal bits."""
     if isinstance(value, torch.Tensor):
-        if not _is_dense(value):
+        if not is_dense(value):
             return str(value.dtype)
         data = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
         data = data.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -445,23 +438,6 @@ def _cause(rank: int, error: BaseException) -> str:
     info = get_worker_info()
     worker = "in the training process" if info is None else f"worker {info.id}"
     return f"on rank {rank}, {worker}: {type(error).__name__}: {error}"
-
-
-def choose_num_workers(dataset: object, cores: int, ranks: int) -> tuple[int, str]:
-    """Return the number of data workers for each rank of this node, and the reason."""
-    if isinstance(dataset, TensorDataset | Sequence):
-        return 0, "the data is in memory, and reading it in the training process is faster than in a worker"
-    workers = max(0, min(_MAX_WORKERS, cores // ranks - 1))
-    return workers, f"{cores} cores for {ranks} rank(s) on this node, at most {_MAX_WORKERS} workers per rank"
-
-
-def check_num_workers(num_workers: int) -> int:
-    """Return `num_workers` if it is a valid number of data workers."""
-    if not isinstance(num_workers, Integral) or not 0 <= num_workers <= _MOST_WORKERS:
-        raise DataError(
-            f"num_workers={num_workers!r} is not a number of data workers: pass 0 to {_MOST_WORKERS}; each is a process"
-        )
-    return num_workers
 
 
 # Starting and ending data workers
@@ -522,33 +498,7 @@ def ignore_signal(number: int, frame: FrameType | None) -> None:
     """A handler that does nothing; not SIG_IGN, which child processes would inherit."""
 
 
-# Moving batches to the device
-
-
-def _prefetch_to_cuda(batches: Iterator[object], device: torch.device, dtype: torch.dtype | None) -> Iterator[object]:
-    """Copy the next batch on a separate CUDA stream while the current one is computed."""
-    stream = torch.cuda.Stream(device)
-    following = _start_copy(batches, device, stream, dtype)
-    while following is not None:
-        current_stream = torch.cuda.current_stream(device)
-        current_stream.wait_stream(stream)
-        batch = following
-        for tensor in list_tensors(batch):
-            tensor.record_stream(current_stream)  # its memory must not be reused before this stream is done with it
-        yield batch
-        following = _start_copy(batches, device, stream, dtype)  # the GPU still computes what was queued for this batch
-
-
-def _start_copy(
-    batches: Iterator[object], device: torch.device, stream: torch.cuda.Stream, dtype: torch.dtype | None
-) -> object | None:
-    batch = next(batches, None)
-    if batch is None:
-        return None
-    if _is_custom_batch(batch):
-        return move_to_device(batch, device, dtype)  # its tensors cannot be recorded on the stream
-    with torch.cuda.stream(stream):
-        return move_to_device(batch, device, dtype)
+# Trees of tensors
 
 
 def move_to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> object:
@@ -556,7 +506,7 @@ def move_to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = 
 
     On CUDA the copies from pinned memory are asynchronous. A batch class of the user moves itself and keeps its dtypes.
     """
-    if _is_custom_batch(tree):
+    if is_custom_batch(tree):
         return tree.to(device)
     if dtype is None:
         return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
@@ -568,12 +518,12 @@ def move_to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = 
 def list_tensors(tree: object) -> list[torch.Tensor]:
     """Return every tensor in `tree`; none for a batch class of the user."""
     found: list[torch.Tensor] = []
-    if not _is_custom_batch(tree):
+    if not is_custom_batch(tree):
         map_tensors(tree, found.append)
     return found
 
 
-def _is_custom_batch(tree: object) -> bool:
+def is_custom_batch(tree: object) -> bool:
     """Return whether a batch is of a class of the user that moves itself to a device."""
     return not isinstance(tree, torch.Tensor | Mapping | tuple | list) and hasattr(tree, "to")
 

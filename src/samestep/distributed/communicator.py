@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.process_group import (
+    backends_to_add,
     check_existing_group,
     connect_store,
     init_process_group,
-    new_gloo_group,
+    new_group,
     rendezvous,
+    store_beside_group,
 )
 from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout
 from samestep.environment.world import World
@@ -29,7 +31,7 @@ _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that diff
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
-_MAX_CHECK_SECONDS = 5.0  # after a long wait: a check of 1,000 ranks reads 1,000 values from one store
+_MAX_CHECK_SECONDS = 5.0  # after a long wait: all ranks share one store
 
 
 class Communicator:
@@ -42,17 +44,19 @@ class Communicator:
     once_of_process: ClassVar[str | None] = None
     """The `run.once` that this process runs now, in any of its runs."""
 
-    def __init__(self, world: World, backend: str, start_timeout: float, step_timeout: float) -> None:
-        self.world, self.backend = world, backend
+    def __init__(self, world: World, start_timeout: float, step_timeout: float) -> None:
+        self.world = world
+        self.backend = "none"
+        """What connects the ranks: "gloo" or "nccl", once it is open; "none" for a single rank."""
         self.timeout = self.start_timeout = start_timeout
         self.once_calls = 0  # the number of `run.once` calls so far, the same on every rank
+        self.once_keys: list[str] = []  # what this rank posted at the last of them
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
         self._control_group: dist.ProcessGroup | None = None  # for small exchanges
         self.group: dist.ProcessGroup | None = None
-        """The group for tensors of training. With gloo, the default group is left to the script; with NCCL it is None:
-        the default group, since a second one takes memory of the GPU."""
+        """The group for tensors of training; None: the default group (see `backends_to_add`)."""
         self._subgroups: list[dist.ProcessGroup] = []  # for tensors of training, of some ranks
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
         self._existing_group = self._is_open = self._is_closed = False
@@ -69,8 +73,11 @@ class Communicator:
         assert self._store is not None, "the communicator is not open, or there is one rank only"
         return self._store
 
-    def open(self, device: torch.device) -> None:
-        """Connect the ranks. A process group that already exists is used, and kept when the run ends."""
+    def open(self, device: torch.device, agree_on_backend: Callable[[dist.Store], str]) -> None:
+        """Connect the ranks, by the backend that all ranks agree on.
+
+        A process group that already exists is used, and kept when the run ends; what it lacks is added to it.
+        """
         if Communicator.once_of_process is not None:
             raise CommunicationError(
                 f"a Run was started inside {self.once_of_process}, which one rank alone runs: its ranks would wait for "
@@ -82,17 +89,23 @@ class Communicator:
             return
         rank, size = self.world.rank, self.world.size
         self._existing_group = dist.is_initialized()
-        base = connect_store(self.world, self.start_timeout)
+        if self._existing_group:  # it may have no backend for CPU tensors
+            self._control_group = new_group("gloo", self.start_timeout)
+            base = store_beside_group(self.world, self._control_group)
+        else:
+            base = connect_store(self.world, self.start_timeout)
         # torch's agent may keep the store across restarts: a new prefix hides the addresses of dead processes
         generation = f"samestep/{rendezvous(base, rank, size, self.start_timeout)}"
         self._store = dist.PrefixStore(f"{generation}/control", base)
         self._board = StatusBoard(self._store, rank, size)
-        if not self._existing_group:
+        self.backend = agree_on_backend(self._store)
+        existing = dist.get_backend_config() if self._existing_group else None
+        if self._control_group is None:
             group_store = dist.PrefixStore(f"{generation}/group", base)
             init_process_group(group_store, self.world, self.backend, device, self.start_timeout)
-        self._control_group = new_gloo_group(self.start_timeout)
-        if self.backend == "gloo":
-            self.group = new_gloo_group(self.start_timeout)
+            self._control_group = new_group("gloo", self.start_timeout)
+        if backends := backends_to_add(existing, self.backend):
+            self.group = new_group(backends, self.start_timeout)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
@@ -102,6 +115,7 @@ class Communicator:
         if self._board is None:
             return
         self._board.end(None)
+        # the default group has no group of samestep beside it if it serves, and then it can send CPU tensors
         for group in (self.group, self._control_group):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
             dist.all_reduce(last, group=group)
@@ -224,12 +238,13 @@ class Communicator:
         own = self._board.own
         if operation is not None:
             own = replace(own, operation=operation, call_site=call_site(), state="waiting")
-        peers = self._board.peers()
-        diverged = self._board.diverged(peers)
-        if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
+        is_new = self._board.look()
+        diverged = self._board.diverged(self._board.known) if is_new else before
+        settled = {rank: status for rank, status in diverged.items() if before.get(rank) == status}
+        if settled and is_new:
             raise self._board.diverged_error(own, settled)
-        self._board.request_locations(self._board.missing(peers), since)
         if (waited := time.monotonic() - since) > timeout:
+            peers = self._board.peers_after_error()
             raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers)
         return diverged
 
@@ -256,7 +271,7 @@ class Communicator:
         assert self._board is not None
         own = self._board.own
         try:
-            peers = self._board.peers()
+            peers = self._board.peers_after_error()
         except RuntimeError:
             raise self._board.store_gone_error(own) from error
         if diverged := self._board.diverged(peers):

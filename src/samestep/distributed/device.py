@@ -1,61 +1,161 @@
 """Which device this rank computes on, which backend connects the ranks, and how ranks share a device."""
 
+import json
 import zlib
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
-from samestep.environment.world import World
+from samestep.environment.gpus import identify_gpu, nccl_version
+from samestep.environment.world import World, shares_gpus
 from samestep.errors import WorldError
 
 BACKENDS = ("gloo", "nccl")
+_SHARED_GPU_VERSION = (2, 30)  # the first NCCL that allows several ranks per GPU
+_SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHOWN = 4
 
 
-@dataclass(frozen=True)
-class DeviceChoice:
-    """A device and a backend, with the reason."""
+def choose_device(world: World, cuda: int, mps: bool, backend: str | None) -> torch.device:
+    """Choose from the number of visible CUDA devices and whether Apple's GPU is usable; checks the user's `backend`.
 
-    device: torch.device
-    backend: str  # "gloo", "nccl", or "none" for a single rank
-    reason: str
-    warning: str | None = None
-
-
-def choose_device(world: World, cuda: int, mps: bool, backend: str | None) -> DeviceChoice:
-    """Choose from the number of CUDA devices and whether Apple's GPU is usable; `backend` is the user's or None."""
+    With `srun --gpus-per-task=1`, or CUDA_VISIBLE_DEVICES set per rank, each rank sees its own GPU as device 0.
+    """
     if backend is not None and backend not in BACKENDS:
         raise WorldError(f"backend={backend!r} is not supported: use {' or '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not cuda:
         raise WorldError("backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo")
     if cuda:
-        return _choose_cuda(world, cuda, backend)
-    if mps and world.size == 1:
-        return DeviceChoice(torch.device("mps"), "none", "one rank on Apple's GPU")
-    reason = f"{world.size} rank(s) on the CPU: no GPU is visible"
-    return DeviceChoice(torch.device("cpu"), _backend(world, "gloo"), reason)
+        return torch.device("cuda", world.local_rank % cuda)
+    return torch.device("mps" if mps and world.size == 1 else "cpu")
 
 
-def _choose_cuda(world: World, devices: int, backend: str | None) -> DeviceChoice:
-    device = torch.device("cuda", world.local_rank % devices)
-    # with `srun --gpus-per-task=1` each rank sees only its own GPU
-    one_gpu_per_task = devices == 1 and world.launcher == "slurm" and backend == "nccl"
-    if world.local_size <= devices or one_gpu_per_task:
-        reason = f"one GPU for each of the {world.local_size} rank(s) of this node"
-        return DeviceChoice(device, _backend(world, backend or "nccl"), reason)
-    if backend == "nccl":
-        raise WorldError(
-            f"backend='nccl' needs one GPU per rank, got {world.local_size} ranks on {devices} GPU(s): use "
-            f"--nproc-per-node {devices}, or omit backend to use gloo"
-        )
-    reason = f"{world.local_size} ranks share {devices} GPU(s)"
-    warning = f"{reason}: samestep uses gloo, which is slower than NCCL with one GPU per rank"
-    return DeviceChoice(device, _backend(world, "gloo"), reason, warning)
+@dataclass(frozen=True)
+class RankDevice:
+    """What one rank computes on and what its NCCL can do, for the choice of a backend."""
+
+    rank: int
+    node: int
+    gpu: str = ""  # its UUID, for example "GPU-5ba3..." or "MIG-0a1b..."; empty without a GPU
+    nccl: Sequence[int] = ()  # version; empty if this torch has none
+    allows_sharing: bool = False  # whether NCCL_MULTI_RANK_GPU_ENABLE=1 is set
+    requested: str | None = None  # the backend that the user passed
 
 
-def _backend(world: World, name: str) -> str:
-    return name if world.size > 1 else "none"
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend for all ranks, with the reason."""
+
+    backend: str  # "gloo", "nccl", or "none" for a single rank
+    reason: str
+    warning: str | None = None
+    is_shared: bool = False  # whether ranks share a GPU
+
+
+def choose_backend(ranks: Sequence[RankDevice]) -> BackendChoice:
+    """NCCL with one GPU per rank, also if they share GPUs and NCCL allows it; otherwise gloo.
+
+    Ranks share a GPU if its UUID is the same. How many GPUs a rank sees does not matter, nor which launcher started it.
+    """
+    requested = _requested_backend(ranks)
+    if len(ranks) == 1:
+        return BackendChoice("none", "a single rank needs no backend")
+    by_gpu: defaultdict[str, list[int]] = defaultdict(list)
+    for each in ranks:
+        by_gpu[each.gpu].append(each.rank)
+    without = by_gpu.pop("", [])
+    if not by_gpu:
+        return BackendChoice("gloo", f"{len(ranks)} rank(s) on the CPU: no GPU is visible")
+    if requested == "gloo":
+        return BackendChoice("gloo", "backend='gloo' was passed to Run")
+    if without:
+        reason = f"{_format_ranks(without)} see no GPU, but {len(ranks) - len(without)} other rank(s) do"
+        remedy = "check CUDA_VISIBLE_DEVICES and the GPUs that each node allocates"
+        return _fall_back(requested, reason, remedy, remedy)
+    if not all(each.nccl for each in ranks):
+        remedy = "install a build for CUDA"
+        return _fall_back(requested, "this build of torch has no NCCL", remedy, remedy)
+    shared = {gpu: users for gpu, users in by_gpu.items() if len(users) > 1}
+    if not shared:
+        return BackendChoice("nccl", f"one GPU for each of the {len(ranks)} ranks")
+    return _choose_for_shared_gpus(ranks, len(by_gpu), shared, requested)
+
+
+def _choose_for_shared_gpus(
+    ranks: Sequence[RankDevice], gpus: int, shared: dict[str, list[int]], requested: str | None
+) -> BackendChoice:
+    gpu, users = next(iter(shared.items()))
+    others = f" and {len(shared) - 1} more GPU(s)" if len(shared) > 1 else ""
+    reason = f"{len(ranks)} ranks share {gpus} GPU(s): {_format_ranks(users)} use {gpu}{others}"
+    version, least = min(tuple(each.nccl) for each in ranks), ".".join(map(str, _SHARED_GPU_VERSION))
+    name = f"NCCL {'.'.join(map(str, version))}"
+    enabled = all(each.allows_sharing for each in ranks)
+    if version >= _SHARED_GPU_VERSION and enabled:
+        return BackendChoice("nccl", f"{reason}, which {name} allows with {_SHARED_GPU_VARIABLE}=1", is_shared=True)
+    refusal = f"{name} does not allow it" if version < _SHARED_GPU_VERSION else f"{_SHARED_GPU_VARIABLE} is not 1"
+    allow = f"NCCL {least} or newer with {_SHARED_GPU_VARIABLE}=1"
+    choice = _fall_back(
+        requested,
+        f"{reason}, and {refusal}",
+        f"use --nproc-per-node with one rank per GPU, or {allow}",
+        f"it is slower than NCCL with one GPU per rank, or than {allow}",
+    )
+    return BackendChoice(choice.backend, choice.reason, choice.warning, is_shared=True)
+
+
+def _fall_back(requested: str | None, reason: str, remedy: str, advice: str) -> BackendChoice:
+    """Gloo with a warning; an error if the user wants NCCL."""
+    if requested == "nccl":
+        raise WorldError(f"backend='nccl' needs one GPU per rank, but {reason}: {remedy}, or omit backend to use gloo")
+    return BackendChoice("gloo", reason, f"{reason}: samestep uses gloo; {advice}")
+
+
+def _requested_backend(ranks: Sequence[RankDevice]) -> str | None:
+    first = ranks[0]
+    for each in ranks:
+        if each.requested != first.requested:
+            raise WorldError(
+                f"rank {first.rank} has Run(backend={first.requested!r}) and rank {each.rank} has "
+                f"Run(backend={each.requested!r}): pass the same backend on all ranks"
+            )
+    return first.requested
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank(s) {shown}"
+
+
+def describe_rank(world: World, device: torch.device, requested: str | None) -> RankDevice:
+    """What this rank posts for the choice of the backend."""
+    if device.type != "cuda":
+        return RankDevice(world.rank, world.node, requested=requested)
+    return RankDevice(world.rank, world.node, identify_gpu(device.index), nccl_version(), shares_gpus(), requested)
+
+
+def agree_on_backend(store: dist.Store, size: int, own: RankDevice) -> BackendChoice:
+    """The backend that rank 0 chooses from the devices of all ranks, before there is a process group.
+
+    Every rank posts one value and reads one; rank 0 reads those of all ranks.
+    """
+    store.set(f"device/{own.rank}", json.dumps(asdict(own)))
+    if own.rank == 0:
+        posted = store.multi_get([f"device/{rank}" for rank in range(size)])
+        try:
+            choice = choose_backend([RankDevice(**json.loads(text)) for text in posted])
+        except WorldError as error:
+            store.set("backend", json.dumps({"error": str(error)}))
+            raise
+        store.set("backend", json.dumps(asdict(choice)))
+        return choice
+    chosen = json.loads(store.get("backend"))
+    if "error" in chosen:
+        raise WorldError(chosen["error"])
+    return BackendChoice(**chosen)
 
 
 @dataclass(frozen=True, order=True)
@@ -79,5 +179,5 @@ def memory_shares(comm: Communicator, operation: str, device: torch.device, free
 
 def _device_id(device: torch.device) -> float:
     """A number for a device of a node, from its UUID: each rank may see its own GPU as device 0."""
-    name = getattr(torch.cuda.get_device_properties(device), "uuid", device) if device.type == "cuda" else device
-    return float(zlib.crc32(str(name).encode()))
+    name = identify_gpu(device.index or 0) if device.type == "cuda" else str(device)
+    return float(zlib.crc32(name.encode()))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator, check_pause
-from samestep.distributed.rank_status import RankStatus
+from samestep.distributed.rank_status import RankStatus, poll_pause
 from samestep.loggers.loggers import Loggers, LogRow, MetricKey, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
@@ -230,7 +230,6 @@ def _sum(values: list[float]) -> float:
 
 _LATE_SECONDS: Final = 2.0  # twice the usual time between two syncs
 _POLL_SECONDS: Final = 1.0
-_AGREE_SECONDS: Final = 0.05  # ranks may be waiting once an early sync was requested
 _OPERATION: Final = "the request for an early metric sync"
 
 
@@ -241,13 +240,14 @@ class EarlySync:
     away, and a scheduler that sent a signal does not wait that long. So a thread polls the store while a sync is late:
     1. A rank with an urgent value sets ROUND/requested.
     2. Each rank that sees it posts its next step boundary and waits there.
-    3. The sync happens at the highest posted boundary, which no rank has passed.
+    3. The last of them posts the highest boundary, which no rank has passed. The sync happens there.
     """
 
     def __init__(self, comm: Communicator, is_urgent: Callable[[], bool]) -> None:
         self._comm, self._is_urgent = comm, is_urgent
         self._store = None if comm.alone else dist.PrefixStore("early-sync", comm.store)
         self._boundary = self._round = 0
+        self._promised_at, self._keys = 0.0, list[str]()  # when this round was promised, and what this rank posted
         self._promised: int | None = None
         self._agreed: int | None = None
         self._last_sync, self._coming = time.monotonic(), False
@@ -258,7 +258,10 @@ class EarlySync:
             threading.Thread(target=_poll, args=arguments, name="samestep early sync", daemon=True).start()
 
     def synced(self) -> None:
-        """Note that a sync has happened."""
+        """Note that a sync has happened; after one that was requested, no rank needs the keys of its round."""
+        if self._coming and self._store is not None:
+            while self._keys:
+                self._store.delete_key(self._keys.pop())
         self._last_sync, self._coming = time.monotonic(), False
 
     def at_boundary(self) -> bool:
@@ -289,7 +292,7 @@ class EarlySync:
             self._promise()
         if self._promised is not None and self._agreed is None:
             self._agree()
-            return _AGREE_SECONDS
+            return poll_pause(self._promised_at)
         return _POLL_SECONDS
 
     def _is_late(self) -> bool:
@@ -302,15 +305,20 @@ class EarlySync:
             self._store.set(request, "")
         elif not self._store.check([request]):
             return
+        rank, size = self._comm.world.rank, self._comm.world.size
+        self._promised_at, self._keys = time.monotonic(), [f"{self._round}/{rank}"]
         with self._changed:
             self._promised = self._boundary + 1
-        self._store.set(f"{self._round}/{self._comm.world.rank}", str(self._promised))
+        self._store.set(f"{self._round}/{rank}", str(self._promised))
+        if self._store.add(f"{self._round}/promised", 1) == size:
+            boundaries = self._store.multi_get([f"{self._round}/{rank}" for rank in range(size)])
+            self._keys += [request, f"{self._round}/promised", f"{self._round}/agreed"]
+            self._store.set(f"{self._round}/agreed", str(max(map(int, boundaries))))
 
     def _agree(self) -> None:
         assert self._store is not None
-        keys = [f"{self._round}/{rank}" for rank in range(self._comm.world.size)]
-        if self._store.check(keys):
-            furthest = max(int(boundary) for boundary in self._store.multi_get(keys))
+        if self._store.check([f"{self._round}/agreed"]):
+            furthest = int(self._store.get(f"{self._round}/agreed"))
             with self._changed:
                 self._agreed = furthest
                 self._changed.notify_all()

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator, check_pause
-from samestep.distributed.rank_status import RankStatus
+from samestep.distributed.rank_status import RankStatus, poll_pause
 from samestep.errors import CommunicationError, OnceFailed, TeacherError
 
 T = TypeVar("T")
@@ -34,19 +34,17 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
             return function(*args)
     # no rank starts before all are here
     nodes = comm.exchange(operation, [float(world.node), float(world.is_node_main)])
-    _delete(comm.store, f"once/{number - 1}/{world.rank}")  # all ranks have read it, since they are here
+    while comm.once_keys:  # all ranks have read what this one posted at the previous call, since they are here
+        comm.store.delete_key(comm.once_keys.pop())
     first_ranks = {int(node): rank for rank, (node, is_first) in enumerate(nodes) if is_first}
     runners = {0: 0} if per == "run" else first_ranks
     if world.rank in runners.values():
         with comm.running_once(operation):
             outcome = run_and_pickle(world.rank, function, *args)
-        _post(comm.store, f"once/{number}/{world.rank}", outcome)
+        comm.once_keys = _post(comm.store, f"once/{number}", outcome, len(runners))
     with comm.collective(operation):
-        outcomes = {rank: _await(comm, f"once/{number}/{rank}") for rank in sorted(set(runners.values()))}
-    for outcome in outcomes.values():
-        if outcome.error is not None:
-            unpickle_outcome(operation, outcome)
-    return unpickle_outcome(operation, outcomes[runners[0 if per == "run" else world.node]])
+        outcome = _await(comm, f"once/{number}", runners[0 if per == "run" else world.node])
+    return unpickle_outcome(operation, outcome)
 
 
 def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
@@ -119,30 +117,32 @@ def unpickle_outcome(operation: str, outcome: Outcome) -> Any:
     raise OnceFailed(origin)
 
 
-def _post(store: dist.Store, key: str, outcome: Outcome) -> None:
+def _post(store: dist.Store, key: str, outcome: Outcome, runners: int) -> list[str]:
+    """Post an outcome for the other ranks, and the end once all of the `runners` have; returns the keys to delete."""
     data = pickle.dumps(outcome)
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
-    for index, chunk in enumerate(chunks):
-        store.set(f"{key}/{index}", chunk)  # pyright: ignore[reportArgumentType]  # the stub lacks bytes
-    store.set(key, str(len(chunks)))
+    keys = [f"{key}/{outcome.rank}", *(f"{key}/{outcome.rank}/{index}" for index in range(len(chunks)))]
+    for chunk_key, chunk in zip(keys[1:], chunks, strict=True):
+        store.set(chunk_key, chunk)  # pyright: ignore[reportArgumentType]  # the stub lacks bytes
+    store.set(keys[0], str(len(chunks)))
+    store.append(f"{key}/failed", f"{outcome.rank} " if outcome.value is None else "")  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
+    if store.add(f"{key}/done", 1) < runners:
+        return keys
+    failed = store.get(f"{key}/failed").split()
+    store.set(f"{key}/end", str(min(map(int, failed))) if failed else "")
+    return [*keys, f"{key}/failed", f"{key}/done", f"{key}/end"]
 
 
-def _await(comm: Communicator, key: str) -> Outcome:
-    """Wait up to `start_timeout`: the function may download for minutes while all other ranks wait."""
-    since, pause, seen = time.monotonic(), 0.001, dict[int, RankStatus]()
+def _await(comm: Communicator, key: str, runner: int) -> Outcome:
+    """What the function did on `runner`, or on the first rank where it raised.
+
+    Waits up to `start_timeout`: the function may download for minutes while all other ranks wait.
+    """
+    since, seen = time.monotonic(), dict[int, RankStatus]()
     checked = since
-    while not comm.store.check([key]):
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
+    while not comm.store.check([f"{key}/end"]):
+        time.sleep(poll_pause(since))
         if time.monotonic() - checked > check_pause(since, seen):
             seen, checked = comm.check_peers(since, seen, comm.start_timeout), time.monotonic()
-    chunks = int(comm.store.get(key))
-    return pickle.loads(b"".join(comm.store.get(f"{key}/{index}") for index in range(chunks)))
-
-
-def _delete(store: dist.Store, key: str) -> None:
-    """Free what this rank posted at the previous call."""
-    if store.check([key]):
-        for index in range(int(store.get(key))):
-            store.delete_key(f"{key}/{index}")
-        store.delete_key(key)
+    key = f"{key}/{int(comm.store.get(f'{key}/end') or runner)}"
+    return pickle.loads(b"".join(comm.store.get(f"{key}/{index}") for index in range(int(comm.store.get(key)))))

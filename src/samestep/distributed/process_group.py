@@ -16,6 +16,7 @@ from samestep.environment.processes import allow_open_files
 from samestep.environment.world import World
 from samestep.errors import WorldError
 
+_NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
 _OPEN_FILES: Final = 34  # of a rank, besides its connections to other ranks
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must not overload the store
@@ -23,8 +24,6 @@ _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must
 
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
-    if dist.is_initialized():
-        return _store_for_existing_group(world)
     hosts = world.is_main and not world.agent_store
     # The default group, those of samestep (one with NCCL, which opens its own sockets), and the store's clients.
     if problem := allow_open_files(_OPEN_FILES + (4 if hosts else 3) * world.size):
@@ -165,29 +164,22 @@ def check_existing_group(world: World) -> None:
             f"variables say rank {world.rank} of {world.size}: remove dist.init_process_group and mp.spawn, and start "
             f"the ranks with `samestep run --nproc-per-node {size} train.py`"
         )
-    backends = dist.get_backend_config()
-    if world.size > 1 and "cpu:" not in backends:
-        raise WorldError(
-            f"the script created a process group without a backend for CPU tensors ({backends}), which samestep uses "
-            "for small values: remove dist.init_process_group, since Run creates the group, or create it with "
-            "'cpu:gloo,cuda:nccl'"
-        )
 
 
-def _store_for_existing_group(world: World) -> dist.Store:
-    """A store next to a process group that the script created: rank 0 hosts it and broadcasts the port."""
+def store_beside_group(world: World, group: dist.ProcessGroup) -> dist.Store:
+    """A store for ranks whose script created a process group: rank 0 hosts it and sends the port through `group`."""
     hosted: dist.TCPStore | None = None
-    if dist.get_rank() == 0:
+    if world.is_main:
         hosted = dist.TCPStore(world.address, 0, is_master=True, wait_for_workers=False)
     port = [hosted.port if hosted is not None else 0]
-    dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(port, src=0, group=group, device=torch.device("cpu"))
     return hosted or dist.TCPStore(world.address, port[0], is_master=False, wait_for_workers=False)
 
 
 def init_process_group(store: dist.Store, world: World, backend: str, device: torch.device, timeout: float) -> None:
     """Create the default process group: NCCL for CUDA tensors and gloo for CPU tensors, or gloo for both."""
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        _NCCL_AND_GLOO if backend == "nccl" else backend,
         store=store,
         rank=world.rank,
         world_size=world.size,
@@ -196,12 +188,27 @@ def init_process_group(store: dist.Store, world: World, backend: str, device: to
     )
 
 
-def new_gloo_group(timeout: float) -> dist.ProcessGroup:
-    """Another group of all ranks, for tensors on the CPU; a collective of all ranks.
+def backends_to_add(existing: str | None, backend: str) -> str | None:
+    """The backends of a group for tensors of training; None if the default group serves.
+
+    With gloo, the default group is left to the script. With NCCL it serves, since a second one takes memory of the GPU,
+    unless the script created it (`existing`) without a backend for CPU tensors or without NCCL.
+
+    >>> backends_to_add(None, "nccl"), backends_to_add("cuda:nccl", "nccl"), backends_to_add(None, "gloo")
+    (None, 'cpu:gloo,cuda:nccl', 'gloo')
+    """
+    if backend != "nccl":
+        return backend
+    serves = existing is None or ("cpu:" in existing and "cuda:nccl" in existing)
+    return None if serves else _NCCL_AND_GLOO
+
+
+def new_group(backends: str, timeout: float) -> dist.ProcessGroup:
+    """Another group of all ranks; a collective of all ranks.
 
     In one group, a collective of samestep on one rank could match another one of the script on another rank, and gloo
     aborts a process that receives more bytes than it has allocated.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    group = dist.new_group(backend=backends, timeout=timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group

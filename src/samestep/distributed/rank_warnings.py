@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final, TextIO
@@ -12,11 +12,12 @@ from typing import Final, TextIO
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import poll_pause
 from samestep.messages import format_list
 
 # A rank waits this long for rank 0 to report the same warning: ranks run the same code at about the same time.
 _WAIT_SECONDS: Final = 0.5
-_POLL_SECONDS: Final = 0.01
+_KEPT: Final = 64  # warnings in the store: a text with a number in it is a new one every time
 _SHOWN: Final = 4
 
 
@@ -34,6 +35,7 @@ class RankWarnings:
         self._show = warnings.showwarning  # may be that of `logging.captureWarnings`
         self._process = os.getpid()
         self._counts: Counter[tuple[str, str, str, int]] = Counter()
+        self._posted: deque[str] = deque()  # what rank 0 has shown last
         self.closed = False
 
     def show(
@@ -72,10 +74,13 @@ class RankWarnings:
         try:
             if not self._rank:
                 self._store.set(name, "")
+                self._posted.append(name)
+                if len(self._posted) > _KEPT:
+                    self._store.delete_key(self._posted.popleft())
                 return False
-            deadline = time.monotonic() + _WAIT_SECONDS
-            while not (shown := self._store.check([name])) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
+            since = time.monotonic()
+            while not (shown := self._store.check([name])) and time.monotonic() - since < _WAIT_SECONDS:
+                time.sleep(poll_pause(since))
         except RuntimeError:  # the store exited with the rank that hosted it
             return False
         return shown

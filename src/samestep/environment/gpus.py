@@ -1,6 +1,9 @@
 """Versions and GPUs as torch and nvidia-smi report them; imports torch."""
 
+import ctypes
+import os
 import re
+import socket
 import subprocess
 import warnings
 
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from samestep.environment.hardware import Gpu, GpuLink, Software
+from samestep.environment.world import read_environ
 
 _TIMEOUT_SECONDS = 5
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,7 +29,7 @@ def detect_software() -> Software:
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip,
         cuda_error=None if usable or not torch.backends.cuda.is_built() else _cuda_error(),
-        nccl=".".join(map(str, nccl.version())) if dist.is_available() and dist.is_nccl_available() else None,
+        nccl=".".join(map(str, nccl_version())) or None,
         gloo=dist.is_available() and dist.is_gloo_available(),
         mps=torch.backends.mps.is_available(),
     )
@@ -44,6 +48,51 @@ def detect_gpus() -> tuple[Gpu, ...]:
         free = smi[1] if smi else _free_memory(index)
         gpus.append(Gpu(index, properties.name, properties.total_memory, free, capability))
     return tuple(gpus)
+
+
+def identify_gpu(index: int) -> str:
+    """The UUID of a visible GPU: the same for all processes that use it, whatever index it has in them."""
+    uuid = _uuid(index) or f"{socket.gethostname()}:{index}"
+    return gpu_name(uuid, read_environ().get("CUDA_VISIBLE_DEVICES"), index)
+
+
+def gpu_name(uuid: str, visible: str | None, index: int) -> str:
+    """A GPU by its UUID. A MIG instance is a GPU of its own, named as in CUDA_VISIBLE_DEVICES.
+
+    CUDA may report the UUID of the GPU that a MIG instance is a part of.
+
+    >>> gpu_name("5ba3", None, 0), gpu_name("5ba3", "GPU-5ba3,MIG-0a1b", 1)
+    ('GPU-5ba3', 'MIG-0a1b')
+    """
+    listed = (visible or "").split(",")
+    named = listed[index].strip() if index < len(listed) else ""
+    return named if named.startswith("MIG-") else f"GPU-{uuid.removeprefix('GPU-')}"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL in use; empty if this torch has none.
+
+    torch reports the version that it was built with, but the library may be a newer one (LD_PRELOAD).
+    """
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return ()
+    number = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library.ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # NCCL is a part of torch's library
+        return tuple(part for part in nccl.version() if isinstance(part, int))
+    return parse_nccl_version(number.value)
+
+
+def parse_nccl_version(number: int) -> tuple[int, ...]:
+    """The version from NCCL's number for it; empty for 0.
+
+    >>> parse_nccl_version(23203), parse_nccl_version(2708)
+    ((2, 32, 3), (2, 7, 8))
+    """
+    major = 10000 if number >= 10000 else 1000  # before 2.9
+    return (number // major, number % major // 100, number % 100) if number else ()
 
 
 def detect_links() -> tuple[GpuLink, ...]:

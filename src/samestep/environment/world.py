@@ -162,6 +162,11 @@ def launch_name(environ: Mapping[str, str] | None = None) -> str:
     return "" if name == "none" else name  # torchrun's default for every launch
 
 
+def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the user allows NCCL to use a GPU for several ranks, which it can do since version 2.30."""
+    return _environ(environ).get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def home_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """The user's home directory: HOME, or else that of the user id; None if it has none, as in some containers."""
     home = Path(_environ(environ).get("HOME", ""))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
+from uuid import uuid4
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -46,7 +47,7 @@ def run_agent(job: Job, logs: RankLogs, signals: SignalHandler, echo: Callable[[
     spec = _worker_spec(job)
     known = inspect.signature(LocalElasticAgent.__init__).parameters
     since_2_12 = {"shutdown_timeout": signals.shutdown_timeout} if "shutdown_timeout" in known else {}
-    agent = _Agent(job, signals, spec=spec, logs_specs=_LogsSpecs(logs, signals, echo), **since_2_12)
+    agent = _Agent(job, signals, _LogsSpecs(logs, signals, echo), spec=spec, **since_2_12)
     try:
         result = cast("RunResult | None", agent.run())
     except SignalException:
@@ -128,6 +129,7 @@ class _LogsSpecs(LogsSpecs):
     def __init__(self, logs: RankLogs, signals: SignalHandler, echo: Callable[[str], None]) -> None:
         super().__init__()
         self._logs, self._signals, self._echo = logs, signals, echo
+        self.run_id: str | None = None  # replaces that of the rendezvous in the variables of the ranks
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Open the files of an attempt."""
@@ -139,6 +141,8 @@ class _LogsSpecs(LogsSpecs):
         paths = self._logs.open(envs)
         for local_rank, path in paths.error_files.items():
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
+            if self.run_id is not None:
+                envs[local_rank]["TORCHELASTIC_RUN_ID"] = self.run_id
         return paths
 
     @property
@@ -153,11 +157,13 @@ _TorchAgent: Any = LocalElasticAgent  # the decorators on torch's methods hide t
 class _Agent(_TorchAgent):
     """Torch's agent. It reports the ranks' pids to the SignalHandler and restarts only ranks that failed."""
 
-    def __init__(self, job: Job, signals: SignalHandler, **options: Any) -> None:
-        super().__init__(start_method="spawn", **options)
-        self._node_job, self._signal_handler = job, signals  # names that torch does not use
+    def __init__(self, job: Job, signals: SignalHandler, logs: _LogsSpecs, **options: Any) -> None:
+        super().__init__(start_method="spawn", logs_specs=logs, **options)
+        self._node_job, self._signal_handler, self._rank_logs = job, signals, logs  # names that torch does not use
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._node_job.rendezvous.is_unnamed and worker_group.store is not None:
+            self._rank_logs.run_id = agree_on_run_id(worker_group.store)
         started = super()._start_workers(worker_group)
         self._signal_handler.rank_pids = frozenset(started.values())
         return started
@@ -189,6 +195,17 @@ class _Agent(_TorchAgent):
         if self._node_job.rendezvous.max_nodes == 1:
             self._signal_handler.exception = None  # there is nothing to wait for, and the result is final
         super()._exit_barrier()
+
+
+def agree_on_run_id(store: Store) -> str:
+    """A run id for the ranks of this launch, the same on all nodes and after restarts; "none" with a store of etcd.
+
+    Without --rdzv-id all launches have the same id, and a second one would count as a restart of the first.
+    """
+    while isinstance(store, PrefixStore):  # the c10d rendezvous has another prefix after each restart
+        store = store.underlying_store
+    # etcd keeps its keys when the launchers have ended
+    return store.compare_set("samestep/run id", "", uuid4().hex).decode() if isinstance(store, TCPStore) else "none"
 
 
 def save_and_stop_ranks(signals: SignalHandler) -> None:

@@ -18,6 +18,7 @@ from samestep.messages import read_integer, shorten
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 _STATIC_PORT = 29500  # torch's default
 _DYNAMIC_PORTS = range(29400, _STATIC_PORT)  # from torch's default upwards
+_UNNAMED = "samestep"  # the id of launchers of several nodes without --rdzv-id, which must have the same id
 _ID_LENGTH = 8  # of a generated id, which a person may have to type
 
 
@@ -67,6 +68,11 @@ class Rendezvous:
             return self.settings.get("rank") == 0
         decided = str(self.settings.get("is_host", "")).lower()
         return decided in ("1", "true") if decided else None
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether other launches have the same id, since the user gave them none."""
+        return self.id == _UNNAMED or self.id.startswith(f"{_UNNAMED}-half")  # after a retry with half the micro-batch
 
     @property
     def hosted_port(self) -> int | None:
@@ -161,7 +167,7 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
             f"{endpoint} has port 0, which means any free port, so other processes cannot know it: pass a port "
             "from 1 to 65535, the same on every node"
         )
-    return Rendezvous(backend, endpoint, options.id or "samestep", settings, fewest, most, options.local_address)
+    return Rendezvous(backend, endpoint, options.id or _UNNAMED, settings, fewest, most, options.local_address)
 
 
 def check_route(rendezvous: Rendezvous) -> None:

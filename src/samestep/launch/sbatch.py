@@ -165,7 +165,8 @@ record() {{
 }}
 record started 0
 
-# Node 0 hosts the rendezvous: by its name, or by SLURM's address for it if the name cannot be resolved.
+# SLURM numbers the nodes, and their number is fixed, so no elastic rendezvous is needed: the launchers connect to node
+# 0, by its name, or by SLURM's address for it if the name cannot be resolved.
 _host=${{SAMESTEP_HOST:-}}
 if [ -z "$_host" ]; then
   _host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -174,7 +175,7 @@ fi
 _port=${{SAMESTEP_PORT:-$((10000 + SLURM_JOB_ID * 97 % 19000))}}  # differs per job; below the ephemeral ports
 
 # The warning reaches every process of a step. A process that does not handle it must ignore it, or it would die.
-_launcher='trap "" USR1; exec "$0" -m samestep run --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"'
+_launcher='trap "" USR1; exec "$0" -m samestep run --node-rank "$SLURM_NODEID" "$@"'
 
 _step= _interrupted= _stopped=
 warn() {{
@@ -188,7 +189,7 @@ trap '_interrupted=yes _stopped=yes' TERM
 # a minute to end by themselves, so that their exit codes are kept.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --export=ALL \\
   ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --kill-on-bad-exit=0 --wait=60 \\
-  bash -c "$_launcher" "$_python" --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$_host:$_port" \\
+  bash -c "$_launcher" "$_python" --nnodes "$SLURM_JOB_NUM_NODES" --master-addr "$_host" --master-port "$_port" \\
   --rdzv-id "$SLURM_JOB_ID" "${{_options[@]}}" -- "${{_script[@]}}" &
 _step=$!
 while :; do

@@ -45,7 +45,7 @@ from samestep.lightning.trainer_ranks import gather
 from samestep.messages import WarnOnce, warn
 from samestep.parallel.model_randomness import Kind, ModelRandomness
 from samestep.training.mistakes import check_setting
-from samestep.training.training_data import evaluation_epoch
+from samestep.training.training_data import batches_on_device, evaluation_epoch, move_without_waiting
 
 EpochSettings = Callable[[int], object]
 _REPLACED = "SameStep makes the order of every epoch itself"
@@ -67,9 +67,9 @@ class LoaderSpec:
 
     def open(self, trainer: Trainer, seed: int) -> Loader:
         """Start the data workers."""
-        given, device = self.given, trainer.strategy.root_device
+        given, pin_memory = self.given, trainer.strategy.root_device.type == "cuda"
         dataset = cast("MapDataset", given.dataset)
-        return Loader(dataset, seed, trainer.global_rank, given.collate_fn, given.num_workers, device)
+        return Loader(dataset, seed, trainer.global_rank, given.collate_fn, given.num_workers, pin_memory)
 
 
 def read_spec(loader: object, hook: str, warn: Callable[[str], None]) -> LoaderSpec:
@@ -245,7 +245,8 @@ class TrainLoader:
         epoch, first = self._trainer.current_epoch, self._progress().ready // self.batches_per_step
         requested: deque[BatchInfo] = deque()
         assert self._loader is not None
-        for data in self._loader.read(self._requests(epoch, first, requested), *self._comparison.take()):
+        reading = self._loader.read(self._requests(epoch, first, requested), *self._comparison.take())
+        for data in batches_on_device(reading, self._trainer.strategy.root_device):
             self.current = info = requested.popleft()
             self._randomness.begin(self._trainer, "training", info.step, info.number, info.make_keys)
             yield data
@@ -325,7 +326,7 @@ class TrainLoader:
 
 def _make_keys(trainer: Trainer, seed: int, epoch: int, indices: np.ndarray) -> torch.Tensor:
     words = sample_keys(seed, epoch, indices).view(np.int64)
-    return torch.from_numpy(words).to(trainer.strategy.root_device)
+    return move_without_waiting(torch.from_numpy(words), trainer.strategy.root_device)
 
 
 class EvalLoader:
@@ -366,7 +367,7 @@ class EvalLoader:
         assert self._loader is not None
         epoch, requested = self._epoch(), deque[np.ndarray]()
         reading = self._loader.read(self._requests(epoch, requested), *self._comparison.take())
-        for number, data in enumerate(reading):
+        for number, data in enumerate(batches_on_device(reading, self._trainer.strategy.root_device)):
             keys = partial(_make_keys, self._trainer, self._seed, evaluation_epoch(epoch), requested.popleft())
             self._randomness.begin(self._trainer, "evaluation", epoch, number, keys)
             yield data

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
@@ -18,7 +19,7 @@ from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
-from samestep.distributed.device import choose_device
+from samestep.distributed.device import BackendChoice, agree_on_backend, choose_device, describe_rank
 from samestep.distributed.once import once
 from samestep.distributed.rank_status import failed_line
 from samestep.distributed.rank_warnings import show_once
@@ -72,8 +73,9 @@ class Lifecycle:
         self.config, self.padding = config, PaddingFilter()
         self.world = read_world()
         cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()  # neither creates a CUDA context
-        self.device_choice = choose_device(self.world, cuda, mps, config.backend)
-        self.comm = Communicator(self.world, self.device_choice.backend, config.start_timeout, config.step_timeout)
+        self.device = choose_device(self.world, cuda, mps, config.backend)
+        self.backend = BackendChoice("none", "not started")
+        self.comm = Communicator(self.world, config.start_timeout, config.step_timeout)
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
         self._loop: StepLoop | None = None
@@ -117,14 +119,14 @@ class Lifecycle:
             raise CommunicationError(_CLOSED)
         if self._loop is not None:
             raise CommunicationError("this run was already started: start a Run once, by `with` or by start()")
-        device = self.device_choice.device
+        device = self.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything is allocated, or it would land on GPU 0
         _refuse_child_of_rank(self.world)
         self._watch.start()
         self._log_capture.callback(_show_crashes())
         try:
-            self.comm.open(device)
+            self.comm.open(device, self._agree_on_backend)
             export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
@@ -136,11 +138,18 @@ class Lifecycle:
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
             raise
-        if self.device_choice.warning:
-            self._warnings.warn_once(self.device_choice.warning)
+        if self.backend.warning:
+            self._warnings.warn_once(self.backend.warning)
+        elif self.backend.is_shared:
+            self.print(f"samestep uses {self.backend.backend}: {self.backend.reason}")
+
+    def _agree_on_backend(self, store: dist.Store) -> str:
+        own = describe_rank(self.world, self.device, self.config.backend)
+        self.backend = agree_on_backend(store, self.world.size, own)
+        return self.backend.backend
 
     def _open_context(self, folder: Path) -> RunContext:
-        config, device = self.config, self.device_choice.device
+        config, device = self.config, self.device
         if self.world.is_main:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
@@ -161,7 +170,7 @@ class Lifecycle:
         else:
             self._inform_peers(error)
             if self._loop is not None:
-                add_hint(error, self.device_choice.device, self.context.acceleration.precision.name)
+                add_hint(error, self.device, self.context.acceleration.precision.name)
             retry = self._handle_out_of_memory(error)
             self.fail(error)
             if retry:
@@ -237,14 +246,14 @@ class Lifecycle:
     def summary(self, status: str) -> dict[str, object]:
         """The summary of this run, for summary.json and checkpoints."""
         progress = self._loop.context.progress if self._loop else None
-        device = self.device_choice.device
+        device = self.device
         starts = list(self._loop.step_starts) if self._loop else []
         return {
             "status": status,
             "versions": {"samestep": __version__, "torch": torch.__version__},
             "world_size": self.world.size,
             "nodes": self.world.nodes,
-            "backend": self.device_choice.backend,
+            "backend": self.comm.backend,
             "device": str(device),
             "global_batch": self.config.global_batch,
             "seed": self.config.seed,

@@ -82,7 +82,7 @@ class Run(Collectives):
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self._lifecycle.device_choice.device
+        return self._lifecycle.device
 
     @property
     def folder(self) -> Path:

@@ -30,6 +30,7 @@ from samestep.training.step_loss import MicroBatch, StepPosition
 from samestep.training.training_data import (
     Epoch,
     TrainingData,
+    batches_on_device,
     choose_micro_batch,
     choose_num_workers,
     evaluation_epoch,
@@ -83,7 +84,6 @@ class Shard(TrainingData):
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
         context.on_close.append(self._loaders.clear)  # data workers end with the run, not when Python collects them
-        self._weights: dict[tuple[int, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._evaluation())
@@ -132,7 +132,7 @@ class Shard(TrainingData):
         # sample is filled, with one padding row.
         requests = (BatchRequest(0, np.arange(*evaluation.read_range(k)), setting) for k in range(len(evaluation)))
         number = self._ledger.begin_evaluation(self._epoch, self._step) if self._ledger else 0
-        for k, data in enumerate(self._loader("evaluation").read(requests, self._probe(), self._compare)):
+        for k, data in enumerate(self._read("evaluation", requests)):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
             keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
@@ -196,7 +196,7 @@ class Shard(TrainingData):
                     requested.append((rows.real, chosen))
                     yield BatchRequest(epoch, chosen, setting)
 
-        for data in self._loader("training").read(requests(), self._probe(), self._compare):
+        for data in self._read("training", requests()):
             real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)
@@ -211,12 +211,6 @@ class Shard(TrainingData):
     def _compare(self, probes: list[Probe]) -> None:
         check_same_samples(self._dataset, self._gather_probes(probes))
 
-    def _row_weights(self, rows: int, real: int) -> torch.Tensor:
-        if (rows, real) not in self._weights:
-            weights = (torch.arange(rows) < real).float()
-            self._weights[rows, real] = weights.to(self._context.device)
-        return self._weights[rows, real]
-
     def _evaluation(self) -> EvaluationPartition:
         partition = self._partition
         rows = partition.micro_batch or -(-partition.global_batch // partition.world_size)
@@ -228,12 +222,17 @@ class Shard(TrainingData):
         settings = self._epoch_settings
         return NO_SETTING if settings is None else check_setting(settings(epoch), self._num_workers)
 
+    def _read(self, purpose: str, requests: Iterator[BatchRequest]) -> Iterator[object]:
+        """The requested batches on the device."""
+        batches = self._loader(purpose).read(requests, self._probe(), self._compare)
+        return batches_on_device(batches, self._context.device, self._context.convert_to)
+
     def _loader(self, purpose: str) -> Loader:
         """One set of workers per purpose, so that an evaluation in the middle of an epoch does not disturb it."""
         if purpose not in self._loaders:
-            rank, device, dtype = self._partition.rank, self._context.device, self._context.convert_to
+            rank, pin_memory = self._partition.rank, self._context.device.type == "cuda"
             self._loaders[purpose] = Loader(
-                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, device, dtype
+                self._dataset, self._order.seed, rank, self._collate_fn, self._num_workers, pin_memory
             )
         return self._loaders[purpose]
 

@@ -1,8 +1,9 @@
 """This rank's part of a stream: steps of the global batch from an iterable dataset without a length."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data.content_probe import check_same_options, check_same_records, check_same_workers
 from samestep.data.ledger import ShardDescription
-from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, check_num_workers, defer_signals, move_to_device
+from samestep.data.loader import CollateFn, KeyedCollate, WorkerSetup, defer_signals, move_to_device
 from samestep.data.partition import MicroBatchRows, Partition, split_evenly
 from samestep.data.sample_rng import evaluation_batch
 from samestep.data.streaming import StreamPartition, StreamStep, check_stream, is_sharded
@@ -20,7 +21,15 @@ from samestep.training.mistakes import check_data
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
 from samestep.training.step_loss import MicroBatch, StepPosition
-from samestep.training.training_data import Epoch, TrainingData, choose_micro_batch, evaluation_epoch, open_ledger
+from samestep.training.training_data import (
+    Epoch,
+    TrainingData,
+    batches_on_device,
+    check_num_workers,
+    choose_micro_batch,
+    evaluation_epoch,
+    open_ledger,
+)
 
 _NO_SAMPLES = StreamStep(-1, [], [], None, None)
 
@@ -80,12 +89,13 @@ class Stream(TrainingData):
         if self._ledger:
             self._ledger.begin(epoch, self._step)
         parts = iter(()) if self._ended else self._read(epoch, self._step, self._state, self._drop_last)
-        for part, count, largest, first_row in self._with_counts(parts):
-            rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
-            position = StepPosition(self._number, self._step, epoch, count, len(rows), first_row)
-            advance = partial(self._advance, position, part)
-            micro_batches = self._micro_batches(part, rows, epoch)
-            yield from self._loop.run(Step(self._context, position, micro_batches, advance, self._passes))
+        read: deque[tuple[StreamStep, int, int, int]] = deque()  # the steps whose micro-batches are read
+        micro_batches = self._micro_batches(self._with_counts(parts), read, epoch)
+        while (first := next(micro_batches, None)) is not None:
+            part, samples, count, first_row = read.popleft()
+            position = StepPosition(self._number, self._step, epoch, samples, count, first_row)
+            advance, rest = partial(self._advance, position, part), islice(micro_batches, count - 1)
+            yield from self._loop.run(Step(self._context, position, chain([first], rest), advance, self._passes))
         if not self._step:
             raise DataError(self._empty_message())
         if self._ledger and not self._ended:
@@ -101,14 +111,20 @@ class Stream(TrainingData):
             )
         if self._ledger and self._must_compare:
             self._ledger.begin(self._epoch, self._step)
-        for part in self._read(epoch=0, first=0, state=None, drop_last=False):
-            rows = self._micro_batch or len(part.samples) or 1
-            for start in range(0, len(part.samples), rows):
-                samples, positions = part.samples[start : start + rows], part.positions[start : start + rows]
-                epoch = evaluation_epoch(self._context.progress.epoch)
-                keys = partial(self._keys, epoch, np.asarray(positions))
-                with self._context.padding.batch(len(samples)), evaluation_batch(None, keys):
-                    yield from self._evaluate_batch(self._make_batch(samples, 0, positions[0]), start, keys)
+        read: deque[tuple[int, Sequence[int]]] = deque()  # the first row in its step, and the positions of the rows
+
+        def batches() -> Iterator[object]:
+            for part in self._read(epoch=0, first=0, state=None, drop_last=False):
+                rows = self._micro_batch or len(part.samples) or 1
+                for start in range(0, len(part.samples), rows):
+                    read.append((start, part.positions[start : start + rows]))
+                    yield self._make_batch(part.samples[start : start + rows], 0, part.positions[start])
+
+        for data in self._on_device(batches()):
+            start, positions = read.popleft()
+            keys = partial(self._keys, evaluation_epoch(self._context.progress.epoch), np.asarray(positions))
+            with self._context.padding.batch(len(positions)), evaluation_batch(None, keys):
+                yield from self._evaluate_batch(data, start, keys)
 
     def state_dict(self) -> dict[str, object]:
         """The position of training, the same on every rank; valid on any world size and number of workers."""
@@ -199,9 +215,31 @@ class Stream(TrainingData):
                 return
             yield part, sum(counts), max(counts), sum(counts[:rank])
 
-    def _micro_batches(self, part: StreamStep, all_rows: list[MicroBatchRows], epoch: int) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self,
+        steps: Iterator[tuple[StreamStep, int, int, int]],
+        read: deque[tuple[StreamStep, int, int, int]],
+        epoch: int,
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of all steps; each step is appended to `read`, with the number of its micro-batches."""
+        chosen: deque[tuple[np.ndarray, int]] = deque()  # of each batch the positions, and how many of them are samples
+
+        def batches() -> Iterator[object]:
+            for part, samples, largest, first_row in steps:
+                rows = Partition(largest, largest, 0, 1, self._micro_batch).micro_batches(0)
+                read.append((part, samples, len(rows), first_row))
+                for records, positions, real in self._pad(part, rows):
+                    chosen.append((positions, real))
+                    yield self._make_batch(records, epoch, int(positions[0]))
+
+        for data in self._on_device(batches()):
+            positions, real = chosen.popleft()
+            weights, make_keys = self._row_weights(len(positions), real), partial(self._keys, epoch, positions)
+            yield MicroBatch(data, weights, make_keys, positions.tolist(), real)
+
+    def _pad(self, part: StreamStep, all_rows: list[MicroBatchRows]) -> Iterator[tuple[list[object], np.ndarray, int]]:
         """The same number of equally shaped micro-batches on every rank; missing rows repeat a sample with weight 0."""
-        device, min_rows = self._context.device, self._context.min_rows
+        min_rows = self._context.min_rows
         samples, positions = part.samples, np.asarray(part.positions, dtype=np.int64)
         self._padding = samples[-1:] or ([part.padding_sample] if part.padding_sample is not None else self._padding)
         assert self._padding  # some rank has a sample of this step, and a rank without any receives one of them
@@ -211,16 +249,24 @@ class Stream(TrainingData):
             if min_rows:  # BatchNorm should see no padding if it can do without
                 missing = min(missing, max(0, min_rows - len(chosen)))
             row_positions = np.concatenate([row_positions, np.zeros(missing, dtype=np.int64)])
-            data = self._make_batch(chosen + missing * self._padding, epoch, int(row_positions[0]))
-            weights = (torch.arange(len(row_positions)) < len(chosen)).float().to(device)
-            make_keys = partial(self._keys, epoch, row_positions)
-            yield MicroBatch(data, weights, make_keys, row_positions.tolist(), len(chosen))
+            yield chosen + missing * self._padding, row_positions, len(chosen)
 
     def _make_batch(self, samples: list[object], epoch: int, first: int) -> object:
         batch = self._collate(samples, epoch, first)
         if warning := self._collate.warning:
             self._context.warn_once(warning)
-        return move_to_device(batch, self._context.device, self._context.convert_to)
+        return batch
+
+    def _on_device(self, batches: Iterator[object]) -> Iterator[object]:
+        """The batches on the device; those of a stream in shards are not copied ahead.
+
+        Its ranks exchange counts when they read a step: an error in reading the next step must not wait until this
+        step is trained, since the other ranks would wait for its count.
+        """
+        device, dtype = self._context.device, self._context.convert_to
+        if is_sharded(self._dataset):
+            return (move_to_device(batch, device, dtype) for batch in batches)
+        return batches_on_device(batches, device, dtype)
 
     def _empty_message(self) -> str:
         name = type(self._dataset).__name__

@@ -1,17 +1,20 @@
-"""The base of shards and streams: epochs, position, keys of samples, micro-batch size, data workers and the ledger."""
+"""The base of shards and streams: epochs, position, keys of samples, data workers, ledger, batches on the device."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from samestep.context import RunContext
-from samestep.data import loader
 from samestep.data.content_probe import Probe
 from samestep.data.ledger import ShardDescription, ShardLedger, next_generation
+from samestep.data.loader import is_custom_batch, is_dense, map_tensors, move_to_device
 from samestep.data.sample_rng import micro_batch_keys, normal, sample_keys, uniform
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import oom_retries
@@ -21,6 +24,10 @@ from samestep.messages import info
 from samestep.training.mistakes import unpacking_problem
 from samestep.training.step import Step
 from samestep.training.step_loop import StepLoop
+
+_MAX_WORKERS: Final = 8  # if samestep chooses
+_MOST_WORKERS: Final = 1024
+_END: Final = object()  # after the last batch
 
 
 class Epoch:
@@ -65,6 +72,7 @@ class TrainingData(ABC):
         self._evaluating = False
         self._epochs_of_process = 0  # completed epochs since this process built or restored it
         self._ledger: ShardLedger | None = None
+        self._weights: dict[tuple[int, int], torch.Tensor] = {}  # see _row_weights
         self._compared = False  # whether the ranks have compared what they read
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,8 +158,15 @@ class TrainingData(ABC):
             self._evaluating = False
 
     def _keys(self, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        keys = sample_keys(self._context.config.seed, epoch, indices).view(np.int64)
-        return torch.from_numpy(keys).to(self._context.device)
+        keys = torch.from_numpy(sample_keys(self._context.config.seed, epoch, indices).view(np.int64))
+        return move_without_waiting(keys, self._context.device)
+
+    def _row_weights(self, rows: int, real: int) -> torch.Tensor:
+        """One weight per row, on the device: 1 for the first `real` rows, 0 for padding."""
+        if (rows, real) not in self._weights:
+            weights = (torch.arange(rows) < real).float()
+            self._weights[rows, real] = weights.to(self._context.device)
+        return self._weights[rows, real]
 
 
 def evaluation_epoch(epoch: int) -> int:
@@ -181,10 +196,24 @@ def choose_micro_batch(context: RunContext, micro_batch: int | None) -> int | No
 def choose_num_workers(context: RunContext, dataset: object, num_workers: int | None) -> int:
     """The number that was passed, or one chosen by the cores and printed."""
     if num_workers is not None:
-        return loader.check_num_workers(num_workers)
-    chosen, reason = loader.choose_num_workers(dataset, read_hardware().cores.usable, context.world.local_size)
+        return check_num_workers(num_workers)
+    cores, ranks = read_hardware().cores.usable, context.world.local_size
+    chosen = max(0, min(_MAX_WORKERS, cores // ranks - 1))
+    reason = f"{cores} cores for {ranks} rank(s) on this node, at most {_MAX_WORKERS} workers per rank"
+    if isinstance(dataset, TensorDataset | Sequence):
+        chosen = 0
+        reason = "the data is in memory, and reading it in the training process is faster than in a worker"
     context.print_once(f"data workers: {chosen} per rank ({reason}); pass num_workers= to change it")
     return chosen
+
+
+def check_num_workers(num_workers: int) -> int:
+    """Return `num_workers` if it is a valid number of data workers."""
+    if not isinstance(num_workers, Integral) or not 0 <= num_workers <= _MOST_WORKERS:
+        raise DataError(
+            f"num_workers={num_workers!r} is not a number of data workers: pass 0 to {_MOST_WORKERS}; each is a process"
+        )
+    return num_workers
 
 
 def open_ledger(
@@ -200,3 +229,100 @@ def open_ledger(
     ledger = ShardLedger(context.folder, name, description, world.rank, world.size, generation, weights_hash)
     context.ledgers.append(ledger)
     return ledger
+
+
+# Batches on the device
+
+StartCopy = Callable[[object], Callable[[], object]]
+"""Starts the copy of a batch; what it returns makes the device wait for the copy, and returns the batch there."""
+
+
+def batches_on_device(
+    batches: Iterator[object], device: torch.device, dtype: torch.dtype | None = None
+) -> Iterator[object]:
+    """Yield the batches on the device; on CUDA the next one is copied while this one is computed."""
+    if device.type == "cuda":
+        return prefetch(batches, CudaCopier(device, dtype))
+    return (move_to_device(batch, device, dtype) for batch in batches)
+
+
+def prefetch(batches: Iterator[object], start_copy: StartCopy) -> Iterator[object]:
+    """Start the copy of the next batch before yielding this one, and never of more than one.
+
+    If the next batch cannot be read, the error is raised when that batch is requested: this one is still trained.
+    """
+    finish, failure = _start_next(batches, start_copy)
+    try:
+        while finish is not None:
+            batch, finish = finish(), None
+            finish, failure = _start_next(batches, start_copy)
+            yield batch
+    finally:
+        if finish is not None and not sys.is_finalizing():
+            finish()  # the loop was left: nothing may use the memory of the batch before its copy is complete
+    if failure is not None:
+        raise failure
+
+
+def _start_next(
+    batches: Iterator[object], start_copy: StartCopy
+) -> tuple[Callable[[], object] | None, Exception | None]:
+    try:
+        batch = next(batches, _END)
+        return (None, None) if batch is _END else (start_copy(batch), None)
+    except Exception as error:  # noqa: BLE001  # raised by `prefetch`
+        return None, error
+
+
+class CudaCopier:
+    """Copies batches from pinned memory on a CUDA stream of its own; a `StartCopy`.
+
+    The memory belongs to the stream that computes. So the copy waits for what this stream has queued, at most the
+    previous step, and no more than two batches take memory, however far Python is ahead of the GPU.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype, self._stream = device, dtype, torch.cuda.Stream(device)
+
+    def __call__(self, batch: object) -> Callable[[], object]:
+        """Start the copy of a batch. Batch classes and special tensors are copied by the stream that computes."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if not _is_plain(tensor):
+                return tensor.to(self._device, dtype, non_blocking=True)
+            source = tensor.to(dtype)
+            source = source if source.is_pinned() else source.pin_memory()  # otherwise Python waits for the copy
+            copies.append((torch.empty_like(source, device=self._device), source))
+            return copies[-1][0]
+
+        moved = batch.to(self._device) if is_custom_batch(batch) else map_tensors(batch, allocate)  # pyright: ignore[reportAttributeAccessIssue]
+        computing, copied = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        copied.record(self._stream)
+        return partial(self._finish, moved, [target for target, _ in copies], computing, copied)
+
+    def _finish(
+        self, moved: object, targets: list[torch.Tensor], computing: torch.cuda.Stream, copied: torch.cuda.Event
+    ) -> object:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        if current != computing:
+            for target in targets:
+                target.record_stream(current)  # the memory must not be reused before this stream is done with it
+        return moved
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a copy of the values in new memory is all that moving a tensor takes."""
+    is_host = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and is_dense(tensor)
+    return is_host and not tensor.requires_grad and tensor.numel() > 0
+
+
+def move_without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Move a small tensor from host memory to the device; from memory that is not pinned, Python waits for the GPU."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
