@@ -24,7 +24,8 @@ from samestep.checkpoint.manifest import (
 )
 from samestep.checkpoint.tensor_storage import HostStaging, index_to_json, safetensors_blocks
 from samestep.disk import fsync_folder
-from samestep.distributed.communicator import Communicator, poll_pause
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import poll_pause
 from samestep.errors import CheckpointError
 
 _TIMEOUT_AFTER_FAILURE: Final = 5.0

@@ -34,8 +34,7 @@ _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that diff
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
-_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 0.5  # between two requests of a rank that waits for a key of the store
-_MAX_CHECK_SECONDS = 5.0  # after a long wait: a check of 1,000 ranks reads 1,000 values from one store
+_MAX_CHECK_SECONDS = 5.0  # after a long wait: all ranks share one store
 
 
 class Communicator:
@@ -252,12 +251,13 @@ class Communicator:
         own = self._board.own
         if operation is not None:
             own = replace(own, operation=operation, call_site=call_site(), state="waiting")
-        peers = self._board.peers()
-        diverged = self._board.diverged(peers)
-        if settled := {rank: status for rank, status in diverged.items() if before.get(rank) == status}:
+        is_new = self._board.look()
+        diverged = self._board.diverged(self._board.known) if is_new else before
+        settled = {rank: status for rank, status in diverged.items() if before.get(rank) == status}
+        if settled and is_new:
             raise self._board.diverged_error(own, settled)
-        self._board.request_locations(self._board.missing(peers), since)
         if (waited := time.monotonic() - since) > timeout:
+            peers = self._board.peers_after_error()
             raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers)
         return diverged
 
@@ -284,7 +284,7 @@ class Communicator:
         assert self._board is not None
         own = self._board.own
         try:
-            peers = self._board.peers()
+            peers = self._board.peers_after_error()
         except RuntimeError:
             raise self._board.store_gone_error(own) from error
         if diverged := self._board.diverged(peers):
@@ -296,15 +296,6 @@ def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:
     """Seconds until a rank that waits since `since` calls `check_peers` again: soon at first, and to confirm a peer."""
     waited = time.monotonic() - since
     return _CHECK_SECONDS if diverged else min(max(_CHECK_SECONDS, waited / 8), _MAX_CHECK_SECONDS)
-
-
-def poll_pause(since: float) -> float:
-    """Seconds until a rank that waits since `since` for a key of the store looks for it again.
-
-    About 16 requests in the first second, then two per second: a blocking wait would keep the other threads of the rank
-    from using the store.
-    """
-    return min(max(_FIRST_POLL_SECONDS, (time.monotonic() - since) / 2), _POLL_SECONDS)
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, check_pause, poll_pause
-from samestep.distributed.rank_status import RankStatus
+from samestep.distributed.communicator import Communicator, check_pause
+from samestep.distributed.rank_status import RankStatus, poll_pause
 from samestep.loggers.loggers import Loggers, LogRow, MetricKey, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs

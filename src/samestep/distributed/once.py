@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, check_pause, poll_pause
-from samestep.distributed.rank_status import RankStatus
+from samestep.distributed.communicator import Communicator, check_pause
+from samestep.distributed.rank_status import RankStatus, poll_pause
 from samestep.errors import CommunicationError, OnceFailed, TeacherError
 
 T = TypeVar("T")

@@ -3,6 +3,9 @@
 A rank that is in no collective of samestep, for example in one of torch that no other rank has called, has posted
 nothing new. A rank that waits for it therefore requests its location, and a thread of it answers with the line of the
 script that it runs.
+
+The store is one process that serves all ranks. So one waiting rank at a time reads the status of every rank and posts a
+summary, and the others read that: a rank that waits sends two requests per check, however many ranks there are.
 """
 
 import atexit
@@ -13,11 +16,12 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +34,32 @@ _NOT_USER_CODE = (str(Path(__file__).parent.parent), contextlib.__file__)
 _LIBRARIES = (*_NOT_USER_CODE, str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 _SHOWN = 8
 _ANSWER_SECONDS = 1.0  # how often a rank looks for requests: one small message to the store
-_REQUEST_SECONDS = 10.0  # how often a rank that waits requests the locations of the others
+_REQUEST_EVERY = 3  # a summary in how many requests the locations of missing ranks again
+_GROUPS = 32  # different statuses in a summary
+_READERS = 16  # ranks that read the status of every rank after an error; the others read what one of these has found
+_READER_SECONDS = 5.0  # how long they wait for that
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 0.5  # between two requests of a rank that waits for a key of the store
 _STOP_SECONDS = 5.0  # how long a rank that ends waits for a message to the store that is under way
 STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
 
 
-_STATE_TEXTS = {
-    "waiting": "waits in {operation} at {call_site}",  # inside the collective
-    "working": "is still running {operation} at {call_site}",  # it runs `once` for the others
+_STATE_TEXTS = {  # what explains a wait best comes last
     "past": "was last in {operation} at {call_site} and has left it",
-    "failed": "failed: {failure}",
+    "working": "is still running {operation} at {call_site}",  # it runs `once` for the others
+    "waiting": "waits in {operation} at {call_site}",  # inside the collective
     "ended": "has ended its run",
+    "failed": "failed: {failure}",
+}
+
+
+_NO_SUMMARY = {
+    "number": 0,
+    "turn": "",
+    "statuses": [],
+    "collective": [],
+    "requests": {},
+    "requested": 0,
+    "locations": {},
 }
 
 
@@ -64,9 +83,14 @@ class StatusBoard:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self.own = RankStatus(0, "Run.start", "the start", "past")
+        self.known: dict[int, RankStatus] = {}
+        """The status of other ranks in the last summary, for up to eight ranks of each status."""
         self._locations: dict[int, str] = {}  # the lines that other ranks run, as they answered during this wait
-        self._requests: dict[int, int] = {}  # the number of the last request to each rank
-        self._requested_at = 0.0
+        self._summary = 0  # the number of the last summary that this rank has read
+        self._other_turn = ""  # the turn of another rank to read, if its summary was not there at the last check
+        self._store.compare_set("summary", "", json.dumps(_NO_SUMMARY))
+        self._store.set(f"location/{rank}", "0 ")
+        self._post(self.own)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="samestep status", daemon=True)
         self._thread.start()
@@ -87,6 +111,47 @@ class StatusBoard:
         atexit.unregister(self._stop)
         self._post(replace(self.own, state="failed" if failure else "ended", failure=failure or ""))
 
+    def look(self) -> bool:
+        """Called while waiting: read the summary of the status of all ranks; whether it is new to this rank.
+
+        If it is the one of the last call, it is this rank's turn to read the status of every rank, unless another rank
+        takes it. Between two summaries is therefore the time between two checks, and a rank that waits alone always
+        has a new one. If a rank does not post a summary in its turn, another one takes it at its next check.
+        """
+        summary = json.loads(self._store.get("summary"))
+        if summary["number"] == self._summary:
+            turn = f"{self._summary + 1} by rank {self._rank}"
+            found = self._store.compare_set("summary/turn", self._other_turn or summary["turn"], turn).decode()
+            self._other_turn = "" if found == turn else found
+            if self._other_turn:
+                return False
+            summary = self._summarize(summary, turn)
+        self._summary, self._other_turn = summary["number"], ""
+        self.known = _from_groups(summary["statuses"], self._rank)
+        same = summary["collective"] == self._collective()
+        self._locations = {int(rank): line for rank, line in summary["locations"].items()} if same else {}
+        return True
+
+    def _summarize(self, before: Mapping[str, Any], turn: str) -> dict[str, Any]:
+        """Read the status of every rank, request the lines that missing ranks run, and post the summary."""
+        number, peers, same = before["number"] + 1, self.peers(), before["collective"] == self._collective()
+        requests: dict[str, int] = before["requests"] if same else {}
+        locations = {**(before["locations"] if same else {}), **self._answers(requests)}
+        missing, requested = self._missing(peers), before["requested"]
+        if not set(missing) <= requests.keys() or number - requested >= _REQUEST_EVERY:
+            requests, requested = self._request_locations(missing), number
+        summary = {
+            "number": number,
+            "turn": turn,
+            "statuses": _to_groups({**peers, self._rank: self.own}),
+            "collective": self._collective(),
+            "requests": requests,
+            "requested": requested,
+            "locations": locations,
+        }
+        self._store.set("summary", json.dumps(summary))
+        return summary
+
     def peers(self) -> dict[int, RankStatus]:
         """The last known status of every other rank: two requests to the store, once every rank has posted one."""
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -94,6 +159,18 @@ class StatusBoard:
             others = [rank for rank in others if self._store.check([f"status/{rank}"])]
         posted = self._store.multi_get([f"status/{rank}" for rank in others]) if others else []
         return {rank: RankStatus(**json.loads(text)) for rank, text in zip(others, posted, strict=True)}
+
+    def peers_after_error(self) -> dict[int, RankStatus]:
+        """The status of the other ranks for an error; if all of a thousand ranks fail, most take what one has read."""
+        if self._store.add("explanations", 1) > _READERS:
+            since = time.monotonic()
+            while not (found := self._store.check(["explanation"])) and time.monotonic() - since < _READER_SECONDS:
+                time.sleep(poll_pause(since))
+            if found:
+                return _from_groups(json.loads(self._store.get("explanation")), self._rank)
+        peers = self.peers()
+        self._store.set("explanation", json.dumps(_to_groups({**peers, self._rank: self.own})))
+        return peers
 
     def diverged(self, peers: dict[int, RankStatus]) -> dict[int, RankStatus]:
         """Peers that will not reach the collective this rank waits in: they failed, ended, or wait in another one."""
@@ -109,30 +186,18 @@ class StatusBoard:
         """Peers that are not in the collective this rank waits in."""
         return {rank: status for rank, status in peers.items() if not self._in_same_collective(status)}
 
-    def request_locations(self, ranks: Iterable[int], since: float, timeout: float = 0.0) -> None:
-        """Request the lines that the first of these ranks run, for a wait that began at `since`.
+    def _missing(self, peers: dict[int, RankStatus]) -> list[str]:
+        return [str(rank) for rank in sorted(self.missing(peers))[:_SHOWN]]
 
-        Reads the answers that are there, or waits up to `timeout` seconds for all of them.
-        """
-        shown, now = sorted(ranks)[:_SHOWN], time.monotonic()
-        if self._requested_at < since:
-            self._locations.clear()
-        if self._requested_at < max(since, now - _REQUEST_SECONDS):
-            self._requested_at = now
-            self._requests = {rank: self._store.add(f"location requests/{rank}", 1) for rank in shown}
-        while True:
-            self._read_locations(shown)
-            if set(shown) <= self._locations.keys() or time.monotonic() - now >= timeout:
-                return
-            time.sleep(_ANSWER_SECONDS / 10)
+    def _request_locations(self, ranks: Iterable[str]) -> dict[str, int]:
+        """Request the lines that these ranks run; returns the number of the request to each."""
+        return {rank: self._store.add(f"location requests/{rank}", 1) for rank in ranks}
 
-    def _read_locations(self, ranks: list[int]) -> None:
-        """Read the answers to the last requests; an older answer is not where the rank is now."""
-        for rank in ranks:
-            if rank in self._requests and self._store.check([f"location/{rank}"]):
-                number, _, line = self._store.get(f"location/{rank}").decode().partition(" ")
-                if int(number) >= self._requests[rank]:
-                    self._locations[rank] = line
+    def _answers(self, requests: Mapping[str, int]) -> dict[str, str]:
+        """The answers to these requests that are there; an older answer is not where the rank is now."""
+        texts = self._store.multi_get([f"location/{rank}" for rank in requests]) if requests else []
+        answers = ((rank, text.decode().partition(" ")) for rank, text in zip(requests, texts, strict=True))
+        return {rank: line for rank, (number, _, line) in answers if int(number) >= requests[rank]}
 
     def diverged_error(self, own: RankStatus, diverged: dict[int, RankStatus]) -> RankMissing:
         """The error for peers that will not come: they failed, ended, or wait in another collective."""
@@ -160,13 +225,20 @@ class StatusBoard:
     def peers_note(self, timed_out: bool) -> str:
         """A note with the status of all peers, for an exception that torch raised by itself."""
         try:
-            peers = self.peers()
+            peers = self.peers_after_error()
             if timed_out:
-                self.request_locations(self.missing(peers), time.monotonic(), timeout=3 * _ANSWER_SECONDS)
+                self._await_locations(self._missing(peers))
         except RuntimeError:
             return STORE_GONE
         rule = f": {ORDER_RULE}" if any(status.state == "waiting" for status in peers.values()) else ""
         return f"status seen from rank {self._rank}: {self._format(peers)}{rule}"
+
+    def _await_locations(self, ranks: list[str]) -> None:
+        since, requests, answers = time.monotonic(), self._request_locations(ranks), dict[str, str]()
+        while len(answers) < len(requests) and time.monotonic() - since < 3 * _ANSWER_SECONDS:
+            time.sleep(poll_pause(since))
+            answers = self._answers(requests)
+        self._locations = {int(rank): line for rank, line in answers.items()}
 
     def _answer(self) -> None:
         """In a thread: post the line that this rank runs whenever another rank requests it."""
@@ -189,6 +261,9 @@ class StatusBoard:
         )
         return "; ".join(shown) or "no rank reports why"
 
+    def _collective(self) -> list[object]:
+        return [self.own.count, self.own.operation]
+
     def _in_same_collective(self, status: RankStatus) -> bool:
         same = (status.count, status.operation) == (self.own.count, self.own.operation)
         return status.state == "waiting" and same
@@ -196,6 +271,30 @@ class StatusBoard:
     def _post(self, status: RankStatus) -> None:
         self.own = status
         self._store.set(f"status/{self._rank}", json.dumps(vars(status)))
+
+
+def _to_groups(statuses: Mapping[int, RankStatus]) -> list[tuple[dict[str, object], list[int]]]:
+    """Each status with the first ranks that have it, the most important first: small, however many ranks there are."""
+    groups: dict[RankStatus, list[int]] = {}
+    for rank, status in sorted(statuses.items()):
+        groups.setdefault(status, []).append(rank)
+    states = list(_STATE_TEXTS)
+    ordered = sorted(groups.items(), key=lambda group: (-states.index(group[0].state), group[1]))[:_GROUPS]
+    return [(vars(status), ranks[: _SHOWN + 1]) for status, ranks in ordered]
+
+
+def _from_groups(groups: Iterable[tuple[dict[str, Any], list[int]]], own: int) -> dict[int, RankStatus]:
+    """The status of each rank in the groups, except for this one."""
+    return {rank: RankStatus(**status) for status, ranks in groups for rank in ranks if rank != own}
+
+
+def poll_pause(since: float) -> float:
+    """Seconds until a rank that waits since `since` for a key of the store looks for it again.
+
+    About 16 requests in the first second, then two per second: a blocking wait would keep the other threads of the rank
+    from using the store.
+    """
+    return min(max(_FIRST_POLL_SECONDS, (time.monotonic() - since) / 2), _POLL_SECONDS)
 
 
 def call_site() -> str:

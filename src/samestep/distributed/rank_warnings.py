@@ -11,7 +11,8 @@ from typing import Final, TextIO
 
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, poll_pause
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.rank_status import poll_pause
 from samestep.messages import format_list
 
 # A rank waits this long for rank 0 to report the same warning: ranks run the same code at about the same time.
