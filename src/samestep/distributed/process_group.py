@@ -24,13 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep.distributed.rank_status import ORDER_RULE, running_line
 from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
-from samestep.environment.processes import allow_open_files
+from samestep.environment.processes import allow_open_files, files_of_rank
 from samestep.environment.world import World
 from samestep.errors import CommunicationError, RankMissing, WorldError
 from samestep.torch_private import collective_counts
 
 _NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
-_OPEN_FILES: Final = 34  # of a rank, besides its connections to other ranks
 _FIRST_PAUSE: Final = 0.002
 _LOOK_SECONDS: Final = 1.0  # how often a rank counts its collectives, without a message to the store
 _OFTEN_SECONDS, _REPORT_SECONDS = 30.0, 10.0  # how long a rank that may hang reports often, and how often afterwards
@@ -43,8 +42,7 @@ _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
     hosts = world.is_main and not world.agent_store
-    # The default group, those of samestep (one with NCCL, which opens its own sockets), and the store's clients.
-    if problem := allow_open_files(_OPEN_FILES + (4 if hosts else 3) * world.size):
+    if problem := allow_open_files(files_of_rank(world.size, hosts)):
         raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(

@@ -28,6 +28,9 @@ _KILL_ROUNDS = 3
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 _USUAL_FILES: Final = 4096
+GLOO_SOCKETS: Final = 3
+"""The sockets that a rank opens to every other rank."""
+_FILES_OF_RANK: Final = 34  # besides its connections to other ranks
 _SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
@@ -60,6 +63,24 @@ def check_current_folder() -> None:
         Path.cwd()
     except FileNotFoundError as error:
         raise LaunchError("the current folder does not exist any more: change to another one with `cd`") from error
+
+
+def files_of_rank(size: int, hosts_store: bool = False) -> int:
+    """How many files a rank of `size` ranks opens at most, sockets included.
+
+    gloo connects every rank with every other one, once for each process group: the default group and those of samestep
+    for small values and for training (with NCCL, this one has its own sockets).
+
+    >>> files_of_rank(8), files_of_rank(1024)
+    (58, 3106)
+    """
+    return _FILES_OF_RANK + (4 if hosts_store else GLOO_SOCKETS) * size
+
+
+def open_files_limit() -> int | None:
+    """How many files a process may open after it has raised its own limit; None for any number."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def allow_open_files(needed: int) -> str:
