@@ -167,10 +167,10 @@ CASES = {
         Problem(
             "few-open-files",
             True,
-            "a process may open 1024 files, but each of 1024 ranks opens up to 4130: gloo connects every rank with every "
-            "other one by 3 sockets",
-            "raise the limit before the run with `ulimit -n 8260`, in /etc/security/limits.conf, or with --ulimit nofile "
-            "in docker",
+            "a process may open 1024 files, but each of 1024 ranks opens up to 4130: gloo connects every rank with "
+            "every other one by 3 sockets",
+            "raise the limit before the run with `ulimit -n 8260`, in /etc/security/limits.conf, or with --ulimit "
+            "nofile in docker",
         ),
     ),
     "shm is small": (

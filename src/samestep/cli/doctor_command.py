@@ -151,10 +151,8 @@ def _links_text(links: Sequence[GpuLink], gpus: int) -> str:
 def _open_files_text(limit: int | None) -> str:
     if limit is None:
         return "a process may open any number of them"
-    most = max(0, (limit - files_of_rank(0)) // GLOO_SOCKETS)
-    return (
-        f"a process may open {limit}: enough for {most} ranks, which gloo connects by {GLOO_SOCKETS} sockets per pair"
-    )
+    most, sockets = max(0, (limit - files_of_rank(0)) // GLOO_SOCKETS), f"{GLOO_SOCKETS} sockets per pair"
+    return f"a process may open {limit}: enough for {most} ranks, which gloo connects by {sockets}"
 
 
 def _network_rows(network: Network) -> Iterator[tuple[str, str]]:
