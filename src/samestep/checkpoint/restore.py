@@ -138,7 +138,7 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     index, targets, load = run_on_all_ranks(comm, _OPERATION, describe, _prepare, parts, path, manifest)
     in_full = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, DTensor)}
     readers: dict[str, int] = {}
-    if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # not on disks of their own
+    if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
         readers = divide_reads({name: tensor.nbytes for name, tensor in in_full.items()}, comm.world.size)
     own = {name: tensor for name, tensor in targets.items() if readers.get(name, rank) == rank}
     run_on_all_ranks(comm, _OPERATION, describe, CheckpointReader(path, index).load_into, own)
