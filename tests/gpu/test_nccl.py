@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run
 from samestep.data.audit import audit
+from samestep.environment.gpus import nccl_version
 from samestep.training.preemption import StoppedEarly
 from tests.launch.launched import start
 from tests.ranks.teachers import Teacher, tokens, write_teacher
@@ -27,7 +28,7 @@ TIMEOUT = 200
 
 def missing_for(ranks: int) -> str | None:
     """Why NCCL cannot connect this many ranks here, or None."""
-    gpus, version = torch.cuda.device_count(), torch.cuda.nccl.version()
+    gpus, version = torch.cuda.device_count(), nccl_version()
     if gpus >= ranks or (version >= (2, 30) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"):
         return None
     shown = ".".join(map(str, version))
