@@ -35,6 +35,21 @@ def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # pyright: ignore[reportPrivateUsage]
 
 
+def collective_counts() -> dict[str, tuple[int, float]]:
+    """For each process group of this process, how many collectives it has called, and its timeout in seconds.
+
+    The count of NCCL includes collectives that wait for the GPU or for other ranks.
+    """
+    counts = dict[str, tuple[int, float]]()
+    for group in list(distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
+        for device in group._device_types:  # pyright: ignore[reportPrivateUsage]
+            backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+            if hasattr(backend, "options"):  # gloo and NCCL have it
+                name = f"{group.group_name} {backend.name()}"
+                counts[name] = (backend._get_sequence_number_for_group(), backend.options._timeout.total_seconds())
+    return counts
+
+
 def wait_until_released(tensor: torch.Tensor, seconds: float = 5.0) -> None:
     """Wait until gloo's thread has released a tensor that it sent, before the group is destroyed.
 

@@ -3,6 +3,7 @@
 Several ranks on one GPU need NCCL 2.30 or newer in the process (LD_PRELOAD) and NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
+import os
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.environment.gpus import identify_gpu, nccl_version
 from samestep.environment.world import shares_gpus
+from tests.launch.launched import IMPORT_PATH
 
 
 @pytest.fixture
@@ -28,7 +30,8 @@ def shared_gpu(monkeypatch):
 def test_a_gpu_has_the_same_name_in_every_process():
     name = identify_gpu(0)
     code = "from samestep.environment.gpus import identify_gpu; print(identify_gpu(0))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, **IMPORT_PATH}}
+    other = subprocess.run([sys.executable, "-c", code], check=True, **options)
     assert name.startswith(("GPU-", "MIG-"))
     assert other.stdout.strip() == name
     assert nccl_version() >= (2, 0)
@@ -63,7 +66,7 @@ def train(backends):
 def test_ranks_that_share_a_gpu_use_gloo_unless_the_variable_allows_nccl(ranks, monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     if torch.cuda.device_count() > 1:
-        pytest.skip("each rank has a GPU of its own here")
+        pytest.skip("there are several GPUs: each rank has one")
     assert not shares_gpus()
     assert [each[0] for each in ranks(2, train, None, timeout=300)] == ["gloo", "gloo"]
 

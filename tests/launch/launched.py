@@ -29,6 +29,14 @@ LAUNCHERS = (
 )
 
 
+# Processes start in other folders, where a relative path would be wrong.
+IMPORT_PATH = {
+    name: os.pathsep.join(map(os.path.abspath, os.environ[name].split(os.pathsep)))
+    for name in ("PYTHONPATH",)
+    if os.environ.get(name)
+}
+
+
 @dataclass(frozen=True)
 class Started:
     process: subprocess.Popen[str]
@@ -79,7 +87,7 @@ def start(folder: Path, script: str, *options: str, env: Mapping[str, str] | Non
     process = subprocess.Popen(
         [sys.executable, "-m", "samestep", "run", *options],
         cwd=folder,
-        env={**inherited, **(env or {}), MARK: mark},
+        env={**inherited, **IMPORT_PATH, **(env or {}), MARK: mark},
         start_new_session=True,
         **streams,  # type: ignore[call-overload]
     )

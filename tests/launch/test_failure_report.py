@@ -198,6 +198,40 @@ def test_a_crash_shows_the_end_of_the_log_and_no_older_traceback(tmp_path: Path)
     assert len(output.splitlines()) == 20
 
 
+WATCHDOG = (
+    "[rank0]:[E1116 12:00:00.123456 ProcessGroupNCCL.cpp:688] [Rank 0] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=40, OpType=ALLREDUCE, NumelIn=5, NumelOut=5, Timeout(ms)=20000) ran for 20012 milliseconds before "
+    "timing out."
+)
+ABORTED = [
+    "step 5",
+    WATCHDOG,
+    "[rank0]:[W1116 12:00:00.2 TCPStore.cpp:125] [c10d] recvValue failed",
+    "terminate called after throwing an instance of 'c10::DistBackendError'",
+    *[f"frame #{number}: <unknown function> + 0x1 (0x7f in /lib/libc.so.6)" for number in range(40)],
+    "Fatal Python error: Aborted",
+]
+
+
+def test_the_lines_of_the_watchdog_of_nccl_are_shown_without_the_frames_of_native_code(tmp_path: Path):
+    files = RankFiles(tmp_path, 0)
+    files.err.write_text("\n".join(ABORTED))
+    output, is_traceback = read_last_output(files, crashed=True)
+    assert not is_traceback
+    assert output.splitlines() == [WATCHDOG, "step 5", ABORTED[3], ABORTED[-1]]
+
+
+def test_a_rank_that_the_watchdog_of_nccl_aborted_is_not_the_cause():
+    victim = failure(0, code=-signal.SIGABRT, time=100, output="\n".join(ABORTED))
+    cause = failure(1, time=105, output=OWN)
+    assert victim.kind == "lost peer"
+    assert sort_by_cause([victim, cause]) == [cause, victim]
+    report = format_report([victim, cause], 2, "here", Path("logs"), several_nodes=False)
+    assert "rank 1    pid 1001     exit code 1  <- first failure" in report
+    assert "rank 0    pid 1000     killed by SIGABRT: NCCL waited too long for another rank\n" in report
+    assert failure(0, code=-signal.SIGABRT, output="free(): invalid pointer").kind == "failed"
+
+
 def test_terminal_colors_are_removed(tmp_path: Path):
     files = write_logs(tmp_path, screen="\x1b[31mred\x1b[0m\r\nlast\r\n")
     assert read_last_output(files, crashed=True) == ("red\nlast", False)

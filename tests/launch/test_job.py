@@ -87,9 +87,9 @@ def test_the_default_folder_is_named_after_script_and_time(target: str, name: st
 
 
 def test_the_ranks_get_threads_and_the_folder():
-    variables, explanation = choose_variables(job(processes=2), {}, cores=8, gpus=2, bf16=WORKS)
+    variables, explanation = choose_variables(job(processes=2), {}, cores=8, gpus=0, bf16=WORKS)
     assert variables == {"OMP_NUM_THREADS": "4", "SAMESTEP_FOLDER": "/runs/one", "SAMESTEP_FOLDER_IS_EXPLICIT": "1"}
-    assert explanation == "OMP_NUM_THREADS=4 (8 cores for 2 ranks, 2 GPUs)"
+    assert explanation == "OMP_NUM_THREADS=4 (8 cores for 2 ranks, no GPU)"
 
 
 def test_variables_that_the_user_set_are_kept():
@@ -102,6 +102,15 @@ def test_ranks_that_may_restart_get_their_own_store():
     variables, explanation = choose_variables(job(max_restarts=1), {}, cores=8, gpus=0, bf16=WORKS)
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert "keeps outdated addresses after a restart" in explanation
+
+
+def test_nccl_ends_ranks_soon_after_a_timeout():
+    name = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    assert choose_variables(job(), {}, cores=8, gpus=2, bf16=WORKS)[0][name] == "3000"
+    values, explanation = choose_variables(job(), {name: "60000"}, cores=8, gpus=2, bf16=WORKS)
+    assert name not in values
+    assert f"{name}=60000 (set by you)" in explanation
+    assert name not in choose_variables(job(), {}, cores=8, gpus=0, bf16=WORKS)[0]
 
 
 def test_a_cpu_that_crashes_with_bfloat16_gets_the_workaround():

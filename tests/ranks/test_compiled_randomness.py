@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from samestep import Run
+from samestep.data import sample_rng
 
 FEATURES, WIDTH = 6, 8
 pytestmark = pytest.mark.slow
@@ -99,4 +100,17 @@ def test_a_compiled_model_draws_the_same_on_any_number_of_ranks(
     ranks, expected, size, strategy, micro_batch, checkpointed
 ):
     for result in ranks(size, train_compiled, strategy, micro_batch, checkpointed, timeout=250):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)
+
+
+def train_after_inference_mode(*args):
+    """As in a process whose first compiled draw is in an evaluation of Lightning, which is in inference mode."""
+    with patch.dict(sample_rng._STRIDES_FOR_GRAPHS, clear=True):
+        with torch.inference_mode():
+            sample_rng.prepare_for_graphs(torch.device("cpu"))
+        return train_compiled(*args)
+
+
+def test_a_compiled_model_trains_after_draws_in_inference_mode(ranks, expected):
+    for result in ranks(2, train_after_inference_mode, "fsdp", None, "by run.wrap", timeout=250):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)

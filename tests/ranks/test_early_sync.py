@@ -83,8 +83,8 @@ def test_a_rank_that_waits_for_an_early_sync_names_it(ranks, tmp_path):
     assert "rank 0 was last in run.mean at test_early_sync.py:" in text
 
 
-def sync_boundaries(steps, urgent_at):
-    """Count boundaries at a different pace on each rank; returns the boundaries at which all ranks sync."""
+def sync_boundaries(urgent_at):
+    """Count boundaries at a different pace on each rank until all ranks know of all that is urgent: where they sync."""
     late, metric_sync._LATE_SECONDS = metric_sync._LATE_SECONDS, 0.0
     look, metric_sync._POLL_SECONDS = metric_sync._POLL_SECONDS, 0.01
     synced_at, urgent = [], []
@@ -92,12 +92,15 @@ def sync_boundaries(steps, urgent_at):
         with Run(global_batch=2, seed=0) as run:
             early = run._lifecycle.context.metrics._early
             early._is_urgent = lambda: bool(urgent)
-            for at in range(1, steps + 1):
+            at, missing = 0, sum(map(len, urgent_at.values()))
+            while missing:
+                at += 1
                 if at in urgent_at.get(run.rank, ()):
                     urgent.append(at)
                 time.sleep(0.001 * (run.rank + 1))
                 if early.at_boundary():
                     synced_at.append((at, run.sum(len(urgent))))
+                    missing -= synced_at[-1][1]
                     urgent.clear()
                     early.synced()
     finally:
@@ -106,7 +109,7 @@ def sync_boundaries(steps, urgent_at):
 
 
 def test_ranks_at_a_different_pace_sync_at_the_same_boundaries(ranks):
-    first, *others = ranks(3, sync_boundaries, 600, {0: (50,), 1: (150, 151), 2: (250,)})
+    first, *others = ranks(3, sync_boundaries, {0: (50,), 1: (150, 151), 2: (250,)})
     assert all(each == first for each in others)
     assert sum(notified for _, notified in first) == 4
     assert first[0][0] >= 50  # the thread may look between the urgent and the boundary that it came before

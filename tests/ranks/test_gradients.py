@@ -149,9 +149,39 @@ def test_a_second_backward_pass_is_averaged_over_the_ranks(ranks, how, size, str
 
 
 def test_a_second_backward_pass_with_unused_parameters_raises(ranks):
-    message = "WrapError: step 0 had a second backward pass after one forward pass.*add the losses and call backward"
+    message = "WrapError: step 0.* second backward pass after one forward pass.*add the losses and call backward"
     for error in ranks.errors(2, gradients_of_two_passes, "through one graph", None, "ddp", "allow"):
         assert re.search(message, error), error
+
+
+def second_pass_on_rank_1(number):
+    """Two steps; in step `number` rank 1 alone calls backward twice after one forward pass."""
+    x, counts = rows()
+    with Run(global_batch=7, start_timeout=150, step_timeout=150) as run:
+        model = run.wrap(Weights(), "ddp")
+        for epoch in run.shard(list(zip(x, counts, strict=True))).epochs(1):
+            for step in epoch:
+                for inputs, _ in step:
+                    loss = step.mean(model(inputs).sum(dim=1))
+                    loss.backward(retain_graph=True)
+                    if run.rank == 1 and step.number == number:
+                        loss.backward()
+                model.zero_grad()
+
+
+def test_a_second_backward_pass_on_one_rank_in_the_first_step_names_the_rank_and_its_lines(ranks):
+    first, second = ranks.errors(2, second_pass_on_rank_1, 0)
+    assert "had a second backward pass after one forward pass on rank(s) [1] only: DDP" in first
+    line = second_pass_on_rank_1.__code__.co_firstlineno + 9
+    where = rf"on rank\(s\) \[1\] only \(backward\(\) at test_gradients.py:{line}, test_gradients.py:{line + 2}\): DDP"
+    assert re.search(where, second), second
+
+
+def test_a_second_backward_pass_on_one_rank_in_a_later_step_ends_all_ranks_with_its_cause(ranks):
+    first, second = ranks.errors(2, second_pass_on_rank_1, 1)
+    message = "had a second backward pass after one forward pass on rank 1, not in the first step (backward() at"
+    assert f"WrapError: step 1 {message}" in second
+    assert "rank 1" in first
 
 
 @pytest.mark.parametrize("size", [1, 2])

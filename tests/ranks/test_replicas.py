@@ -217,7 +217,7 @@ def test_copies_of_a_hybrid_model_that_differ_raise(ranks, change, name):
 
 
 def compare_shapes(strategy):
-    """Compare a tensor that has the same bits everywhere, with one row more on rank 1; a sharded one if asked for."""
+    """Compare a tensor that has the same bits everywhere, but one row more on rank 1."""
     with Run(global_batch=2, start_timeout=60) as run:
         layer = nn.Linear(3, 4, bias=False)
         weight = run.wrap(layer, "fsdp").weight if strategy else torch.zeros(4)

@@ -13,6 +13,7 @@ from samestep import Run
 from samestep.torch_private import (
     after_this_backward,
     class_labels,
+    collective_counts,
     dispatch_in_graphs,
     ignore_in_ddp,
     is_compiled,
@@ -43,6 +44,25 @@ def time_out(timed_out):
 
 def test_the_timeout_of_a_group_can_be_changed_after_its_start(ranks, tmp_path):
     assert 0.9 < ranks(2, time_out, tmp_path / "timed out")[0] < 30  # and not 60
+
+
+def count_collectives():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group(timeout=timedelta(seconds=45))
+    before = collective_counts()
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=group)
+    after = collective_counts()
+    dist.destroy_process_group()
+    return before, after, collective_counts()
+
+
+def test_the_collectives_of_each_group_are_counted(ranks):
+    for before, after, destroyed in ranks(2, count_collectives):
+        assert [timeout for _, timeout in before.values()] == [60, 45]
+        assert [after[name][0] - count for name, (count, _) in before.items()] == [2, 1]
+        assert destroyed == {}
 
 
 def wrap_with_ignored():

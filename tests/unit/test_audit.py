@@ -121,7 +121,6 @@ def live_counts(paths: list[Path]) -> Counter:
     st.sampled_from(["remove", "repeat", "move", "widen"]),
     st.data(),
 )
-@settings(max_examples=3 * settings().max_examples)
 def test_a_changed_record_is_a_fault_exactly_if_counting_every_position_finds_one(description, drawn, change, data):
     run = [*resume_each(drawn)[:-1], replace(resume_each(drawn)[-1], ending="success")]
     with tempfile.TemporaryDirectory(dir=FAST_FOLDER) as name:

@@ -56,6 +56,7 @@ HEALTHY = MachineInfo(
     world=World(),
     world_error=None,
     bf16=Bf16Support("works", "a bfloat16 product works on this CPU"),
+    open_files=4096,
     omp_num_threads=None,
     cuda_visible_devices=None,
 )
@@ -159,6 +160,17 @@ CASES = {
             "only 1 of 64 core(s) can be used (the control group allows 1.5) for 2 GPUs: the ranks would wait for each "
             "other's Python code",
             "request at least 2, e.g. with --cpus-per-task in SLURM or --cpus in docker",
+        ),
+    ),
+    "few open files": (
+        replace(HEALTHY, open_files=1024, world=World(size=1024, local_size=8, nodes=128)),
+        Problem(
+            "few-open-files",
+            True,
+            "a process may open 1024 files, but each of 1024 ranks opens up to 4130: gloo connects every rank with "
+            "every other one by 3 sockets",
+            "raise the limit before the run with `ulimit -n 8260`, in /etc/security/limits.conf, or with --ulimit "
+            "nofile in docker",
         ),
     ),
     "shm is small": (
@@ -323,6 +335,7 @@ def test_a_report_in_a_pipe_has_one_line_per_row():
         "cores      16 of 16 (no limit)",
         "memory     64.0 GiB, 32.0 GiB available",
         "/dev/shm   32.0 GiB, 31.0 GiB free",
+        "files      a process may open 4096: enough for 1354 ranks, which gloo connects by 3 sockets per pair",
         "host       node1 (192.0.2.2)",
         "lo         up, 127.0.0.1, ::1",
         "eth0       up, 192.0.2.2",

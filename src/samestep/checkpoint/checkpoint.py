@@ -217,7 +217,7 @@ class Checkpoint(StepCallback):
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
         state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
         name, ledger = context.gather_ledgers("checkpoint.save", name)
-        self._staging.stage(tensors, comm.alone)
+        self._stage(tensors)
         self._saves += 1
         self._current = BackgroundSave(
             comm=comm,
@@ -233,6 +233,14 @@ class Checkpoint(StepCallback):
         )
         self._saved_at, self._saved_step, self._saved_name = time.monotonic(), context.progress.steps, name
         self._last_number = None if number == context.progress.steps else number
+
+    def _stage(self, tensors: Tensors) -> None:
+        """Copy this rank's chunks to host memory; DCP plans again only if the layout of a tensor has changed."""
+        comm, staging = self._context.comm, self._staging
+        if all(has_plan for (has_plan,) in comm.exchange("checkpoint.save", [float(staging.has_plan(tensors))])):
+            run_on_all_ranks(comm, "checkpoint.save", _describe_staging_error, staging.stage_again, tensors)
+        else:
+            staging.stage(tensors, comm.alone)
 
     def _collect(self, number: int) -> tuple[dict[str, object], Tensors, str]:
         """Return the state of this rank and, on rank 0, the name of the checkpoint."""
@@ -318,6 +326,10 @@ def run_on_all_ranks(
     for rank, text in failures.items():
         raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from failure
     return value
+
+
+def _describe_staging_error(error: Exception) -> str:
+    return f"the state cannot be saved: {type(error).__name__}: {error}"
 
 
 def _lacks_position(context: RunContext) -> bool:

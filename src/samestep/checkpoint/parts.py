@@ -25,6 +25,7 @@ _MAX_DIFFERENCES: Final = 5  # in an error message
 _DEVICE_OPTIONS: Final = ("foreach", "fused", "capturable")
 """Optimizer options about how a step is computed on a device; they are not restored."""
 _RNG_PREFIX: Final = "rng"
+_RNG_BYTES: Final = 4096  # the stored state has a multiple of this size
 
 
 class Stateful(Protocol):
@@ -283,7 +284,9 @@ def get_rng_state(device: torch.device) -> torch.Tensor:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    return _byte_tensor(json.dumps(encode(state, _RNG_PREFIX, {})).encode())
+    text = json.dumps(encode(state, _RNG_PREFIX, {})).encode()
+    # Its length changes with the digits of the state. With a fixed size, the next checkpoint has the same layout.
+    return _byte_tensor(text.ljust(-(-len(text) // _RNG_BYTES) * _RNG_BYTES))
 
 
 def set_rng_state(saved: torch.Tensor, device: torch.device) -> None:

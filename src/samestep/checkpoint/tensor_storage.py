@@ -8,14 +8,19 @@ in safetensors files, one per rank, and the index is JSON.
 import json
 import os
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from heapq import heapreplace
+from itertools import accumulate, groupby
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,6 +36,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from samestep.checkpoint.manifest import INDEX_FILE
+from samestep.distributed.communicator import Communicator
+from samestep.distributed.device import pin, unpin
 from samestep.errors import CheckpointError
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
@@ -53,6 +60,8 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
 """The dtypes that a checkpoint can store, with their names in safetensors."""
 _DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HEADER_ALIGNMENT: Final = 8  # required by safetensors
+_BUCKET_BYTES: Final = 64 << 20  # tensors up to this size are sent together
+_ALIGNMENT: Final = 64  # of tensors in host memory, in bytes
 
 
 @dataclass(frozen=True)
@@ -114,39 +123,59 @@ class _StorageDefaults:
 class HostStaging(_StorageDefaults, StorageWriter):
     """DCP storage that copies the chunks of this rank to host memory, where training does not modify them.
 
-    It keeps the memory for the next checkpoint, because allocating takes longer than copying.
+    It keeps the memory and DCP's plan for the next checkpoint, which usually has tensors of the same layout.
     """
 
     def __init__(self, rank: int) -> None:
         self.file = f"rank-{rank:05}.safetensors"  # the name of the file that the chunks are written to
         self.entries: list[FileEntry] = []  # the chunks of this rank
         self.index: Index = {}  # all tensors of all ranks; on rank 0, empty elsewhere
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._memory, self._pinned_memory = HostMemory(pinned=False), HostMemory(pinned=True)
+        self._layout: list[tuple[object, ...]] | None = None  # of the tensors for which `_plan` and `index` are valid
+        self._plan: SavePlan | None = None  # the chunks that DCP has assigned to this rank
 
     def stage(self, tensors: dict[str, torch.Tensor], single_process: bool) -> None:
         """Let DCP assign every chunk to one rank, and copy this rank's chunks; a collective."""
-        self.entries, self.index = [], {}
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._layout, self._plan, self.index = None, None, {}
         with _translate_errors("the state cannot be saved"):
-            dcp.save(tensors, storage_writer=self, planner=planner, no_dist=single_process)
+            dcp.save(tensors, storage_writer=self, planner=_planner(), no_dist=single_process)
+        self._layout = _layout(tensors)
+
+    def has_plan(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether the last plan fits these tensors. If it does on every rank, `stage_again` does not need DCP.
+
+        DCP's own cache of plans belongs to the process: two checkpoints, or two runs, would replace each other's plan.
+        """
+        return self._layout is not None and self._layout == _layout(tensors)
+
+    def stage_again(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy this rank's chunks by the plan of the last checkpoint; not a collective."""
+        assert self._plan is not None
+        planner = _planner()
+        planner.set_up_planner(tensors)
+        self.write_data(self._plan, planner)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy the chunks of the plan; from CUDA asynchronously into pinned memory."""
-        results: list[WriteResult] = []
-        devices: set[torch.device] = set()
-        buffers: dict[str, torch.Tensor] = {}
+        sources: dict[str, torch.Tensor] = {}
         for item in plan.items:
             source = planner.resolve_data(item)
             assert isinstance(source, torch.Tensor)
-            key = _chunk_key(item)
-            buffer = buffers[key] = self._buffer(key, source)
-            buffer.copy_(source.detach(), non_blocking=source.is_cuda)
-            devices |= {source.device} if source.is_cuda else set()
+            sources[_chunk_key(item)] = source.detach()
+        self.entries = []  # before memory is freed that they refer to
+        on_gpu = {key: source for key, source in sources.items() if source.is_cuda}
+        buffers = self._pinned_memory.views(on_gpu)
+        buffers |= self._memory.views({key: source for key, source in sources.items() if key not in on_gpu})
+        for key, source in sources.items():
+            buffers[key].copy_(source, non_blocking=source.is_cuda)
+        for device in {source.device for source in on_gpu.values()}:
+            torch.cuda.synchronize(device)
+        results: list[WriteResult] = []
+        for item, key in zip(plan.items, sources, strict=True):
+            buffer = buffers[key]
             self.entries.append(FileEntry(key, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer))
             results.append(WriteResult(item.index, buffer.nbytes, (self.file, key, tuple(buffer.shape))))
-        self._buffers = buffers
-        for device in devices:
-            torch.cuda.synchronize(device)
+        self._plan = plan
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -163,14 +192,72 @@ class HostStaging(_StorageDefaults, StorageWriter):
             index[name] = StoredTensor(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))
         self.index = index
 
-    def _buffer(self, key: str, source: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype:
-            return buffer
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DCP requires it."""
+
+
+def _planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _layout(tensors: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    """What DCP's plan depends on."""
+    return [
+        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None))
+        for name, tensor in tensors.items()
+    ]
+
+
+class HostMemory:
+    """Host memory for tensors, in one block of exactly the pages that they need; kept until they need another number.
+
+    Torch's pinned memory would take the next power of two of every tensor, up to twice the size of the model.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8)
+        self._unpin: weakref.finalize[..., HostMemory] | None = None  # while the memory is pinned
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the memory."""
+        return self._memory.nbytes
+
+    def views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return memory for each of these tensors, contiguous; what was returned before becomes invalid."""
+        self._resize(_round_up(_starts(tensors.values())[-1], PAGESIZE))
+        return dict(zip(tensors, _split(self._memory, tensors.values()), strict=True))
+
+    def _resize(self, size: int) -> None:
+        if size == self._memory.nbytes:
+            return
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._memory = torch.empty(0, dtype=torch.uint8)  # first free, then allocate
+        memory = torch.empty(size + PAGESIZE, dtype=torch.uint8) if size else self._memory
+        first = -memory.data_ptr() % PAGESIZE  # no page is shared with other memory, which may be pinned too
+        self._memory = memory[first : first + size]
+        if self._pinned and size and pin(self._memory):
+            self._unpin = weakref.finalize(self, unpin, self._memory)
+            self._unpin.atexit = False
+
+
+def _starts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each of these tensors starts in memory that holds them all, and the size of that memory."""
+    return [0, *accumulate(_round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors)]
+
+
+def _split(memory: torch.Tensor, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a part of `memory`, which has bytes, for each of these tensors."""
+    return [
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, _starts(tensors), strict=False)
+    ]
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _chunk_key(item: WriteItem) -> str:
@@ -281,6 +368,59 @@ class CheckpointReader(_StorageDefaults, StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DCP requires it, and the index is already read."""
+
+
+# Between ranks
+
+
+def divide_reads(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the rank that reads each tensor, so that all ranks read about the same number of bytes.
+
+    >>> divide_reads({"a": 10, "b": 60, "c": 30, "d": 20}, 2)
+    {'b': 0, 'c': 1, 'd': 1, 'a': 1}
+    """
+    loads = [(0, rank) for rank in range(world_size)]  # a heap: the rank that reads least comes first
+    readers: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, readers[name] = loads[0]
+        heapreplace(loads, (load + sizes[name], readers[name]))
+    return readers
+
+
+def broadcast_tensors(tensors: Mapping[str, torch.Tensor], readers: Mapping[str, int], comm: Communicator) -> None:
+    """Fill each tensor on every rank with the values that its reader has; a collective.
+
+    Names, shapes, dtypes and types of devices must be the same on all ranks. Small tensors are sent together.
+    """
+
+    def source(name: str) -> tuple[int, str]:
+        return readers[name], tensors[name].device.type
+
+    names = sorted((name for name in tensors if tensors[name].numel()), key=lambda name: (*source(name), name))
+    for (reader, _), of_reader in groupby(names, key=source):
+        for bucket in _buckets([tensors[name].detach() for name in of_reader]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.broadcast(bucket[0].view(-1).view(torch.uint8), src=reader, group=comm.group)
+                continue
+            packed = torch.empty(_starts(bucket)[-1], dtype=torch.uint8, device=bucket[0].device)
+            parts = list(zip(bucket, _split(packed, bucket), strict=True))
+            for tensor, part in parts if comm.world.rank == reader else ():
+                part.copy_(tensor)
+            dist.broadcast(packed, src=reader, group=comm.group)
+            for tensor, part in parts if comm.world.rank != reader else ():
+                tensor.copy_(part)
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group tensors that are sent together, in order."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def read_full_tensor(folder: Path, tensor: StoredTensor) -> torch.Tensor:

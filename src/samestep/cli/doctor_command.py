@@ -16,6 +16,7 @@ from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
 from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware
 from samestep.environment.network import InterfaceChoice, Network, read_network
+from samestep.environment.processes import GLOO_SOCKETS, files_of_rank, open_files_limit
 from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 from samestep.environment.world import World, read_environ, read_world
 from samestep.errors import WorldError
@@ -64,6 +65,7 @@ def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
             world=world,
             world_error=world_error,
             bf16=bf16.result(),
+            open_files=open_files_limit(),
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
         )
@@ -100,6 +102,7 @@ def print_report(machine: MachineInfo, problems: Sequence[Problem], console: Con
 def _rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     yield from _software_rows(machine.software)
     yield from _hardware_rows(machine.hardware)
+    yield "files", _open_files_text(machine.open_files)
     yield from _network_rows(machine.network)
     yield "SLURM", _slurm_text(machine.slurm)
     yield "world", _world_text(machine.world)
@@ -143,6 +146,13 @@ def _links_text(links: Sequence[GpuLink], gpus: int) -> str:
     if len(pairs) == 1 and len(links) == gpus * (gpus - 1) // 2:
         return f"{next(iter(pairs))} between all pairs"
     return "; ".join(f"{kind} between {', '.join(of_kind)}" for kind, of_kind in pairs.items())
+
+
+def _open_files_text(limit: int | None) -> str:
+    if limit is None:
+        return "a process may open any number of them"
+    most, sockets = max(0, (limit - files_of_rank(0)) // GLOO_SOCKETS), f"{GLOO_SOCKETS} sockets per pair"
+    return f"a process may open {limit}: enough for {most} ranks, which gloo connects by {sockets}"
 
 
 def _network_rows(network: Network) -> Iterator[tuple[str, str]]:

@@ -259,7 +259,8 @@ def _counters(sizes: Sequence[int], device: torch.device) -> Tensor:
 def prepare_for_graphs(device: torch.device) -> None:
     """Make the strides of the counters a tensor on `device`, which a compiled graph takes as an input."""
     if device not in _STRIDES_FOR_GRAPHS:
-        _STRIDES_FOR_GRAPHS[device] = torch.tensor(dimension_strides(_MAX_DIMENSIONS), device=device)
+        with torch.inference_mode(mode=False):  # kept for graphs that are trained, whichever comes first
+            _STRIDES_FOR_GRAPHS[device] = torch.tensor(dimension_strides(_MAX_DIMENSIONS), device=device)
 
 
 _STRIDES_FOR_GRAPHS: Final[dict[torch.device, Tensor]] = {}

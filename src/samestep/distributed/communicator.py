@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.process_group import (
+    HangWatch,
     backends_to_add,
     check_existing_group,
     connect_store,
+    gpu_waits,
     init_process_group,
     new_group,
     rendezvous,
@@ -54,6 +57,7 @@ class Communicator:
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
+        self._hang_watch: HangWatch | None = None  # only with NCCL
         self._control_group: dist.ProcessGroup | None = None  # for small exchanges
         self.group: dist.ProcessGroup | None = None
         """The group for tensors of training; None: the default group (see `backends_to_add`)."""
@@ -106,6 +110,8 @@ class Communicator:
             self._control_group = new_group("gloo", self.start_timeout)
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
+        if self.backend == "nccl":
+            self._hang_watch = HangWatch(self._store, rank, size, partial(gpu_waits, device))
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
@@ -114,8 +120,9 @@ class Communicator:
         self.mark_closed()
         if self._board is None:
             return
+        self._stop_hang_watch()
         self._board.end(None)
-        # the default group has no group of samestep next to it if it serves, and then it can send CPU tensors
+        # if the default group serves (group is None), it can send CPU tensors
         for group in (self.group, self._control_group):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
             dist.all_reduce(last, group=group)
@@ -131,8 +138,14 @@ class Communicator:
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
         if self._board is not None:
+            self._stop_hang_watch()
             with suppress(RuntimeError):  # the store exited with its host, and the other ranks notice that
                 self._board.end(failure)
+
+    def _stop_hang_watch(self) -> None:
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
 
     def mark_closed(self) -> None:
         """Refuse collectives from now on."""

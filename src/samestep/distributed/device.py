@@ -4,7 +4,9 @@ import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -181,3 +183,25 @@ def _device_id(device: torch.device) -> float:
     """A number for a device of a node, from its UUID: each rank may see its own GPU as device 0."""
     name = identify_gpu(device.index or 0) if device.type == "cuda" else str(device)
     return float(zlib.crc32(name.encode()))
+
+
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """Pin host memory for direct copies to GPUs; False if the driver refuses, and copies need a staging buffer.
+
+    The memory must be writable. Every rank of a node can pin the pages of one copy in shared memory.
+    """
+    runtime = torch.cuda.cudart()
+    if runtime is not None and int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA reports the failure again at the next kernel: let it be this one
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`; call it before the memory is freed."""
+    if (runtime := torch.cuda.cudart()) is not None:
+        runtime.cudaHostUnregister(memory.data_ptr())

@@ -1,32 +1,48 @@
-"""The store and the process groups of a run: rendezvous of all ranks, then gloo or NCCL."""
+"""The store and the process groups of a run: rendezvous of all ranks, then gloo or NCCL, and a watch for hangs."""
 
+import atexit
+import json
+import os
 import socket
+import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import sha256
+from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from samestep.distributed.rank_status import ORDER_RULE, running_line
 from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
-from samestep.environment.processes import allow_open_files
+from samestep.environment.processes import allow_open_files, files_of_rank
 from samestep.environment.world import World
-from samestep.errors import WorldError
+from samestep.errors import CommunicationError, RankMissing, WorldError
+from samestep.torch_private import collective_counts
 
 _NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
-_OPEN_FILES: Final = 34  # of a rank, besides its connections to other ranks
 _FIRST_PAUSE: Final = 0.002
+_LOOK_SECONDS: Final = 1.0  # how often a rank counts its collectives, without a message to the store
+_OFTEN_SECONDS, _REPORT_SECONDS = 30.0, 10.0  # how long a rank that may hang reports often, and how often afterwards
+_MARGIN_SECONDS: Final = 4.0  # after the timeout: gloo raises by itself, and NCCL aborts the process later
+_READ_SECONDS: Final = 5.0  # that the rank which hosts the store gives the others to read the outcome
+_SHOWN: Final = 8
 _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must not overload the store
 
 
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
     hosts = world.is_main and not world.agent_store
-    # The default group, those of samestep (one with NCCL, which opens its own sockets), and the store's clients.
-    if problem := allow_open_files(_OPEN_FILES + (4 if hosts else 3) * world.size):
+    if problem := allow_open_files(files_of_rank(world.size, hosts)):
         raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(
@@ -212,3 +228,156 @@ def new_group(backends: str, timeout: float) -> dist.ProcessGroup:
     group = dist.new_group(backend=backends, timeout=timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """What a rank reports that has called no collective for longer than a timeout."""
+
+    rank: int
+    counts: Mapping[str, Sequence[float]]  # of each process group: the collectives it has called, and its timeout
+    idle: float  # seconds since it called the last one
+    waits: bool  # whether its GPU waits, for example in a collective
+    line: str  # the line of the script that it runs
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Which ranks wait, and for whom."""
+
+    waiting: list[int]
+    absent: dict[int, str]  # the line of each rank that has not called the collective that the others wait in
+    seconds: float
+
+    def error(self, own: ProgressReport) -> CommunicationError:
+        """The error of one rank: of a rank that the others wait for, or of one that waits."""
+        if own.rank in self.absent:
+            return CommunicationError(
+                f"rank {own.rank} has not called a collective in which {len(self.waiting)} other rank(s) have waited "
+                f"for {self.seconds:.0f} s: it is at {own.line}. If it is still progressing, raise the timeout with "
+                f"Run(step_timeout=...); otherwise {ORDER_RULE}"
+            )
+        absent = "; ".join(f"rank {rank} is at {line}" for rank, line in sorted(self.absent.items())[:_SHOWN])
+        return RankMissing(
+            f"rank {own.rank} has waited at {own.line} for {self.seconds:.0f} s, because {len(self.absent)} rank(s) "
+            f"have not called the same collective: {absent}"
+        )
+
+
+def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
+    """Who waits for whom: a rank has called a collective, waits longer than its timeout, and another one has not.
+
+    If all ranks wait, they have called different collectives, or the network is cut, which NCCL reports.
+    """
+    waiting, called = list[ProgressReport](), dict[str, float]()
+    for report in (each for each in reports if each.waits):
+        late = {
+            name: count for name, (count, timeout) in report.counts.items() if report.idle > timeout + _MARGIN_SECONDS
+        }
+        if late:
+            waiting.append(report)
+            called |= {name: max(count, called.get(name, 0)) for name, count in late.items()}
+    absent = [
+        report
+        for report in reports
+        if not report.waits and any(count < called.get(name, 0) for name, (count, _) in report.counts.items())
+    ]
+    if not absent:
+        return None
+    seconds = max(report.idle for report in waiting)
+    return Hang([report.rank for report in waiting], {report.rank: report.line for report in absent}, seconds)
+
+
+class HangWatch:
+    """A thread of a rank that explains and ends a hang over NCCL.
+
+    gloo raises in a rank that waits too long. With NCCL the script of that rank waits for its GPU, cannot be
+    interrupted, and NCCL aborts the process without the name of the other rank. So ranks that have called no collective
+    for longer than the timeout report what they do, one of them finds out who waits for whom, and all of them end.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, waits: Callable[[], bool]) -> None:
+        self._store, self._rank, self._size, self._waits = store, rank, size, waits
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="samestep hang watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread inside the store aborts the process when the interpreter ends
+
+    def stop(self) -> None:
+        """End the thread; the rank takes part in no hang from now on."""
+        atexit.unregister(self.stop)
+        self._ended.set()
+        self._thread.join(_READ_SECONDS)
+        with suppress(RuntimeError):  # the rank that hosts the store has exited
+            self._withdraw()
+
+    def _watch(self) -> None:
+        counts, since, reported = collective_counts(), time.monotonic(), 0.0
+        with suppress(RuntimeError):  # the rank that hosts the store has exited, or the GPU has failed
+            while not self._ended.wait(_LOOK_SECONDS):
+                now, before, counts = time.monotonic(), counts, collective_counts()
+                if counts != before:
+                    since = now
+                    if reported:
+                        self._withdraw()
+                        reported = 0.0
+                shortest = min((timeout for _, timeout in counts.values()), default=float("inf"))
+                pause = 0.0 if now - since < shortest + _OFTEN_SECONDS else _REPORT_SECONDS
+                if now - since > shortest and now - reported > pause:
+                    reported = now
+                    self._report(ProgressReport(self._rank, counts, now - since, self._waits(), running_line()))
+
+    def _withdraw(self) -> None:
+        """Remove what this rank has reported: it has called a collective, or ends."""
+        self._store.delete_key(f"hang/report/{self._rank}")
+        self._store.compare_set("hang/reader", str(self._rank), "")
+
+    def _report(self, own: ProgressReport) -> None:
+        """Report to the others; end this rank if they find a hang, or if this rank does in their place."""
+        self._store.set(f"hang/report/{self._rank}", json.dumps(asdict(own)))
+        reader = self._store.compare_set("hang/reader", "", str(self._rank)).decode()
+        if reader == str(self._rank) and not self._store.check(["hang"]) and (hang := find_hang(self._read_reports())):
+            self._store.set("hang", json.dumps(asdict(hang)))
+        if self._store.check(["hang"]):
+            found = json.loads(self._store.get("hang"))
+            hang = Hang(found["waiting"], {int(rank): line for rank, line in found["absent"].items()}, found["seconds"])
+            if not self._ended.is_set():
+                self._end(hang.error(own), len(hang.waiting) + len(hang.absent))
+
+    def _read_reports(self) -> list[ProgressReport]:
+        keys = [f"hang/report/{rank}" for rank in range(self._size)]
+        keys = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        return [ProgressReport(**json.loads(text)) for text in self._store.multi_get(keys)]
+
+    def _end(self, error: CommunicationError, readers: int) -> None:
+        """Write the error as if the script had raised it, and end the process: its main thread may wait forever."""
+        try:
+            raise error.with_traceback(_main_thread_stack())
+        except CommunicationError as raised:
+            traceback.print_exc()
+            sys.stderr.flush()
+            with suppress(OSError):
+                get_error_handler().record_exception(raised)  # for the launcher, which shows it last
+        deadline, have_read = time.monotonic() + _READ_SECONDS, self._store.add("hang/readers", 1)
+        while self._rank == 0 and have_read < readers and time.monotonic() < deadline:  # it may host the store
+            time.sleep(_LONGEST_PAUSE)
+            have_read = self._store.add("hang/readers", 0)
+        os._exit(1)
+
+
+def _main_thread_stack() -> TracebackType | None:
+    """The stack of the main thread, as the traceback of an exception that its innermost line had raised."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # the only way
+    stack = None
+    while frame is not None:
+        stack = TracebackType(stack, frame, max(frame.f_lasti, 0), frame.f_lineno or 1)
+        frame = frame.f_back
+    return stack
+
+
+def gpu_waits(device: torch.device) -> bool:
+    """Whether work of the default stream of a GPU that was there a second ago has not been completed."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(device))
+    time.sleep(_LOOK_SECONDS)
+    return not event.query()

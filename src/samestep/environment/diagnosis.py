@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from samestep.environment.bf16_probe import WORKAROUND, Bf16Support
 from samestep.environment.hardware import OLDEST_TORCH, Hardware, Software
 from samestep.environment.network import Network
+from samestep.environment.processes import GLOO_SOCKETS, files_of_rank
 from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import FIX, World
 from samestep.messages import format_bytes
@@ -27,6 +28,7 @@ class MachineInfo:
     world: World | None  # this process among its peers; None if the environment contradicts itself
     world_error: str | None
     bf16: Bf16Support
+    open_files: int | None  # that a process may open, sockets included; None for any number
     omp_num_threads: str | None
     cuda_visible_devices: str | None
 
@@ -145,6 +147,19 @@ def _few_cores(machine: MachineInfo) -> Iterator[Finding]:
         )
 
 
+def _few_open_files(machine: MachineInfo) -> Iterator[Finding]:
+    ranks = max(machine.world.size if machine.world else 1, len(machine.hardware.gpus))
+    needed = files_of_rank(ranks, hosts_store=True)
+    if machine.open_files is not None and machine.open_files < needed:
+        yield (
+            True,
+            f"a process may open {machine.open_files} files, but each of {ranks} ranks opens up to {needed}: gloo "
+            f"connects every rank with every other one by {GLOO_SOCKETS} sockets",
+            f"raise the limit before the run with `ulimit -n {2 * needed}`, in /etc/security/limits.conf, or with "
+            "--ulimit nofile in docker",
+        )
+
+
 def _many_threads(machine: MachineInfo) -> Iterator[Finding]:
     text = machine.omp_num_threads
     if text is None:
@@ -214,6 +229,7 @@ RULES: dict[str, Callable[[MachineInfo], Iterator[Finding]]] = {
     "gpu-in-use": _gpu_in_use,
     "few-cores": _few_cores,
     "shm-small": _shm_small,
+    "few-open-files": _few_open_files,
     "many-threads": _many_threads,
     "world-contradicts": _world_contradicts,
     "host-is-loopback": _host_is_loopback,

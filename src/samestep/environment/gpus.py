@@ -57,7 +57,7 @@ def identify_gpu(index: int) -> str:
 
 
 def gpu_name(uuid: str, visible: str | None, index: int) -> str:
-    """A GPU by its UUID. A MIG instance is a GPU of its own, named as in CUDA_VISIBLE_DEVICES.
+    """A GPU by its UUID. A MIG instance counts as a GPU, named as in CUDA_VISIBLE_DEVICES.
 
     CUDA may report the UUID of the GPU that a MIG instance is a part of.
 

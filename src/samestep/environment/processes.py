@@ -28,7 +28,10 @@ _KILL_ROUNDS = 3
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 _USUAL_FILES: Final = 4096
-_SPARE_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
+GLOO_SOCKETS: Final = 3
+"""The sockets that a rank opens to every other rank."""
+_FILES_OF_RANK: Final = 34  # besides its connections to other ranks
+_SCRIPT_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
 _GUARD_SECONDS: Final = 5.0  # that the guard gets to end
@@ -62,6 +65,24 @@ def check_current_folder() -> None:
         raise LaunchError("the current folder does not exist any more: change to another one with `cd`") from error
 
 
+def files_of_rank(size: int, hosts_store: bool = False) -> int:
+    """The most files that one of `size` ranks opens, sockets included.
+
+    gloo connects every rank with every other one, once for each process group: the default group and those of samestep
+    for small values and for training (with NCCL, this one has its own sockets).
+
+    >>> files_of_rank(8), files_of_rank(1024)
+    (58, 3106)
+    """
+    return _FILES_OF_RANK + (4 if hosts_store else GLOO_SOCKETS) * size
+
+
+def open_files_limit() -> int | None:
+    """How many files a process may open after it has raised its own limit; None for any number."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
 def allow_open_files(needed: int) -> str:
     """Let this process open as many files as it needs, sockets included; returns why it may not, or an empty text."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,7 +90,7 @@ def allow_open_files(needed: int) -> str:
         return ""
     highest = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if highest >= needed:
-        limit = min(highest, max(needed + _SPARE_FILES, _USUAL_FILES))
+        limit = min(highest, max(needed + _SCRIPT_FILES, _USUAL_FILES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return ""
     return f"this process may open {hard} files and needs up to {needed}, sockets included: run `ulimit -n 4096` before"
@@ -166,7 +187,7 @@ class OrphanGuard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, in a session of its own, so that a signal to the launcher's group does not end it."""
+        """Start the process, in a separate session, so that a signal to the launcher's group does not end it."""
         if sys.platform == "linux":
             mark = f"{LAUNCHER}={own_variable()}"
             # An earlier launch of this process, or a launcher whose rank this process is, has set the variable.

@@ -34,6 +34,8 @@ _LOST_PEER = (
     "connectFullMesh failed",
     "samestep.errors.RankMissing",
 )
+# The watchdog of NCCL aborts a rank that has waited for another one for longer than the timeout.
+_NCCL_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|failure detected by watchdog")
 _AGENT_TIMEOUT = 29  # one second less than torch's agent gives ranks to end, since its timestamps are whole seconds
 
 _KINDS = ("failed", "lost peer", "ended by launcher")
@@ -57,6 +59,8 @@ class Failure:
         """One of _KINDS: it failed by itself, lost the connection to another rank, or was ended by the launcher."""
         if self.ended_by_launcher:
             return "ended by launcher"
+        if self.code == -signal.SIGABRT and _NCCL_WATCHDOG.search(self.output):
+            return "lost peer"
         return "lost peer" if self.is_traceback and is_lost_peer(self.output) else "failed"
 
     @property
@@ -71,6 +75,8 @@ class Failure:
             number = signal.Signals(-self.code)
         except ValueError:
             return f"killed by signal {-self.code}"
+        if self.kind == "lost peer":  # signals end no rank with a traceback
+            return f"killed by {number.name}: NCCL waited too long for another rank"
         return f"killed by {number.name}{f': {_SIGNAL_HINTS[number]}' if number in _SIGNAL_HINTS else ''}"
 
     @property
@@ -103,7 +109,8 @@ def _row(failure: Failure, root: Failure) -> str:
         return f"{failure.ending}  <- first failure"
     if failure.kind == "ended by launcher":
         return f"ended by the launcher after the first failure ({signal.Signals(-failure.code).name})"
-    return f"{failure.ending}{', lost the connection to another rank' if failure.kind == 'lost peer' else ''}"
+    lost = failure.kind == "lost peer" and failure.code >= 0  # the ending by a signal says so already
+    return f"{failure.ending}{', lost the connection to another rank' if lost else ''}"
 
 
 def sort_by_cause(failures: Sequence[Failure]) -> list[Failure]:
@@ -144,17 +151,20 @@ _TRACEBACK_CHAIN = ("During handling of the above exception", "The above excepti
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # Log lines of native code, for example about a process group that was not destroyed; they are not the cause.
 _NATIVE_LOG = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
+_NATIVE_FRAME = re.compile(r"^frame #\d+: ")  # of C++
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_TRACEBACK_LINES = 200
 _MAX_LOG_LINES = 20
+_MAX_WATCHDOG_LINES = 4
 _MAX_LOG_BYTES = 1 << 20
 
 
 def read_last_output(files: RankFiles, crashed: bool) -> tuple[str, bool]:
     """What to show of a failed rank, and whether it is a traceback.
 
-    The error file is preferred, then the last traceback in the log, then the end of the log. A rank that crashed by a
-    signal did not end with an exception, so a traceback in its log is older and not shown.
+    The error file is preferred, then the last traceback in the log, then the end of the log with what the watchdog of
+    NCCL wrote before. A rank that crashed by a signal did not end with an exception, so a traceback in its log is older
+    and not shown.
     """
     if recorded := _read_error_file(files.error)[1]:
         return recorded, True
@@ -162,7 +172,9 @@ def read_last_output(files: RankFiles, crashed: bool) -> tuple[str, bool]:
     lines = [line for line in text.splitlines() if not _NATIVE_LOG.match(line)]
     if not crashed and (traceback := last_traceback(lines)):
         return "\n".join(traceback), True
-    return "\n".join([line for line in lines if line.strip()][-_MAX_LOG_LINES:]), False
+    watchdog = [line for line in text.splitlines() if _NATIVE_LOG.match(line) and _NCCL_WATCHDOG.search(line)]
+    ending = [line for line in lines if line.strip() and not _NATIVE_FRAME.match(line)]
+    return "\n".join([*watchdog[:_MAX_WATCHDOG_LINES], *ending[-_MAX_LOG_LINES:]]), False
 
 
 def read_stop_message(files: RankFiles) -> str:

@@ -21,6 +21,7 @@ from samestep.messages import read_integer, shorten
 ShowRanks = Literal["first", "all"]
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_NCCL_DUMP_TIME, _NCCL_DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 3000
 # SLURM's formats, in the order of its manual; a number alone is minutes. The last one is samestep's.
 _TIME_FORMATS = (
     r"(?P<m>\d+)",
@@ -66,6 +67,9 @@ def choose_variables(
     if job.max_restarts > 0 or job.rendezvous.max_nodes > 1:  # after a failure, or because nodes join or leave
         reason = "the store that torch shares with its agent keeps outdated addresses after a restart"
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = ("1", reason)
+    if gpus:
+        reason = "NCCL ends a rank 12 s after a timeout, not 60 s"  # it sleeps four times as long
+        wanted[_NCCL_DUMP_TIME] = (str(_NCCL_DUMP_MILLISECONDS), reason)
     wanted |= {name: (value, bf16.detail) for name, value in bf16.workaround.items()}
     values = {name: value for name, (value, _) in wanted.items() if name not in environ}
     explained = [

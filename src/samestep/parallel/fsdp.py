@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
+from samestep.parallel.materialize import ModelWeights, children_first
 from samestep.parallel.submodules import frozen_parts, repeated_blocks
 from samestep.torch_private import reduce_unused_as_zeros
 
@@ -19,6 +19,7 @@ def shard_model(
     model: nn.Module,
     comm: Communicator,
     device: torch.device,
+    weights: ModelWeights,
     *,
     dtype: torch.dtype | None,
     blocks: Sequence[type[nn.Module]] = (),
@@ -27,7 +28,7 @@ def shard_model(
     keep_unsharded: bool = False,
     compile: bool = False,
 ) -> None:
-    """Shard `model` in place; every rank must already have rank 0's weights.
+    """Shard `model` in place, with values from `weights`, block by block: a device holds its shards and one block.
 
     `dtype` is that of forward and backward passes; gradients are reduced in fp32. `hybrid` shards inside a node and
     replicates between nodes. `keep_unsharded` keeps gathered weights from the forward to the backward pass. `compile`
@@ -38,17 +39,30 @@ def shard_model(
     reduce_dtype = torch.float32 if dtype else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    ignored = {p for part in frozen_parts(model).values() for p in part.parameters()}
-    sharded_blocks, uses = find_blocks(model, blocks), _parameter_uses(model)
+    frozen, sharded_blocks = frozen_parts(model).values(), find_blocks(model, blocks)
     for block in sharded_blocks if compile else ():
         block.compile()
-    shard = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored)
-    for block in sharded_blocks:
-        if _has_own_parameters(block, uses):
-            shard(block, mp_policy=policy, reshard_after_forward=False if keep_unsharded else None)
+
+    def shard(name: str, part: nn.Module, mp_policy: MixedPrecisionPolicy, reshard: bool | None = None) -> FSDPModule:
+        if weights.read is None:  # otherwise each rank reads its part of the files afterwards
+            weights.place(name, part)
+        ignored = {parameter for each in frozen for parameter in each.parameters()}
+        return fully_shard(
+            part,
+            mesh=mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=reshard,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+
+    for name, block in _own_blocks(model, sharded_blocks).items():
+        shard(name, block, policy, False if keep_unsharded else None)
     # outputs in fp32, so that losses are computed in fp32
     root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=reduce_dtype)
-    reduce_unused_as_zeros(shard(model, mp_policy=root))
+    reduce_unused_as_zeros(shard("", model, root))
+    if weights.read is not None:
+        weights.load_shards(cpu_offload)
 
 
 def check_dimensions(model: nn.Module) -> None:
@@ -63,7 +77,7 @@ def check_dimensions(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """The modules that FSDP gathers one at a time, inner before outer.
+    """The modules that FSDP gathers separately, inner before outer.
 
     Those of `classes`, or the members of the outermost ModuleLists and Sequentials with at least two members.
     """
@@ -77,6 +91,14 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn
             )
         return found[::-1]
     return list(repeated_blocks(model).values())
+
+
+def _own_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The blocks that are gathered separately, by name, inner before outer and otherwise in the model's order."""
+    uses, chosen = _parameter_uses(model), set(map(id, blocks))
+    names = {id(module): name for name, module in model.named_modules()}
+    ordered = [module for module in children_first(model) if id(module) in chosen]
+    return {names[id(block)]: block for block in ordered if _has_own_parameters(block, uses)}
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:

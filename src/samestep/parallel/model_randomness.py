@@ -130,7 +130,8 @@ class ModelRandomness:
             self._mode.__exit__(None, None, None)
         self._current = batch
         if batch.begin is not None:
-            batch.begin()
+            begin, batch.begin = batch.begin, None  # it refers to the batch: a cycle would keep its tensors alive
+            begin()
             if self._probe is not None:
                 self._probe.start(self._models, self._mode)
             self._mode.__enter__()

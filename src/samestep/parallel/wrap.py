@@ -16,10 +16,11 @@ from samestep.messages import format_list, warn
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
+from samestep.parallel.gradient_checks import SearchCost, UsedParameters
+from samestep.parallel.materialize import ModelWeights, Read
 from samestep.parallel.precision import ComputePrecision, check_weights, compute_in, use_channels_last
 from samestep.parallel.replica_check import check_replicas
 from samestep.parallel.submodules import checkpoint_activations, frozen_names, frozen_parts, keep_frozen_in_eval
-from samestep.parallel.unused_parameters import SearchCost, UsedParameters
 from samestep.parallel.wrapped_model import WrappedModel, refuse_direct_calls
 from samestep.torch_private import dispatch_in_graphs, ignore_in_ddp, is_compiled, no_buffer_broadcast
 
@@ -51,8 +52,9 @@ def wrap(
     precision: ComputePrecision,
     in_step: Callable[[], bool],
     report: Callable[[str], None],
+    read: Read | None = None,
 ) -> WrappedModel:
-    """Move `model` to the device, broadcast rank 0's weights and buffers, and average gradients over the ranks."""
+    """Move `model` to the device with rank 0's values, or those of `read`, and average gradients over the ranks."""
     check_weights(model, precision)
     strategy, reason = choose_strategy(comm, options)
     sharded = strategy in _SHARDED
@@ -62,12 +64,14 @@ def wrap(
     keep_frozen_in_eval(model, parts)
     if count := checkpoint_activations(model, options.activation_checkpointing):
         report(f"activation checkpointing: {count} module(s) recompute their activations, to save memory")
-    if not (sharded and options.cpu_offload):
-        model.to(device)
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    weights = ModelWeights(comm, model, device, parts, find_blocks(model, options.blocks) if on_meta else (), read)
+    if not sharded:
+        weights.place_all()
+        check_replicas(comm, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
     if strategy == "single":
         _report_unneeded_strategy(model, options, report)
     else:
-        _broadcast_weights(comm, model, frozen_names(model, parts))
         report(f"strategy: {strategy} ({reason}){_format_frozen(parts)}")
         _warn_of_unsynced_batchnorm(comm, model)
     core: nn.Module = torch.compile(model) if precision.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # a module compiles to a module
@@ -77,6 +81,7 @@ def wrap(
             model,
             comm,
             device,
+            weights,
             dtype=precision.dtype,
             blocks=options.blocks,
             hybrid=strategy == "hybrid",
@@ -84,6 +89,7 @@ def wrap(
             keep_unsharded=strategy == "zero2",
             compile=precision.compile,
         )
+        check_replicas(comm, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
     trained = core
     if strategy == "ddp":
         trained = _ddp(comm, core, device, options, frozen_names(core, parts))
@@ -175,7 +181,7 @@ def _ddp(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=comm.group,
-        init_sync=False,  # _broadcast_weights has done it, buffers included
+        init_sync=False,  # ModelWeights has done it, buffers included
         find_unused_parameters=options.unused_parameters == "allow",
         gradient_as_bucket_view=True,
         **no_buffer_broadcast(),  # pyright: ignore[reportArgumentType]  # one option, by the name this torch has
@@ -194,31 +200,6 @@ def _copy_sparse_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             module.weight.register_hook(torch.Tensor.clone)
-
-
-def _broadcast_weights(comm: Communicator, model: nn.Module, frozen: list[str]) -> None:
-    """Broadcast rank 0's weights and buffers; frozen parts are loaded from files, so they are only compared."""
-    excluded = set(frozen)
-    named = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in excluded}
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()]
-    for rank, theirs in enumerate(comm.exchange_objects("comparing models", shapes)):
-        if theirs != shapes:
-            mine, other = next(
-                ((a, b) for a, b in zip(shapes, theirs, strict=False) if a != b), (len(shapes), len(theirs))
-            )
-            raise WrapError(
-                f"rank {comm.world.rank} and rank {rank} built different models: {mine} here, {other} there; build the "
-                "model from the same configuration on every rank"
-            )
-    with torch.no_grad(), comm.collective("broadcasting the weights of rank 0"):
-        for tensor in named.values():
-            dense = tensor.detach().clone()
-            if dense.stride() == tensor.stride():
-                dist.broadcast(tensor, src=0, group=comm.group)
-            else:  # an expanded or sliced tensor is not contiguous, and torch would broadcast it as if it were
-                dist.broadcast(dense, src=0, group=comm.group)
-                tensor.set_(dense)  # pyright: ignore[reportArgumentType]  # the stubs lack this overload
-    check_replicas(comm, dict((*model.named_parameters(), *model.named_buffers())), "at the start")
 
 
 def _format_frozen(parts: dict[str, nn.Module]) -> str:

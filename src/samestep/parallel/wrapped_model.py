@@ -11,10 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
-from samestep.parallel.accumulation import AccumulationWatch
 from samestep.parallel.batchnorm import batchnorms_outside_frozen
 from samestep.parallel.fsdp import local_tensor
-from samestep.parallel.unused_parameters import BackwardPasses, UsedParameters, unused_message
+from samestep.parallel.gradient_checks import AccumulationWatch, BackwardPasses, UsedParameters, unused_message
 from samestep.torch_private import drop_gathered_gradients, gathered_parameters
 
 _SHOWN = 6
@@ -111,21 +110,22 @@ class WrappedModel:
         norms = torch.stack([torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in nonempty])
         return norms.isfinite().all()
 
-    def average_second_backward(self, step: int) -> None:
+    def average_second_backward(self, comm: Communicator, step: Sized, number: int) -> None:
         """Average gradients again if a second backward pass added some that DDP has not reduced; a collective then.
 
         The gradients of the first pass are already equal on all ranks, so the average of the sum is the average of all.
         """
-        if self._backward_passes is None or not self._backward_passes.repeated():
+        if self._backward_passes is None or not self._backward_passes.need_average(comm, step, number):
             return
         if self._used is None:
             raise WrapError(
-                f"step {step} had a second backward pass after one forward pass: DDP reduces only the first, and with "
-                "unused_parameters='allow' ranks do not know which parameters have gradients on other ranks; add the "
-                "losses and call backward() once"
+                f"step {number} had a second backward pass after one forward pass: DDP reduces only the first, and "
+                "with unused_parameters='allow' ranks do not know which parameters have gradients on other ranks; add "
+                "the losses and call backward() once"
             )
-        for gradient in self.gradients():
-            dist.all_reduce(gradient.div_(dist.get_world_size()), group=getattr(self.model, "process_group", None))
+        with comm.collective("averaging the gradients of a second backward pass"):
+            for gradient in self.gradients():
+                dist.all_reduce(gradient.div_(comm.world.size), group=comm.group)
 
     def check_used(self, step: int, samples: Sequence[int], rank: int) -> bool:
         """Raise if the step left parameters unused; whether it had a backward pass, as far as that is watched."""

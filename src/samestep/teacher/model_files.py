@@ -301,9 +301,12 @@ def build_from_folder(folder: Path, weights: Weights, dtype: torch.dtype | None)
             f"config.json in {folder} names the architecture {architecture!r}, which transformers "
             f"{transformers.__version__} does not have: pass build= a function that builds the module"
         )
-    patterns = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = [re.compile(pattern) for pattern in patterns]
-    return FolderBuilder(folder, model_class, dtype or _main_dtype(weights)), partial(_unused_names, ignored)
+    return FolderBuilder(folder, model_class, dtype or _main_dtype(weights)), partial(_unused_names, model_class)
+
+
+def unused_names(module: nn.Module, others: list[str], own: Collection[str]) -> list[str]:
+    """Return which of the names that are only in a file a transformers module does not need; none for other modules."""
+    return _unused_names(module, others, own) if isinstance(getattr(module, "base_model_prefix", None), str) else []
 
 
 def module_names(module: nn.Module, own: Collection[str], stored: Sequence[str]) -> dict[str, str]:
@@ -368,11 +371,14 @@ def _architecture(folder: Path) -> str:
     return str(architectures[0])
 
 
-def _unused_names(ignored: list[re.Pattern[str]], others: list[str], own: Collection[str]) -> list[str]:
+def _unused_names(model_class: Any, others: list[str], own: Collection[str]) -> list[str]:
     """Return names of another head, or of a pooler, in the file; never those of a layer beyond the configuration."""
+    patterns: Iterable[str] = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
     known = {_layer_pattern(name) for name in own}
     return [
-        name for name in others if any(pattern.search(name) for pattern in ignored) or _layer_pattern(name) not in known
+        name
+        for name in others
+        if any(re.search(pattern, name) for pattern in patterns) or _layer_pattern(name) not in known
     ]
 
 

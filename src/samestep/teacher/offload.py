@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from samestep.context import RunContext
+from samestep.distributed.device import pin, unpin
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
@@ -31,7 +31,6 @@ from samestep.teacher.resident import (
 
 _SLOTS: Final = 2  # one block computes while the next is copied; a third slot would not start copies earlier
 _STAGES: Final = 2  # one staging buffer is filled while the other is copied to the GPU
-_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 _OTHER_PLACEMENTS: Final = "use placement='gpu', 'cpu' or 'sharded'"
 
 
@@ -317,25 +316,6 @@ def offload_blocks(
         return placed
 
     return run_on_every_rank(context.comm, "placing the teacher", load)
-
-
-def pin(memory: torch.Tensor) -> bool:
-    """Pin host memory for direct copies to GPUs; False if the driver refuses, and copies need a staging buffer.
-
-    The memory must be shared and writable. Every rank of a node can pin the pages of one copy.
-    """
-    runtime = torch.cuda.cudart()
-    if runtime is not None and int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:
-        return True
-    with suppress(RuntimeError):  # CUDA reports the failure again at the next kernel: let it be this one
-        torch.zeros(1, device="cuda")
-    return False
-
-
-def unpin(memory: torch.Tensor) -> None:
-    """Undo `pin`; call it before the memory is freed."""
-    if (runtime := torch.cuda.cudart()) is not None:
-        runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def file_reader(frozen: FrozenModel) -> Read:

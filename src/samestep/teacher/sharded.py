@@ -5,13 +5,12 @@ from collections import Counter
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
-from samestep.environment.world import World
 from samestep.messages import format_bytes
 from samestep.parallel.fsdp import local_tensor, mesh_of_ranks
+from samestep.parallel.materialize import copy_part
 from samestep.parallel.submodules import repeated_blocks
 from samestep.teacher.frozen_model import FrozenModel, set_tensor
 from samestep.teacher.options import TeacherOptions
@@ -51,7 +50,7 @@ class ShardedTeacher:
 
 def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) -> nn.Module:
     """Shard the module and load this rank's part of each tensor from the mapped files, one tensor at a time."""
-    device, world = context.device, context.comm.world
+    device = context.device
     module = frozen.skeleton()
     parameters = {frozen.stored_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
 
@@ -73,7 +72,7 @@ def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) 
         for name, buffer in buffers.items():
             set_tensor(module, name, buffer)
         for name, parameter in module.named_parameters():
-            _load_part(parameter, frozen.weights.tensor(frozen.stored_name(name)), world)
+            copy_part(parameter, frozen.weights.tensor(frozen.stored_name(name)))
         frozen.weights.release()
 
     run_on_every_rank(context.comm, "loading this rank's part of the teacher", load)
@@ -85,12 +84,3 @@ def _untied_blocks(module: nn.Module) -> list[nn.Module]:
     owners = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
     layers = repeated_blocks(module).values()
     return [layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
-
-
-def _load_part(parameter: torch.Tensor, source: torch.Tensor, world: World) -> None:
-    """Copy this rank's part of a mapped tensor; only its pages are read."""
-    with torch.no_grad():
-        if isinstance(parameter, DTensor):
-            parts = source.chunk(world.size, dim=0)
-            source = parts[world.rank] if world.rank < len(parts) else source[:0]
-        local_tensor(parameter).copy_(source)

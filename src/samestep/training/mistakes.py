@@ -10,6 +10,7 @@ import functools
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
@@ -124,9 +125,9 @@ def unpacking_problem(what: str) -> str | None:
     Python does not tell an iterator who asks for its items, but the instruction at which the caller of `__iter__`
     stands is either that of a loop or that of an assignment to several names.
     """
-    here = inspect.currentframe()
-    frame = here.f_back.f_back if here is not None and here.f_back is not None else None
-    if frame is None or frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] not in _UNPACK:
+    # not from its own frame: a frame that refers to itself keeps what its callers hold, such as a batch
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    if frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] not in _UNPACK:
         return None
     return (
         f"{what} was unpacked like a batch, so one loop is missing: training has three, "

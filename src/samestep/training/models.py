@@ -3,19 +3,26 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
 
 from samestep.context import RunContext, next_seed, seed_all_ranks
 from samestep.data.loader import list_tensors, move_to_device
-from samestep.errors import CommunicationError, DataError, WrapError
+from samestep.errors import CommunicationError, DataError, TeacherError, WrapError
+from samestep.messages import format_list
 from samestep.parallel.batchnorm import average_running_stats
+from samestep.parallel.materialize import Read, run_on_every_rank, saved_tensors
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.parallel.wrapped_model import WrappedModel
+from samestep.teacher.model_files import module_names, open_weights, unused_names
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
+
+_SHOWN: Final = 5
 
 
 def wrap_model(
@@ -26,12 +33,18 @@ def wrap_model(
     example: object,
     optimizer: str,
     batch_dim: int | None = None,
+    weights: str | Path | None = None,
 ) -> nn.Module:
     """What `run.wrap` does: plan what the options leave open, wrap, and register the model with the run."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
         raise WrapError(
             f"run.wrap needs a torch.nn.Module, got {type(model).__name__}: wrap the model that trains; a teacher is "
             "frozen and needs no wrapping"
+        )
+    if torch.get_default_device().type == "meta":
+        raise WrapError(
+            "run.wrap was called inside of `with torch.device('meta')`: build the model there, and wrap it after that "
+            "block"
         )
     if any(known.owns(parameter) for known in context.models for parameter in model.parameters()):
         raise WrapError(f"{type(model).__name__} has parameters that are already wrapped: wrap a model once")
@@ -51,11 +64,42 @@ def wrap_model(
             context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
         context.print(made.message)
         options = made.apply(options, model)
-    wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print)
+    read = None
+    if weights is not None:
+        read = run_on_every_rank(context.comm, "opening weights=", partial(_open_weights, model, weights))
+    wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print, read)
     context.models.append(wrapped)
     context.randomness.add_model(wrapped.inner, batch_dim)
     seed_all_ranks(next_seed(context.config.seed))
     return wrapped.model
+
+
+def _open_weights(model: nn.Module, path: str | Path) -> Read:
+    """How to read a tensor of the model, by its name there, from a file or folder with exactly these tensors."""
+    own = dict(saved_tensors(model))
+    try:
+        files = open_weights(path)
+    except TeacherError as error:
+        raise WrapError(f"weights= of run.wrap: {error}") from error
+    files = files.renamed(module_names(model, own, files.names()))
+    held, tied = set(files.names()), dict[int, list[str]]()
+    for name, tensor in own.items():
+        tied.setdefault(id(tensor), []).append(name)
+    stored = {name: next((each for each in names if each in held), None) for names in tied.values() for name in names}
+    missing = [name for name in own if stored[name] is None]
+    extra = [name for name in held - {*own} if name not in unused_names(model, sorted(held - {*own}), own)]
+    wrong = [name for name in own if (each := stored[name]) and files.shape(each) != tuple(own[name].shape)]
+    problems = (
+        ("not in the file", missing),
+        ("only in the file", sorted(extra)),
+        ("of another shape in the file", wrong),
+    )
+    if texts := [f"{len(names)} tensor(s) {what}: {format_list(names, _SHOWN)}" for what, names in problems if names]:
+        raise WrapError(
+            f"weights={str(path)!r} does not match {type(model).__name__}: {'; '.join(texts)}. Pass the weights of a "
+            "model with the same names and shapes; to train a new layer on top of them, load them on the CPU of rank 0"
+        )
+    return lambda name: files.tensor(stored[name] or name)
 
 
 @contextmanager

@@ -121,6 +121,7 @@ class Run(Collectives):
         example: object = None,
         optimizer: str = "AdamW",
         batch_dim: int | None = None,
+        weights: str | Path | None = None,
     ) -> nn.Module:
         """`model` on this rank's device, with rank 0's weights and with gradients averaged over all ranks.
 
@@ -129,11 +130,13 @@ class Run(Collectives):
         chooses. With an `example` batch it traces one step and plans strategy, activation checkpointing and micro-batch
         for the `optimizer` of that name. `batch_dim=1` says that the tensors of the model have the batch in dimension 1
         and the time in dimension 0, so that dropout is keyed by sample; samestep knows it of recurrent layers and
-        attention layers with `batch_first=False`.
+        attention layers with `batch_first=False`. A model on the meta device is initialized by the `reset_parameters`
+        of its modules; with `weights`, a safetensors file or a Hugging Face folder, each rank reads what it holds.
         """
         memory = cpu_offload, blocks, activation_checkpointing
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
-        return wrap_model(self._lifecycle.context, self._lifecycle.plans, model, options, example, optimizer, batch_dim)
+        context, plans = self._lifecycle.context, self._lifecycle.plans
+        return wrap_model(context, plans, model, options, example, optimizer, batch_dim, weights)
 
     @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(

@@ -252,7 +252,7 @@ class Step:
         context = self._context
         context.acceleration.close_forward()
         for model in context.models:
-            model.average_second_backward(self.number)
+            model.average_second_backward(context.comm, self, self.number)
         rank = context.world.rank
         used = [model.check_used(self.number, self.last_indices, rank) for model in context.models]
         if any(used) and not self._loss.means:

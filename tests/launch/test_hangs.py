@@ -1,0 +1,99 @@
+"""A hang over NCCL: the rank that does not come and its line are the cause, not the ranks that wait for it."""
+
+import pytest
+
+from samestep.distributed.process_group import Hang, ProgressReport, find_hang
+from tests.launch.launched import start
+
+TIMEOUT, LONG, SHORT = 20, 25, 22  # before the end of SHORT a rank that waits may still be ended by gloo
+
+
+def report(rank, waits, idle=LONG, line="train.py:31", **counts):
+    return ProgressReport(rank, {name: (count, TIMEOUT) for name, count in counts.items()}, idle, waits, line)
+
+
+def test_a_rank_that_has_not_called_the_collective_of_the_others_is_absent():
+    reports = [report(0, True, world=40), report(1, False, line="train.py:27", world=39), report(2, True, world=41)]
+    assert find_hang(reports) == Hang([0, 2], {1: "train.py:27"}, LONG)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [],
+        [report(0, True, world=40)],  # the other rank makes progress, or cannot report
+        [report(0, False, world=40), report(1, False, world=39)],  # no rank waits: they compute
+        [report(0, True, world=40), report(1, True, world=40)],  # a network that is cut
+        [report(0, True, world=40), report(1, False, world=40)],  # both have called it
+        [report(0, True, idle=SHORT, world=40), report(1, False, world=39)],  # the timeout is not over
+        [report(0, True, world=40), report(1, False, other=39)],  # not in the same group
+    ],
+)
+def test_nothing_else_is_a_hang(reports):
+    assert find_hang(reports) is None
+
+
+def test_a_rank_that_waits_itself_is_not_the_one_that_others_wait_for():
+    """Hybrid: rank 2 waits for rank 0, which waits for rank 1 in another group."""
+    reports = [
+        report(0, True, a=9, c=4),
+        report(1, False, line="train.py:27", a=8, d=4),
+        report(2, True, b=9, c=5),
+        report(3, True, b=9, d=5),
+    ]
+    assert find_hang(reports) == Hang([0, 2, 3], {1: "train.py:27"}, LONG)
+
+
+def test_a_longer_timeout_of_a_group_counts():
+    ahead = ProgressReport(0, {"world": (40, 60.0)}, LONG, True, "train.py:31")
+    behind = report(1, False, world=39)
+    assert find_hang([ahead, behind]) is None
+    assert find_hang([ProgressReport(0, ahead.counts, 65.0, True, "train.py:31"), behind]) is not None
+
+
+def test_each_rank_gets_the_sentence_that_concerns_it():
+    hang = Hang([0, 2], {1: "train.py:27"}, 25.2)
+    assert str(hang.error(report(1, False, line="train.py:27", world=39))) == (
+        "rank 1 has not called a collective in which 2 other rank(s) have waited for 25 s: it is at train.py:27. If it "
+        "is still progressing, raise the timeout with Run(step_timeout=...); otherwise every rank must make the same "
+        "calls in the same order (is one of them under `if run.is_main:`?)"
+    )
+    assert str(hang.error(report(0, True, world=40))) == (
+        "rank 0 has waited at train.py:31 for 25 s, because 1 rank(s) have not called the same collective: rank 1 is "
+        "at train.py:27"
+    )
+
+
+# Over gloo, as if it were NCCL: the ranks call a collective without waiting for it, and rank 0 says that its GPU waits.
+SLEEPS = """
+    import time
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from samestep import Run
+    from samestep.distributed.process_group import HangWatch
+
+    with Run(global_batch=4) as run:
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        watch = HangWatch(run._comm.store, run.rank, 3, lambda: run.rank != 1)
+        dist.all_reduce(torch.ones(1), group=group)
+        if run.rank == 1:
+            time.sleep(200)  # the cause
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_the_report_of_a_hang_begins_with_the_rank_that_did_not_come(tmp_path):
+    ended = start(tmp_path, SLEEPS, "--nproc-per-node", "3", "train.py").finish(200)
+    assert ended.code == 1, ended.err
+    report = ended.err[ended.err.index("samestep: 3 of 3 rank(s)") :].splitlines()
+    assert "exit code 1  <- first failure" in report[1]
+    assert report[1].split()[:2] == ["rank", "1"]
+    assert all("lost the connection to another rank" in line for line in report[2:4]), ended.err
+    assert "time.sleep(200)  # the cause" in ended.err[ended.err.index("<- first failure") :]
+    assert "rank 1 has not called a collective in which 2 other rank(s) have waited for" in report[-1]
+    assert "rank 1 is at train.py:" in (tmp_path / next(tmp_path.rglob("rank-0.err"))).read_text()
