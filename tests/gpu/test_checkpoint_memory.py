@@ -1,12 +1,15 @@
 """Checkpoints of tensors on a GPU: pinned host memory of the exact size, and restored values."""
 
+import warnings
 from mmap import PAGESIZE
 
+import pytest
 import torch
 from torch import nn
 
 from samestep import Run
 from samestep.checkpoint.tensor_storage import HostStaging
+from tests.ranks import test_checkpoint_reads as reads
 
 COUNT, VALUES = 24, 300_000  # 1.14 MiB each, which torch's pinned memory would round up to 2 MiB
 
@@ -64,3 +67,19 @@ def test_every_save_has_the_values_of_its_step(tmp_path):
         model = run.wrap(nn.Linear(700, 700))
         run.checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
         assert bool((model.weight == 2).all())
+
+
+def on_one_gpu(function, *arguments):
+    """Run a function on a rank that shares the GPU with others."""
+    warnings.filterwarnings("ignore", ".*ranks share 1 GPU.*")
+    return function(*arguments)
+
+
+@pytest.mark.parametrize(("saved_as", "restored_as"), [("ddp", "ddp"), ("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_every_byte_is_read_once_and_sent_to_the_other_ranks(ranks, tmp_path, saved_as, restored_as):
+    expected, *_ = ranks(2, on_one_gpu, reads.save, tmp_path, saved_as, timeout=100)
+    for size in (2, 3):
+        answers = ranks(size, on_one_gpu, reads.restore, tmp_path, restored_as, timeout=100)
+        assert sum(read - own for _, read, own, _ in answers) == answers[0][3]
+        for values, *_ in answers:
+            assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))

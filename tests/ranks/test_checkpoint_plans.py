@@ -18,7 +18,7 @@ def full(tensor):
 
 
 def fill(model, optimizer, value):
-    """Give every weight and moment a value of its own."""
+    """Give every weight and moment another value."""
     for number, parameter in enumerate(model.parameters()):
         with torch.no_grad():
             parameter.fill_(value + number)
@@ -65,7 +65,7 @@ def test_only_another_layout_is_planned_and_the_last_checkpoint_has_the_last_val
 
 
 def change_on_one_rank(folder):
-    """On rank 1 one tensor of its own changes its shape between two saves; return how often DCP planned."""
+    """On rank 1 one tensor changes its shape between two saves; return how often DCP planned."""
     with Run(global_batch=8, seed=0, folder=folder) as run:
         model, extra = run.wrap(nn.Linear(2, 1), "ddp"), Extra(run.rank)
         checkpoint = run.checkpoint(folder, model=model, extra=extra)
@@ -78,7 +78,7 @@ def change_on_one_rank(folder):
 
 
 class Extra:
-    """A part with a tensor under a name of its rank."""
+    """A part with a tensor that is named after its rank."""
 
     def __init__(self, rank):
         self.rank, self.size = rank, 2

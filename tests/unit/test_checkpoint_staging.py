@@ -10,7 +10,7 @@ import torch
 
 from samestep.checkpoint import tensor_storage
 from samestep.checkpoint.parts import get_rng_state, set_rng_state
-from samestep.checkpoint.tensor_storage import HostMemory, HostStaging
+from samestep.checkpoint.tensor_storage import HostMemory, HostStaging, divide_reads
 
 
 @pytest.fixture
@@ -144,3 +144,14 @@ def test_the_state_of_the_generators_has_a_fixed_size_and_is_restored():
         set_rng_state(state, device)
         assert random.random() == expected
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_reads_are_divided_by_bytes_and_every_tensor_has_one_reader(world_size):
+    sizes = {f"t{number}": (number * 7919) % 1000 for number in range(100)}
+    readers = divide_reads(sizes, world_size)
+    assert readers.keys() == sizes.keys()
+    loads = [sum(sizes[name] for name, rank in readers.items() if rank == reader) for reader in range(world_size)]
+    assert sum(loads) == sum(sizes.values())
+    assert max(loads) - min(loads) <= max(sizes.values())
+    assert readers == divide_reads(dict(reversed(sizes.items())), world_size)  # the same on every rank

@@ -1,15 +1,18 @@
 """Read checkpoints: restore the newest valid one on any world size, or export its model as one file.
 
-Every rank reads the slices that it needs from the files of all ranks. The RNG states are restored only on the world
-size on which they were saved.
+Every rank reads its slices of sharded tensors from the files of all ranks. Tensors that all ranks hold in full are
+divided: each is read by one rank. The RNG states are restored only on the world size on which they were saved.
 """
 
+import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+
+from torch.distributed.tensor import DTensor
 
 from samestep.checkpoint.checkpoint import Checkpoint, run_on_all_ranks
 from samestep.checkpoint.checkpoint_folder import Retention, check_latest, find_newest_valid, list_newest_first
@@ -23,11 +26,14 @@ from samestep.checkpoint.manifest import (
     verify_files,
     write_verified,
 )
-from samestep.checkpoint.parts import Parts, Stateful, describe_state_error, rng_tensor_name, set_rng_state
+from samestep.checkpoint.parts import Parts, Stateful, Tensors, describe_state_error, rng_tensor_name, set_rng_state
 from samestep.checkpoint.state_encoding import tensor_names
 from samestep.checkpoint.tensor_storage import (
     CheckpointReader,
     FileEntry,
+    Index,
+    broadcast_tensors,
+    divide_reads,
     read_full_tensor,
     read_index,
     safetensors_blocks,
@@ -119,33 +125,56 @@ def _verify(world: World, path: Path) -> tuple[str | None, Manifest | None]:
 
 
 def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
-    """Load on every rank, and check that all ranks are at the same step."""
+    """Load on all ranks, and check that all ranks are at the same step.
+
+    A tensor that every rank holds in full is read by one rank, which sends it to the others.
+    """
+    comm, rank = context.comm, context.world.rank
 
     def describe(error: Exception) -> str:
         kind = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
         return f"{path} cannot be restored: {kind}{error}"
 
-    run_on_all_ranks(context.comm, _OPERATION, describe, _load_on_this_rank, context, parts, path, manifest)
-    steps = context.comm.exchange_objects(_OPERATION, context.progress.steps)
+    index, targets, load = run_on_all_ranks(comm, _OPERATION, describe, _prepare, parts, path, manifest)
+    in_full = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, DTensor)}
+    readers: dict[str, int] = {}
+    if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
+        readers = divide_reads({name: tensor.nbytes for name, tensor in in_full.items()}, comm.world.size)
+    own = {name: tensor for name, tensor in targets.items() if readers.get(name, rank) == rank}
+    run_on_all_ranks(comm, _OPERATION, describe, CheckpointReader(path, index).load_into, own)
+    if readers and not comm.alone:
+        with comm.collective(_OPERATION):
+            broadcast_tensors(in_full, readers, comm)
+    run_on_all_ranks(comm, _OPERATION, describe, _set_state, context, load, path, manifest, index)
+    steps = comm.exchange_objects(_OPERATION, context.progress.steps)
     if len(set(steps)) > 1:
         raise CheckpointError(
             f"the ranks restored different steps from {path}: {steps}; make sure that {path.parent} is the same folder "
             "on all nodes"
         )
+    if context.world.is_main and (unused := [name for name in manifest.parts if name not in parts.kinds]):
+        warn(f"{path} also has {', '.join(unused)}, which run.checkpoint did not receive: not restored")
 
 
-def _load_on_this_rank(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> None:
+def _prepare(parts: Parts, path: Path, manifest: Manifest) -> tuple[Index, Tensors, Callable[[], None]]:
     values = json.loads((path / STATE_FILE).read_bytes())
     index = read_index(path, manifest.files)
-    targets, load = parts.prepare_load(values, index)
-    CheckpointReader(path, index).load_into(targets)
+    return index, *parts.prepare_load(values, index)
+
+
+def _digest(manifest: Manifest, tensors: Tensors) -> str:
+    """A text that is the same on all ranks if they see the same checkpoint and have the same tensors to fill."""
+    layout = [(name, list(tensor.shape), str(tensor.dtype), tensor.device.type) for name, tensor in tensors.items()]
+    return hashlib.sha256(json.dumps([manifest.to_json(), sorted(layout)]).encode()).hexdigest()
+
+
+def _set_state(context: RunContext, load: Callable[[], None], path: Path, manifest: Manifest, index: Index) -> None:
+    """Load what was read into the parts, and restore progress and generators."""
     load()
     last = manifest.history[-1]
     context.progress.steps, context.progress.samples = last.last_step, manifest.samples
     own = context.world.rank if last.world_size == context.world.size else 0  # usually the same state on all ranks
     set_rng_state(read_full_tensor(path, index[rng_tensor_name(own)]), context.device)
-    if context.world.is_main and (unused := [name for name in manifest.parts if name not in parts.kinds]):
-        warn(f"{path} also has {', '.join(unused)}, which run.checkpoint did not receive: not restored")
 
 
 def _describe(path: Path, manifest: Manifest, corrupt: int, world_size: int) -> str:

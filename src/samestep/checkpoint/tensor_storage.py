@@ -10,15 +10,17 @@ import os
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from heapq import heapreplace
+from itertools import accumulate, groupby
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from samestep.checkpoint.manifest import INDEX_FILE
+from samestep.distributed.communicator import Communicator
 from samestep.distributed.device import pin, unpin
 from samestep.errors import CheckpointError
 
@@ -57,6 +60,7 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
 """The dtypes that a checkpoint can store, with their names in safetensors."""
 _DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HEADER_ALIGNMENT: Final = 8  # required by safetensors
+_BUCKET_BYTES: Final = 64 << 20  # tensors up to this size are sent together
 _ALIGNMENT: Final = 64  # of tensors in host memory, in bytes
 
 
@@ -221,12 +225,8 @@ class HostMemory:
 
     def views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return memory for each of these tensors, contiguous; what was returned before becomes invalid."""
-        starts = [0, *accumulate(_round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values())]
-        self._resize(_round_up(starts[-1], PAGESIZE))
-        return {
-            name: self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for (name, tensor), start in zip(tensors.items(), starts, strict=False)
-        }
+        self._resize(_round_up(_starts(tensors.values())[-1], PAGESIZE))
+        return dict(zip(tensors, _split(self._memory, tensors.values()), strict=True))
 
     def _resize(self, size: int) -> None:
         if size == self._memory.nbytes:
@@ -241,6 +241,19 @@ class HostMemory:
         if self._pinned and size and pin(self._memory):
             self._unpin = weakref.finalize(self, unpin, self._memory)
             self._unpin.atexit = False
+
+
+def _starts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each of these tensors starts in memory that holds them all, and the size of that memory."""
+    return [0, *accumulate(_round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors)]
+
+
+def _split(memory: torch.Tensor, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a part of `memory`, which has bytes, for each of these tensors."""
+    return [
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, _starts(tensors), strict=False)
+    ]
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -355,6 +368,59 @@ class CheckpointReader(_StorageDefaults, StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DCP requires it, and the index is already read."""
+
+
+# Between ranks
+
+
+def divide_reads(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the rank that reads each tensor, so that all ranks read about the same number of bytes.
+
+    >>> divide_reads({"a": 10, "b": 60, "c": 30, "d": 20}, 2)
+    {'b': 0, 'c': 1, 'd': 1, 'a': 1}
+    """
+    loads = [(0, rank) for rank in range(world_size)]  # a heap: the rank that reads least comes first
+    readers: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, readers[name] = loads[0]
+        heapreplace(loads, (load + sizes[name], readers[name]))
+    return readers
+
+
+def broadcast_tensors(tensors: Mapping[str, torch.Tensor], readers: Mapping[str, int], comm: Communicator) -> None:
+    """Fill each tensor on every rank with the values that its reader has; a collective.
+
+    Names, shapes, dtypes and types of devices must be the same on all ranks. Small tensors are sent together.
+    """
+
+    def source(name: str) -> tuple[int, str]:
+        return readers[name], tensors[name].device.type
+
+    names = sorted((name for name in tensors if tensors[name].numel()), key=lambda name: (*source(name), name))
+    for (reader, _), of_reader in groupby(names, key=source):
+        for bucket in _buckets([tensors[name].detach() for name in of_reader]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.broadcast(bucket[0].view(-1).view(torch.uint8), src=reader, group=comm.group)
+                continue
+            packed = torch.empty(_starts(bucket)[-1], dtype=torch.uint8, device=bucket[0].device)
+            parts = list(zip(bucket, _split(packed, bucket), strict=True))
+            for tensor, part in parts if comm.world.rank == reader else ():
+                part.copy_(tensor)
+            dist.broadcast(packed, src=reader, group=comm.group)
+            for tensor, part in parts if comm.world.rank != reader else ():
+                tensor.copy_(part)
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group tensors that are sent together, in order."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def read_full_tensor(folder: Path, tensor: StoredTensor) -> torch.Tensor:

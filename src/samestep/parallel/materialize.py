@@ -232,7 +232,7 @@ class _Resets:
             if _is_unset(value):
                 raise WrapError(
                     f"the model is on the meta device, and {type(module).__name__} at {name!r} does not initialize "
-                    f"{leaf!r}: let its reset_parameters() set every parameter and buffer of its own, or build the "
+                    f"{leaf!r}: let its reset_parameters() set all of its parameters and buffers, or build the "
                     "model on the CPU of rank 0"
                 )
             self._meta.fill(tensor, value.detach())

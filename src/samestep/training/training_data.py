@@ -275,7 +275,7 @@ def _start_next(
 
 
 class CudaCopier:
-    """Copies batches from pinned memory on a CUDA stream of its own; a `StartCopy`.
+    """Copies batches from pinned memory on a separate CUDA stream; a `StartCopy`.
 
     The memory belongs to the stream that computes. So the copy waits for what this stream has queued, at most the
     previous step, and no more than two batches take memory, however far Python is ahead of the GPU.
