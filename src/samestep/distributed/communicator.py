@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from samestep.distributed.process_group import (
     backends_to_add,
     check_existing_group,
     connect_store,
-    gpu_waits,
     init_process_group,
     new_group,
     rendezvous,
@@ -111,7 +109,7 @@ class Communicator:
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
         if self.backend == "nccl":
-            self._hang_watch = HangWatch(self._store, rank, size, partial(gpu_waits, device))
+            self._hang_watch = HangWatch(self._store, rank, size)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
