@@ -1,6 +1,7 @@
 """The only module that uses private torch API, or API whose name differs between torch versions."""
 
 import inspect
+import json
 import logging
 import time
 import warnings
@@ -35,19 +36,32 @@ def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # pyright: ignore[reportPrivateUsage]
 
 
-def collective_counts() -> dict[str, tuple[int, float]]:
-    """For each process group of this process, how many collectives it has called, and its timeout in seconds.
+def collective_counts(name: str) -> dict[str, tuple[int, float]]:
+    """For each process group with the backend `name`: how many collectives this rank has called, and the timeout.
 
-    The count of NCCL includes collectives that wait for the GPU or for other ranks.
+    The count of NCCL includes collectives that wait for the GPU or for other ranks. The timeout is in seconds.
     """
     counts = dict[str, tuple[int, float]]()
     for group in list(distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
         for device in group._device_types:  # pyright: ignore[reportPrivateUsage]
             backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-            if hasattr(backend, "options"):  # gloo and NCCL have it
-                name = f"{group.group_name} {backend.name()}"
-                counts[name] = (backend._get_sequence_number_for_group(), backend.options._timeout.total_seconds())
+            if backend.name() == name:
+                timeout: timedelta = backend.options._timeout
+                counts[group.group_name] = backend._get_sequence_number_for_group(), timeout.total_seconds()
     return counts
+
+
+def nccl_waits() -> bool | None:
+    """Whether this rank has called a collective over NCCL that is not complete; None if the flight recorder is off."""
+    dump: Callable[[bool, bool], bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    try:
+        groups = json.loads(dump(False, False)).get("pg_status", {}) if dump is not None else {}
+        statuses = [
+            (int(each["last_enqueued_collective"]), int(each["last_completed_collective"])) for each in groups.values()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):  # another version of torch
+        return None
+    return any(called > complete for called, complete in statuses) if statuses else None
 
 
 def wait_until_released(tensor: torch.Tensor, seconds: float = 5.0) -> None:

@@ -23,6 +23,8 @@ def test_a_rank_that_has_not_called_the_collective_of_the_others_is_absent():
         [],
         [report(0, True, world=40)],  # the other rank makes progress, or cannot report
         [report(0, False, world=40), report(1, False, world=39)],  # no rank waits: they compute
+        [report(0, None, world=40), report(1, None, world=40)],
+        [report(0, True, a=9, b=3), report(1, True, a=8, b=4)],  # each waits for the other in another group
         [report(0, True, world=40), report(1, True, world=40)],  # a network that is cut
         [report(0, True, world=40), report(1, False, world=40)],  # both have called it
         [report(0, True, idle=SHORT, world=40), report(1, False, world=39)],  # the timeout is not over
@@ -31,6 +33,11 @@ def test_a_rank_that_has_not_called_the_collective_of_the_others_is_absent():
 )
 def test_nothing_else_is_a_hang(reports):
     assert find_hang(reports) is None
+
+
+def test_if_torch_does_not_know_whether_a_rank_waits_the_counts_are_enough():
+    reports = [report(0, None, world=40), report(1, None, line="train.py:27", world=39), report(2, None, world=41)]
+    assert find_hang(reports) == Hang([0, 2], {1: "train.py:27"}, LONG)
 
 
 def test_a_rank_that_waits_itself_is_not_the_one_that_others_wait_for():
@@ -77,7 +84,7 @@ SLEEPS = """
 
     with Run(global_batch=4) as run:
         group = dist.new_group(timeout=timedelta(seconds=2))
-        watch = HangWatch(run._comm.store, run.rank, 3, lambda: run.rank != 1)
+        watch = HangWatch(run._comm.store, run.rank, 3, "gloo", lambda: run.rank != 1)
         dist.all_reduce(torch.ones(1), group=group)
         if run.rank == 1:
             time.sleep(200)  # the cause

@@ -13,15 +13,15 @@ from samestep.errors import LogError
 
 
 def count_exchanges(run):
-    """Record the exchanges between ranks from now on."""
+    """Record the exchanges between ranks from now on; `works` of each are its collectives."""
     calls = []
-    inner = run._comm._all_gather
+    inner = run._comm.start_exchange
 
-    def counted(frame):
-        calls.append(frame)
-        return inner(frame)
+    def counted(operation, values):
+        calls.append(inner(operation, values))
+        return calls[-1]
 
-    run._comm._all_gather = counted
+    run._comm.start_exchange = counted
     return calls
 
 
@@ -32,7 +32,7 @@ def log_several(folder):
             run.log({"train/a": run.rank + step, "train/b": torch.tensor(2.0 * run.rank), "val/same": 0.1}, step=step)
         assert not calls  # nothing is sent before the sync
         run.log({"val/last": float("nan") if run.rank else 1.0}, step=2, now=True)
-        return len(calls)
+        return sum(len(exchange.works) for exchange in calls)
 
 
 def test_logged_values_are_averaged_in_one_collective(ranks, tmp_path):
@@ -246,3 +246,52 @@ def test_the_error_for_an_invalid_metric_names_it(tmp_path):
             run.log({"accuracy": 1.0}, step=-1)
         with pytest.raises(LogError, match='"val accuracy" cannot name a metric'):
             run.log({"val accuracy": 1.0}, step=0)
+
+
+def train_and_record_waits(folder, steps, per_step, interval, late):
+    """Train with some values logged per step; returns what starts and what waits, with the step in which it does."""
+    events = []
+    with Run(global_batch=4, seed=0, folder=folder, replica_check_every=0) as run:
+        model = run.wrap(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = run.shard(torch.arange(4.0 * steps)[:, None], num_workers=0)
+        metrics, comm = run._lifecycle.context.metrics, run._comm
+        metrics._next_interval = lambda: interval
+        if late:  # values are sent one sync later, as those of a GPU
+            metrics._device = torch.device("cuda")
+            measured, torch.cuda.max_memory_allocated = torch.cuda.max_memory_allocated, lambda _: 0
+        start, wait = comm.start_exchange, comm.continue_exchange
+        number = lambda: run._lifecycle.context.progress.steps  # noqa: E731
+        for epoch in data.epochs(1):
+            for step in epoch:
+                if step.number == 2:  # the first steps check and compare more
+                    comm.start_exchange = lambda *args: events.append(("start", number())) or start(*args)
+                    comm.continue_exchange = lambda pending: events.append(("wait", number())) or wait(pending)
+                for x in step:
+                    loss = model(x)[:, 0] ** 2
+                    step.mean(loss).backward()
+                    step.log({"loss/mine": loss})
+                optimizer.step()
+                optimizer.zero_grad()
+                names = per_step if run.rank or step.number % 12 else per_step + 1
+                run.log({f"value/{name}": float(step.number + run.rank) for name in range(names)})
+        comm.start_exchange, comm.continue_exchange = start, wait
+    if late:
+        torch.cuda.max_memory_allocated = measured
+    return events
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("per_step", "interval"), [(1, 4), (1, 1), (40, 8)])  # 320 values do not fit into a frame
+def test_no_step_waits_for_an_exchange_that_it_has_started(ranks, tmp_path, per_step, interval, late):
+    for events in ranks(2, train_and_record_waits, tmp_path, 50, per_step, interval, late):
+        started = -1
+        for kind, step in events:
+            assert kind == "start" or step > started
+            started = step if kind == "start" else started
+        assert sum(kind == "wait" for kind, _ in events) >= 5
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(50))  # all are written, in order
+    assert all(record["value/0"] == record["step"] + 0.5 for record in records)
+    assert all("loss/mine" in record and "train/loss" in record for record in records)
+    assert [record["step"] for record in records if f"value/{per_step}" in record] == [0, 12, 24, 36, 48]

@@ -12,6 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from samestep import Run
 from samestep.errors import WrapError
+from samestep.planner.layouts import Layout
+from samestep.planner.memory_model import estimate_memory
+from samestep.planner.model_parts import profile_weights
+from tests.unit.plan_examples import cluster
 
 STRATEGIES = ["ddp", "fsdp", "zero2"]
 DATA = [(torch.randint(0, 12, (5,), generator=torch.Generator().manual_seed(i)), i % 12) for i in range(20)]
@@ -92,7 +96,7 @@ def build(source, rank):
 
 
 def full(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().to("cpu", copy=True)
 
 
 def train(strategy, source, weights=None, offload=False):
@@ -247,7 +251,7 @@ class Hooked(nn.Module):
 
 
 class Outer(nn.Module):
-    """Initializes what is inside of it by a method of its own, after its parts."""
+    """Initializes what is inside of it by one method, after its parts."""
 
     def __init__(self):
         super().__init__()
@@ -280,6 +284,51 @@ def test_initialization_by_an_outer_module_is_applied(ranks, kind):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def language_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=32, tie_word_embeddings=True))
+
+
+def save_language_model(folder):
+    """Save a model of transformers; returns its values and the logits of a sequence."""
+    model = language_model().eval()
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.arange(6)[None]).logits
+    return {name: full(t) for name, t in (*model.named_parameters(), *model.named_buffers())}, logits
+
+
+def materialize_language_model(strategy, folder):
+    """All values of a model of transformers, and the logits of a sequence."""
+    with Run(global_batch=2, seed=5, precision="fp32") as run:
+        with torch.device("meta"):
+            model = language_model()
+        model = run.wrap(model, strategy, weights=folder)
+        inner = getattr(model, "module", model)
+        values = {name: full(t) for name, t in (*inner.named_parameters(), *inner.named_buffers())}
+        with run.evaluate(model) as net:
+            return values, net(torch.arange(6)[None]).logits
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_read_from_its_folder_or_initialized_as_transformers_does(ranks, tmp_path):
+    ((tensors, logits),) = ranks(1, save_language_model, tmp_path / "llama")
+    for strategy, folder in (("fsdp", str(tmp_path / "llama")), ("ddp", str(tmp_path / "llama")), ("fsdp", None)):
+        ((expected, expected_logits),) = ranks(1, materialize_language_model, None, folder)
+        assert expected.keys() == tensors.keys()
+        assert torch.equal(expected["model.rotary_emb.inv_freq"], tensors["model.rotary_emb.inv_freq"])
+        if folder is not None:
+            assert all(torch.equal(expected[name], tensor) for name, tensor in tensors.items())
+            assert torch.equal(expected_logits, logits)
+        for values, found in ranks(2, materialize_language_model, strategy, folder):
+            assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
+            assert float((found - expected_logits).abs().max()) < 1e-6
+    # initialized: the standard deviation of transformers, not that of nn.Linear
+    assert float(expected["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(0.02, rel=0.1)
+
+
 class AllocatedBytes(TorchDispatchMode):
     """The bytes of tensors with memory that exist at once, beyond those that exist before."""
 
@@ -309,30 +358,40 @@ class AllocatedBytes(TorchDispatchMode):
 
 
 class Wide(nn.Module):
-    """Twelve equal blocks."""
+    """Twelve equal blocks and a head."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(12))
+        self.head = nn.Linear(256, 64)
+
+
+def planned_bytes(model, shards, offload=False):
+    """What a plan says of the peak of run.wrap."""
+    layout = Layout("fsdp", shards, shards, cpu_offload=offload)
+    estimate = estimate_memory(layout, cluster(shards), profile_weights(model), 1, accumulates=False, precision="fp32")
+    return estimate.wrap
 
 
 def bytes_of_wrap(source, weights):
     with Run(global_batch=2) as run:
         with torch.device("meta" if source == "meta" or run.rank else "cpu"):
             model = Wide()
+        planned = planned_bytes(model, run.size)
         with AllocatedBytes() as allocated:
             model = run.wrap(model, "fsdp", weights=weights)
-        return allocated.peak, sum(p.to_local().nbytes for p in model.parameters())
+        return allocated.peak, planned, sum(p.to_local().nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("source", ["meta", "rank 0", "file"])
 def test_no_rank_holds_more_than_its_shards_and_one_block(ranks, tmp_path, source):
-    block, weights = 4 * 65 * 64, None
+    block, weights = 4 * 257 * 256, None
     if source == "file":
         save_file(Wide().state_dict(), tmp_path / "model.safetensors")
-        weights, source = str(tmp_path / "model.safetensors"), "meta"
-    for rank, (peak, held) in enumerate(ranks(2, bytes_of_wrap, source, weights)):
-        assert held == 12 * block // 2
-        most = held + block + 20_000  # and the frames of small exchanges
-        assert peak <= most, (rank, peak, most)
-        assert peak < 12 * block
+        weights = str(tmp_path / "model.safetensors")
+    for rank, (peak, planned, held) in enumerate(ranks(2, bytes_of_wrap, source.replace("file", "meta"), weights)):
+        assert held == (12 * block + 4 * 257 * 64) // 2
+        if source == "meta" or (source == "rank 0" and rank == 1):
+            assert peak == pytest.approx(planned, rel=0.06)
+        # a rank that reads maps one tensor of the file at a time, and the tensors that rank 0 has built are not counted
+        assert peak <= held + block + 50_000, "and the frames of small exchanges"

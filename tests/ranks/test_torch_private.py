@@ -18,6 +18,7 @@ from samestep.torch_private import (
     ignore_in_ddp,
     is_compiled,
     matrix_product_shape,
+    nccl_waits,
     no_buffer_broadcast,
     set_group_timeout,
     vmap_randomness,
@@ -49,13 +50,15 @@ def test_the_timeout_of_a_group_can_be_changed_after_its_start(ranks, tmp_path):
 def count_collectives():
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = dist.new_group(timeout=timedelta(seconds=45))
-    before = collective_counts()
+    before = collective_counts("gloo")
     dist.all_reduce(torch.ones(1))
     dist.barrier()
     dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=group)
-    after = collective_counts()
+    after = collective_counts("gloo")
+    assert collective_counts("nccl") == {}
+    assert nccl_waits() is None  # this torch has no NCCL, or it has no group
     dist.destroy_process_group()
-    return before, after, collective_counts()
+    return before, after, collective_counts("gloo")
 
 
 def test_the_collectives_of_each_group_are_counted(ranks):

@@ -99,6 +99,15 @@ def test_offload_moves_shards_to_host_memory():
     assert found.host == 4 * GIB  # weights, gradients and two optimizer states of all four ranks
 
 
+def test_wrapping_needs_the_shards_of_earlier_blocks_and_the_next_block_in_full():
+    ten_blocks, one_part = model(), model(blocks=1)
+    assert parts(Layout("single", 1, 1), ten_blocks, 4).wrap == GIB
+    assert parts(Layout("ddp", 4, 1), ten_blocks, 4).wrap == GIB
+    assert parts(Layout("fsdp", 4, 4), ten_blocks, 4).wrap == pytest.approx(GIB / 4 + GIB / 10, rel=1e-6)
+    assert parts(Layout("fsdp", 4, 4), one_part, 4).wrap == GIB + GIB // 4
+    assert parts(Layout("fsdp", 4, 4, cpu_offload=True), ten_blocks, 4).wrap == pytest.approx(GIB / 8, rel=1e-6)
+
+
 def test_activation_checkpointing_needs_less_memory():
     assert parts(Layout("single", 1, 1, activation_checkpointing=True), model(per_sample=1000), 4).activations == 400
 
@@ -399,7 +408,7 @@ def test_a_plan_can_be_converted_to_json():
     data = json.loads(json.dumps(make_plan(cluster(2), model(), 8).to_json()))
     assert data["chosen"]["strategy"] == "ddp"
     assert data["chosen"]["memory"]["total"] == sum(
-        size for name, size in data["chosen"]["memory"].items() if name not in ("total", "host")
+        size for name, size in data["chosen"]["memory"].items() if name not in ("total", "host", "wrap")
     )
     assert data["global_batch"] == 8
     assert len(data["candidates"]) > 5

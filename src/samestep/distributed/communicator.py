@@ -4,10 +4,9 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from samestep.distributed.process_group import (
     backends_to_add,
     check_existing_group,
     connect_store,
-    gpu_waits,
     init_process_group,
     new_group,
     rendezvous,
@@ -111,7 +109,7 @@ class Communicator:
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
         if self.backend == "nccl":
-            self._hang_watch = HangWatch(self._store, rank, size, partial(gpu_waits, device))
+            self._hang_watch = HangWatch(self._store, rank, size)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
@@ -174,31 +172,56 @@ class Communicator:
 
     def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
-        mine = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
-        self.refuse_inside_once(operation)
-        if self.alone:
-            return [mine]
-        with self.collective(operation) as label:
-            frames = self._all_gather(_pack(label, mine))
-            for rank, frame in enumerate(frames):
-                theirs = frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                if theirs != _shorten(label):
-                    raise CommunicationError(
-                        f"rank {self.world.rank} called {label} while rank {rank} called {theirs}: {ORDER_RULE}"
-                    )
-            lengths = [int(frame[_LABEL_WORDS]) for frame in frames]
-            gathered = [frame[_LABEL_WORDS + 1 :] for frame in frames]
-            if max(lengths) > _CAPACITY:
-                padded = torch.zeros(max(lengths), dtype=torch.float64)
-                padded[: mine.numel()] = mine
-                gathered = self._all_gather(padded.view(torch.int64))
-            return [part[:length].view(torch.float64) for part, length in zip(gathered, lengths, strict=True)]
+        pending = self.start_exchange(operation, values)
+        while (gathered := self.continue_exchange(pending)) is None:
+            pass
+        return gathered
 
     def exchange_objects(self, operation: str, value: T) -> list[T]:
         """Like `exchange` for any value that pickles; for small values that are exchanged rarely."""
-        data = pickle.dumps(value)
-        padded = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.float64).copy()
-        return [pickle.loads(part.numpy().tobytes()) for part in self.exchange(operation, torch.from_numpy(padded))]
+        return [unpack_object(part) for part in self.exchange(operation, pack_object(value))]
+
+    def start_exchange(self, operation: str, values: list[float] | torch.Tensor) -> "PendingExchange":
+        """Start an exchange without waiting for it.
+
+        Every rank must start it, and later call `continue_exchange`, between the same two collectives.
+        """
+        self.refuse_inside_once(operation)
+        mine = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+        pending = PendingExchange(operation, f"{operation} at {call_site()}", mine)
+        if not self.alone:
+            pending.start(_pack(pending.label, mine), self.world.size, self._control_group)
+        return pending
+
+    def continue_exchange(self, pending: "PendingExchange") -> list[torch.Tensor] | None:
+        """Wait for the collective that was started; returns the values of all ranks.
+
+        If they do not fit into a frame, a second collective is started and None returned: call it again.
+        """
+        if self.alone:
+            return [pending.mine]
+        with self.collective(pending.operation):
+            self._wait(pending.works[-1])
+            if len(pending.works) == 1:
+                pending.lengths = self._check_frames(pending)
+                if max(pending.lengths) > _CAPACITY:
+                    padded = torch.zeros(max(pending.lengths), dtype=torch.float64)
+                    padded[: pending.mine.numel()] = pending.mine
+                    pending.start(padded.view(torch.int64), self.world.size, self._control_group)
+                    return None
+                pending.gathered = [frame[_LABEL_WORDS + 1 :] for frame in pending.gathered]
+            lengths = zip(pending.gathered, pending.lengths, strict=True)
+            return [part[:length].view(torch.float64) for part, length in lengths]
+
+    def _check_frames(self, pending: "PendingExchange") -> list[int]:
+        """How many values each rank has sent; raises if one of them has called another collective."""
+        for rank, frame in enumerate(pending.gathered):
+            theirs = frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+            if theirs != _shorten(pending.label):
+                raise CommunicationError(
+                    f"rank {self.world.rank} called {pending.label} while rank {rank} called {theirs}: {ORDER_RULE}"
+                )
+        return [int(frame[_LABEL_WORDS]) for frame in pending.gathered]
 
     @contextmanager
     def collective(self, operation: str) -> Generator[str]:
@@ -265,10 +288,7 @@ class Communicator:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
         return None if self._board is None else self._board.peers_note(is_timeout(error))
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
-        work = dist.all_gather(gathered, mine, group=self._control_group, async_op=True)
-        assert work is not None
+    def _wait(self, work: dist.Work) -> None:
         since, seen = time.monotonic(), dict[int, RankStatus]()
         while True:
             try:
@@ -278,7 +298,7 @@ class Communicator:
                     raise
                 seen = self.check_peers(since, seen, self.timeout)
             else:
-                return gathered
+                return
 
     def _explain(self, error: RuntimeError, waited: float) -> NoReturn:
         assert self._board is not None
@@ -290,6 +310,36 @@ class Communicator:
         if diverged := self._board.diverged(peers):
             raise self._board.diverged_error(own, diverged) from error
         raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers) from error
+
+
+@dataclass
+class PendingExchange:
+    """An exchange that this rank has started; training continues while the frames travel."""
+
+    operation: str
+    label: str  # the operation and the line that called it
+    mine: torch.Tensor
+    works: list[dist.Work] = field(default_factory=list[dist.Work])
+    gathered: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # by the last of the works
+    lengths: list[int] = field(default_factory=list[int])  # values of each rank
+
+    def start(self, payload: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> None:
+        """Start a collective."""
+        self.gathered = [torch.empty_like(payload) for _ in range(size)]
+        work = dist.all_gather(self.gathered, payload, group=group, async_op=True)
+        assert work is not None
+        self.works.append(work)
+
+
+def pack_object(value: object) -> torch.Tensor:
+    """A pickled value as float64 numbers, for an exchange."""
+    data = pickle.dumps(value)
+    return torch.from_numpy(np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype=np.float64).copy())
+
+
+def unpack_object(packed: torch.Tensor) -> Any:
+    """The value."""
+    return pickle.loads(packed.numpy().tobytes())
 
 
 def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:

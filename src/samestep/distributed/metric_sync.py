@@ -8,21 +8,24 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, check_pause
+from samestep.distributed.communicator import Communicator, PendingExchange, check_pause, pack_object, unpack_object
 from samestep.distributed.rank_status import RankStatus, poll_pause
 from samestep.loggers.loggers import Loggers, LogRow, MetricKey, check_metric_name, check_metric_value
 
 _SYNC_SECONDS: Final = 1.0  # the shortest time between two syncs
 _MAX_STEPS: Final = 1000  # the longest interval between two syncs
 _THROUGHPUT_SECONDS: Final = 1.0  # a throughput measured over less time is noise
-_HEADER: Final = 3  # interval, hash of the metric names, number of metrics
+_OVERLAPPED_PART: Final = 4  # a sync is continued after this part of the steps between two syncs, at least one step
+_HEADER: Final = 2  # interval, hash of the metric names
+_OPERATION: Final = "the metric sync"
 _COUNT: Final = "count of "  # before the name of a metric: how many values its sum has; no name has a blank
 _SCALAR: Final = torch.Size(())
+Records = dict[MetricKey, float]
 
 
 class StepCallback:
@@ -59,37 +62,94 @@ class MetricSync:
 
     Rank 0 measures the step time and sends the number of steps until the next sync, so that no rank decides alone. If
     steps become slow, a rank with an urgent control value requests an earlier sync.
+
+    Training does not wait for it. A sync is started at one step boundary and its values are used at a later one, when
+    they have arrived. What a GPU computes is copied to the host meanwhile and sent with the next sync.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, loggers: Loggers | None) -> None:
         self._comm, self._device, self._loggers = comm, device, loggers
         self.pending = PendingMetrics()
         self.callbacks: list[StepCallback] = []
-        self._interval, self._steps, self._last_sync = 1, 0, time.monotonic()
+        self._interval, self._steps, self._last_sync = 1, 0, time.monotonic()  # steps since the last sync was started
+        self._started: _StartedSync | None = None
+        self._continue_at = 0  # after how many steps the sync that was started is continued
+        self._copied: list[MetricBatch] = []  # on their way from a GPU
         self._rank0_values: dict[MetricKey, float] = {}
         self._samples, self._samples_since = 0, time.monotonic()
         self._early = EarlySync(comm, lambda callbacks=self.callbacks: any(each.wants_sync() for each in callbacks))
 
-    def count_step(self) -> Mapping[MetricKey, float] | None:
-        """Count a step; at a sync, the averages over all ranks."""
+    def count_step(self) -> list[Records] | None:
+        """Count a step; the records to write if a sync is complete."""
         self._steps += 1
-        due = self._early.at_boundary() or self._steps >= self._interval
-        return self.sync("the metric sync") if due else None
+        if self._early.at_boundary():
+            return self.sync(_OPERATION)
+        records = self._continue() if self._started is not None and self._steps >= self._continue_at else None
+        if self._started is None and self._steps >= self._interval:
+            self._start(_OPERATION, with_throughput=True, now=False)
+            if self._comm.alone:
+                records = self._finish()
+        if records is not None:
+            self._early.synced()
+        return records
 
-    def sync(self, operation: str) -> Mapping[MetricKey, float]:
-        """Exchange now: the averages over all ranks of what was logged since the last sync."""
-        keys, values = self.pending.take()
-        names_hash = float(zlib.crc32(repr([(*row, name) for row, name in keys]).encode()))
-        control, header = [each.sync_value() for each in self.callbacks], _HEADER + len(self.callbacks)
-        mine = [float(self._next_interval()), names_hash, float(len(keys)), *control, *values]
-        parts = self._comm.exchange(operation, mine)
-        self._interval, self._steps, self._last_sync = int(parts[0][0]), 0, time.monotonic()
+    def sync(self, operation: str, with_throughput: bool = True) -> list[Records]:
+        """Exchange now, and wait for it: the records with everything that was logged since the last sync."""
+        records = self._finish()
+        self._start(operation, with_throughput, now=True)
+        records += self._finish()
         self._early.synced()
-        for index, callback in enumerate(self.callbacks, start=_HEADER):
-            callback.on_sync([float(part[index]) for part in parts])
-        if all(float(part[1]) == names_hash for part in parts):  # all ranks logged the same names at the same steps
-            return average([dict(zip(keys, part[header:].tolist(), strict=True)) for part in parts])
-        return average(self._comm.exchange_objects(operation, dict(zip(keys, values, strict=True))))
+        return records
+
+    def _start(self, operation: str, with_throughput: bool, now: bool) -> None:
+        """Start a sync; unless values are needed `now`, those of a GPU that are logged wait for the next one."""
+        control = [each.sync_value() for each in self.callbacks]
+        interval, batches = self._next_interval(), [*self._copied, self._take(with_throughput)]
+        self._copied = batches[-1:] if self._device.type == "cuda" and not now else []
+        batches = batches[: len(batches) - len(self._copied)]
+        names = [[(*row, name) for row, name in batch.keys] for batch in batches]
+        names_hash = float(zlib.crc32(repr(names).encode()))
+        values = [value for batch in batches for value in batch.read()]
+        pending = self._comm.start_exchange(operation, [float(interval), names_hash, *control, *values])
+        self._started = _StartedSync(pending, batches, names_hash)
+        self._steps, self._last_sync = 0, time.monotonic()
+        self._continue_at = max(1, self._interval // _OVERLAPPED_PART)
+
+    def _continue(self) -> list[Records] | None:
+        """The records of the sync that was started; None if it needs another collective, which is started now."""
+        started = self._started
+        assert started is not None
+        parts = self._comm.continue_exchange(started.pending)
+        if parts is None:
+            self._continue_at += max(1, self._interval // _OVERLAPPED_PART)
+            return None
+        header = _HEADER + len(self.callbacks)
+        if not started.has_names:
+            self._interval = int(parts[0][0])
+            for index, callback in enumerate(self.callbacks, start=_HEADER):
+                callback.on_sync([float(part[index]) for part in parts])
+            if any(float(part[1]) != started.names_hash for part in parts):  # ranks logged different names
+                named = [dict(zip(batch.keys, batch.read(), strict=True)) for batch in started.batches]
+                pending = self._comm.start_exchange(started.pending.operation, pack_object(named))
+                self._started = _StartedSync(pending, started.batches, 0.0, has_names=True)
+                self._continue_at += max(1, self._interval // _OVERLAPPED_PART)
+                return None
+            by_rank = [split_batches(started.batches, part[header:].tolist()) for part in parts]
+        else:
+            by_rank = [unpack_object(part) for part in parts]
+        self._started = None
+        averages = [average(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+        return [
+            {**batch.rank0_values, **means, **batch.throughput}
+            for batch, means in zip(started.batches, averages, strict=True)
+        ]
+
+    def _finish(self) -> list[Records]:
+        """Wait for the sync that was started, if there is one."""
+        records: list[Records] = []
+        while self._started is not None:
+            records += self._continue() or []
+        return records
 
     def log(self, row: LogRow, values: Mapping[str, object]) -> None:
         """Keep values until the next sync. The norm of sharded gradients is sharded itself: a collective then."""
@@ -104,32 +164,34 @@ class MetricSync:
         """Sync and write now, on all ranks."""
         # frequent flushes take the place of syncs at step boundaries, and must log the throughput as often
         measured = time.monotonic() - self._samples_since >= _THROUGHPUT_SECONDS
-        self.write(self.sync(operation), with_throughput=measured)
+        self.write(self.sync(operation, with_throughput=measured))
 
-    def write(self, averages: Mapping[MetricKey, float], with_throughput: bool) -> None:
-        """Write averages on rank 0, with the throughput since it was last written in the record of the last step."""
-        if self._loggers is None:
-            return
-        records = {**self._rank0_values, **averages}
-        self._rank0_values = {}
+    def write(self, records: list[Records]) -> None:
+        """Write the records of a sync on rank 0."""
+        for each in filter(None, records):
+            if self._loggers is not None:
+                self._loggers.write(each)
+
+    def _take(self, with_throughput: bool) -> "MetricBatch":
+        """What was logged, and on rank 0 the throughput since it was last taken, for the record of the last step."""
+        batch, self._rank0_values = self.pending.take(self._rank0_values), {}
         row = self.pending.step_row
-        if with_throughput and self._samples and row is not None:
+        if self._loggers is not None and with_throughput and self._samples and row is not None:
             now = time.monotonic()
-            records[row, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
+            batch.throughput[row, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
             self._samples, self._samples_since = 0, now
             if self._device.type == "cuda":
-                records[row, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
-        if records:
-            self._loggers.write(records)
+                batch.throughput[row, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        return batch
 
     def add_samples(self, count: int) -> None:
         """Count trained samples, for the throughput."""
         self._samples += count
 
-    def add_rank0_values(self, values: Mapping[MetricKey, float]) -> None:
-        """Add values that are the same on all ranks, such as learning rates; rank 0 writes its own."""
+    def add_rank0_value(self, key: MetricKey, value: float) -> None:
+        """Add a value that is the same on all ranks, such as a learning rate; rank 0 writes its own."""
         if self._loggers is not None:
-            self._rank0_values.update(values)
+            self._rank0_values[key] = value
 
     def close(self) -> None:
         """Stop the thread."""
@@ -141,6 +203,60 @@ class MetricSync:
         step_seconds = max((time.monotonic() - self._last_sync) / self._steps, 1e-6)
         steps = min(_MAX_STEPS, max(1, round(_SYNC_SECONDS / step_seconds)))
         return min(steps, 4 * self._interval)  # the first steps are not representative: grow slowly
+
+
+@dataclass
+class MetricBatch:
+    """What this rank logged between two syncs; values of a GPU are still being copied to the host."""
+
+    keys: list[MetricKey]
+    rank0_values: Records  # the same on all ranks: rank 0 writes its own
+    throughput: Records = field(default_factory=Records)
+    _values: list[float] = field(default_factory=list[float])
+    _copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list[Any])
+
+    def add(self, values: Sequence[float | torch.Tensor]) -> None:
+        """Keep the values of `keys`. Tensors are copied, those of one kind in one transfer that nothing waits for."""
+        self._values = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                by_kind.setdefault((value.device, value.dtype), []).append(index)
+        for (device, _), indices in by_kind.items():
+            stacked = torch.stack([value for index in indices if isinstance(value := values[index], torch.Tensor)])
+            wide = stacked.double() if device.type != "mps" else stacked.float()
+            event = None
+            if device.type == "cuda":
+                host = torch.empty(wide.shape, dtype=wide.dtype, pin_memory=True)
+                host.copy_(wide, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                wide = host
+            self._copies.append((indices, wide, event))
+
+    def read(self) -> list[float]:
+        """The values; waits for the copies, which are complete if the batch is not of this step."""
+        for indices, copied, event in self._copies:
+            if event is not None:
+                event.synchronize()
+            for index, value in zip(indices, copied.tolist(), strict=True):
+                self._values[index] = value
+        self._copies.clear()
+        return self._values
+
+
+@dataclass
+class _StartedSync:
+    pending: PendingExchange
+    batches: list[MetricBatch]
+    names_hash: float  # of all names and rows that are sent
+    has_names: bool = False  # whether the exchange is the second one, which sends names too
+
+
+def split_batches(batches: list[MetricBatch], values: list[float]) -> list[Records]:
+    """The values of one rank by key, batch by batch."""
+    left = iter(values)
+    return [dict(zip(batch.keys, left, strict=False)) for batch in batches]
 
 
 @dataclass
@@ -166,7 +282,7 @@ class PendingMetrics:
     def add(self, row: LogRow, name: str, value: object) -> None:
         """Keep one value. A tensor is not read yet, since that would synchronize with the device.
 
-        Inside a step the last value of a name counts. Between two steps every value is kept, in a record of its own.
+        Inside a step the last value of a name counts. Between two steps every value is kept, in a separate record.
         """
         is_scalar = isinstance(value, torch.Tensor) and value.shape == _SCALAR and not value.is_complex()
         kept = (
@@ -183,23 +299,15 @@ class PendingMetrics:
         """Keep the sum and the count of a mean over all ranks."""
         self.values[row, name], self.values[row, _COUNT + name] = total, count
 
-    def take(self) -> tuple[list[MetricKey], list[float]]:
-        """All keys and values, copied from each device in one transfer; nothing is pending afterwards."""
-        keys, values = list(self.values), list(self.values.values())
+    def take(self, rank0_values: Records) -> MetricBatch:
+        """All keys and values; nothing is pending afterwards."""
+        batch = MetricBatch(list(self.values), rank0_values)
+        batch.add(list(self.values.values()))
         self.values, self._repeats = {}, Counter()
-        floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
-        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for index, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                by_device.setdefault(value.device, []).append((index, value))
-        for tensors in by_device.values():
-            wide = [value.double() if value.device.type != "mps" else value.float() for _, value in tensors]
-            for (index, _), item in zip(tensors, torch.stack(wide).tolist(), strict=True):
-                floats[index] = item
-        return keys, floats
+        return batch
 
 
-def average(parts: list[dict[MetricKey, float]]) -> dict[MetricKey, float]:
+def average(parts: list[Records]) -> Records:
     """The mean over the ranks that logged a value; equal values keep their exact bits.
 
     A value with a count is a sum: their mean is the sum over the ranks divided by the count over the ranks.
@@ -230,7 +338,7 @@ def _sum(values: list[float]) -> float:
 
 _LATE_SECONDS: Final = 2.0  # twice the usual time between two syncs
 _POLL_SECONDS: Final = 1.0
-_OPERATION: Final = "the request for an early metric sync"
+_EARLY_OPERATION: Final = "the request for an early metric sync"
 
 
 class EarlySync:
@@ -275,7 +383,7 @@ class EarlySync:
             since, seen = time.monotonic(), dict[int, RankStatus]()
             while self._agreed is None:
                 if not self._changed.wait(check_pause(since, seen)):
-                    seen = self._comm.check_peers(since, seen, self._comm.timeout, _OPERATION)
+                    seen = self._comm.check_peers(since, seen, self._comm.timeout, _EARLY_OPERATION)
             if self._boundary < self._agreed:
                 return False
             self._coming = True  # no rank requests another sync before this one is complete

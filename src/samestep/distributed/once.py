@@ -101,7 +101,7 @@ def _pickle_error(error: Exception) -> bytes:
     try:
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else b""
-    except Exception:  # noqa: BLE001  # a constructor of its own, a local class, an open file inside: the traceback is sent
+    except Exception:  # noqa: BLE001  # its own constructor, a local class, an open file inside: the traceback is sent
         return b""
 
 
@@ -134,7 +134,7 @@ def _post(store: dist.Store, key: str, outcome: Outcome, runners: int) -> list[s
 
 
 def _await(comm: Communicator, key: str, runner: int) -> Outcome:
-    """What the function did on `runner`, or on the first rank where it raised.
+    """What the function did on `runner`, or on the lowest rank where it raised.
 
     Waits up to `start_timeout`: the function may download for minutes while all other ranks wait.
     """

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from types import TracebackType
 from typing import Final
 from uuid import uuid4
@@ -27,7 +28,7 @@ from samestep.environment.network import ANSWER_SECONDS, accepts_connections, co
 from samestep.environment.processes import allow_open_files, files_of_rank
 from samestep.environment.world import World
 from samestep.errors import CommunicationError, RankMissing, WorldError
-from samestep.torch_private import collective_counts
+from samestep.torch_private import collective_counts, nccl_waits
 
 _NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
 _FIRST_PAUSE: Final = 0.002
@@ -237,7 +238,7 @@ class ProgressReport:
     rank: int
     counts: Mapping[str, Sequence[float]]  # of each process group: the collectives it has called, and its timeout
     idle: float  # seconds since it called the last one
-    waits: bool  # whether its GPU waits, for example in a collective
+    waits: bool | None  # whether a collective that it has called is not complete; None if that is not known
     line: str  # the line of the script that it runs
 
 
@@ -265,27 +266,27 @@ class Hang:
 
 
 def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
-    """Who waits for whom: a rank has called a collective, waits longer than its timeout, and another one has not.
+    """Who waits for whom: ranks that have called more collectives of a group than others, for longer than its timeout.
 
-    If all ranks wait, they have called different collectives, or the network is cut, which NCCL reports.
+    All ranks of a group must call the same number of them. A rank that others wait for is behind in a group and ahead
+    in none; one that is ahead waits itself. If all have called equally many, the network may be cut, or they compute.
     """
-    waiting, called = list[ProgressReport](), dict[str, float]()
-    for report in (each for each in reports if each.waits):
-        late = {
-            name: count for name, (count, timeout) in report.counts.items() if report.idle > timeout + _MARGIN_SECONDS
-        }
-        if late:
-            waiting.append(report)
-            called |= {name: max(count, called.get(name, 0)) for name, count in late.items()}
-    absent = [
-        report
-        for report in reports
-        if not report.waits and any(count < called.get(name, 0) for name, (count, _) in report.counts.items())
-    ]
-    if not absent:
-        return None
-    seconds = max(report.idle for report in waiting)
-    return Hang([report.rank for report in waiting], {report.rank: report.line for report in absent}, seconds)
+    lowest = dict[str, float]()
+    for name, (count, _) in chain.from_iterable(report.counts.items() for report in reports):
+        lowest[name] = min(count, lowest.get(name, count))
+    waiting, called, absent = dict[int, float](), dict[str, float](), dict[int, str]()
+    for report in (each for each in reports if each.waits is not False):
+        ahead = {name: value for name, value in report.counts.items() if value[0] > lowest[name]}
+        if ahead:
+            waiting[report.rank] = report.idle
+        for name, (count, timeout) in ahead.items():
+            if report.idle > timeout + _MARGIN_SECONDS:
+                called[name] = max(count, called.get(name, 0))
+    for report in reports:
+        is_ahead = any(count > lowest[name] for name, (count, _) in report.counts.items())
+        if not is_ahead and any(count < called.get(name, 0) for name, (count, _) in report.counts.items()):
+            absent[report.rank] = report.line
+    return Hang(sorted(waiting), absent, max(waiting.values())) if absent else None
 
 
 class HangWatch:
@@ -296,8 +297,15 @@ class HangWatch:
     for longer than the timeout report what they do, one of them finds out who waits for whom, and all of them end.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, waits: Callable[[], bool]) -> None:
-        self._store, self._rank, self._size, self._waits = store, rank, size, waits
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        backend: str = "nccl",
+        waits: Callable[[], bool | None] = nccl_waits,
+    ) -> None:
+        self._store, self._rank, self._size, self._backend, self._waits = store, rank, size, backend, waits
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="samestep hang watch", daemon=True)
         self._thread.start()
@@ -312,10 +320,10 @@ class HangWatch:
             self._withdraw()
 
     def _watch(self) -> None:
-        counts, since, reported = collective_counts(), time.monotonic(), 0.0
-        with suppress(RuntimeError):  # the rank that hosts the store has exited, or the GPU has failed
+        counts, since, reported = collective_counts(self._backend), time.monotonic(), 0.0
+        with suppress(RuntimeError):  # the rank that hosts the store has exited, or a group is destroyed
             while not self._ended.wait(_LOOK_SECONDS):
-                now, before, counts = time.monotonic(), counts, collective_counts()
+                now, before, counts = time.monotonic(), counts, collective_counts(self._backend)
                 if counts != before:
                     since = now
                     if reported:
@@ -373,11 +381,3 @@ def _main_thread_stack() -> TracebackType | None:
         stack = TracebackType(stack, frame, max(frame.f_lasti, 0), frame.f_lineno or 1)
         frame = frame.f_back
     return stack
-
-
-def gpu_waits(device: torch.device) -> bool:
-    """Whether work of the default stream of a GPU that was there a second ago has not been completed."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.default_stream(device))
-    time.sleep(_LOOK_SECONDS)
-    return not event.query()

@@ -77,7 +77,7 @@ def check_dimensions(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """The modules that FSDP gathers one at a time, inner before outer.
+    """The modules that FSDP gathers separately, inner before outer.
 
     Those of `classes`, or the members of the outermost ModuleLists and Sequentials with at least two members.
     """

@@ -227,7 +227,7 @@ class KeyedDraws(TorchFunctionMode):
         self.attention_layers, self._attention_calls = max(self.attention_layers, self._attention_calls), 0
         self._keys, self._step_keys = {keys.device: keys}, {}
         if self._run_rule is not None:  # for compiled graphs: they would specialize on a number, and compile every step
-            self._step_keys[keys.device] = torch.tensor([step_key], device=keys.device)
+            self._step_keys[keys.device] = _filled(step_key, keys.device)
         self._rows, self._step_key, self._fused_seed = len(keys), step_key, fused_seed
         self._count, self._numbers, self._blocks, self.draws, self._tiled = first_number, {}, {}, 0, set()
         self.shared = Counter()
@@ -477,8 +477,13 @@ class KeyedDraws(TorchFunctionMode):
 
     def _shared_key(self, device: torch.device) -> Tensor:
         if device not in self._step_keys:
-            self._step_keys[device] = torch.tensor([self._step_key], device=device)
+            self._step_keys[device] = _filled(self._step_key, device)
         return self._step_keys[device]
+
+
+def _filled(key: int, device: torch.device) -> Tensor:
+    """A key on the device, written there: a copy from the host would wait for everything that the GPU has to do."""
+    return torch.full((1,), key, dtype=torch.int64, device=device)
 
 
 def row_loops(draws: Mapping[tuple[Any, int], int], rows: int) -> set[str]:

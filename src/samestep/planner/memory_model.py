@@ -26,6 +26,7 @@ class MemoryEstimate:
     gathered: int  # weights gathered from other ranks for the current blocks, and their gradients before reduce-scatter
     overhead: int  # context of the device and buffers of NCCL
     host: int  # bytes of host memory per node, for all of its ranks
+    wrap: int  # bytes on one device at the peak of run.wrap, without overhead; not a part of the total
 
     @property
     def total(self) -> int:
@@ -68,7 +69,24 @@ def estimate_memory(
         gathered=_gathered(layout, model, precision) if layout.shards > 1 else 0,
         overhead=_CONTEXT[cluster.device.kind] + (_NCCL_BUFFERS if uses_nccl else 0),
         host=cluster.devices_per_node * _shard(offloaded, layout.shards) + (teacher.per_node if teacher else 0),
+        wrap=not_trained + _wrapped(layout, model),
     )
+
+
+def _wrapped(layout: Layout, model: ModelProfile) -> int:
+    """The shards of all blocks so far and the next block in full, in the order in which run.wrap shards them.
+
+    Offloaded shards leave the device one after the other: at most those of one block are there.
+    """
+    trainable = sum(model.trainable.values())
+    if layout.shards == 1:
+        return trainable
+    blocks = [part.trainable for part in model.blocks]
+    peak = shards = 0
+    for size in (*blocks, trainable - sum(blocks)):
+        shards = _shard(size, layout.shards) + (0 if layout.cpu_offload else shards)
+        peak = max(peak, shards + size)
+    return peak
 
 
 def _shard(size: int, shards: int) -> int:

@@ -68,7 +68,12 @@ class Candidate:
             **asdict(self.layout),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
-            "memory": {**self.memory.components(), "total": self.memory.total, "host": self.memory.host},
+            "memory": {
+                **self.memory.components(),
+                "total": self.memory.total,
+                "host": self.memory.host,
+                "wrap": self.memory.wrap,
+            },
             "seconds": {**self.time.components(), "total": self.time.total},
             "fits": self.fits,
             "reason": self.reason,

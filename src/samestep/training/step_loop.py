@@ -121,8 +121,12 @@ class StepLoop:
         if self.current is None or not self.context.progress.in_step:
             return
         which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
-        rates = {(self.current.log_row, name): rate for name, rate in _learning_rates(which, optimizer)}
-        self.context.metrics.add_rank0_values(rates)
+        row, metrics = self.current.log_row, self.context.metrics
+        for name, rate in _learning_rates(which, optimizer):
+            if isinstance(rate, torch.Tensor):  # on a GPU: reading it now would wait for all of the step
+                metrics.pending.values[row, name] = rate.detach().clone()
+            else:
+                metrics.add_rank0_value((row, name), rate)
         self.current.record_loss(which)
 
     def _warn_if_epoch(self, number: int) -> None:
@@ -141,12 +145,12 @@ class StepLoop:
         if context.loggers is not None:
             context.loggers.console.advance(context.progress.steps)
         context.replicas.after_step(step.number, context.progress.steps_of_process)
-        if (averages := context.metrics.count_step()) is not None:
+        if (records := context.metrics.count_step()) is not None:
             for model in context.models:
                 model.check_unchanged()
             for ledger in context.ledgers:
                 ledger.flush()
-            context.metrics.write(averages, with_throughput=True)
+            context.metrics.write(records)
         for callback in context.callbacks:
             callback.on_step_end(context.progress.steps)
 
@@ -155,12 +159,13 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
-    """The learning rate of every parameter group, by metric name."""
+def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float | torch.Tensor]]:
+    """The learning rate of every parameter group, by metric name; a tensor if it is on a GPU."""
     prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
     groups = optimizer.param_groups
     for index, group in enumerate(groups):
-        yield prefix if len(groups) == 1 else f"{prefix}/{index}", float(group["lr"])
+        rate, name = group["lr"], prefix if len(groups) == 1 else f"{prefix}/{index}"
+        yield name, rate if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)
 
 
 def _watch_optimizers(loop: StepLoop) -> list[RemovableHandle]:
