@@ -76,7 +76,7 @@ def measure_wrap(source, offload, weights=None):
         model = run.wrap(model, "fsdp", cpu_offload=offload, weights=weights)
         torch.cuda.synchronize()
         peak, after = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-        values = float(model.head.weight.to_local()[0, 0]), float(model.embed.weight.to_local()[0, 0])
+        values = tuple(float(part.weight.detach().to_local()[0, 0]) for part in (model.head, model.embed))
         return peak, planned, after, values
 
 

@@ -413,12 +413,13 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], readers: Mapping[str,
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group tensors that are sent together, in order."""
-    bucket: list[torch.Tensor] = []
+    bucket, size = list[torch.Tensor](), 0
     for tensor in tensors:
-        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
