@@ -152,7 +152,8 @@ def test_every_source_of_weights_gives_the_weights_of_one_rank(ranks, tmp_path, 
         pytest.skip(reason)
     file = weight_file(tmp_path, reference[0]) if source == "file" else None
     source = "meta" if source == "file" else source
-    compare(reference, ranks(2, train_on_gpu, strategy, source, file, offload, timeout=TIMEOUT))
+    # the kernels of a GPU and, with offload, the optimizer on the CPU round differently
+    compare(reference, ranks(2, train_on_gpu, strategy, source, file, offload, timeout=TIMEOUT), tolerance=1e-4)
 
 
 def devices_with_offload(source):

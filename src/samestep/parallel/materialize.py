@@ -253,6 +253,8 @@ def compare_models(comm: Communicator, model: nn.Module) -> None:
 
     Ranks exchange a checksum. Only if these differ, they search for the first difference, with a checksum per exchange.
     """
+    if comm.alone:
+        return
     named = (*model.named_parameters(), *model.named_buffers())
     entries = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     low, high = 0, _longest_if_different(comm, entries)
