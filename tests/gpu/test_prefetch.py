@@ -92,7 +92,7 @@ def test_the_next_batch_is_copied_while_a_step_computes_that_waits_for_the_gpu(c
     for number, (begin, end, _) in enumerate(computes[:-1]):
         copied = copy_ends[number + 1]
         assert copied.elapsed_time(end) > 0, f"the copy for step {number + 1} ended after step {number}"
-        if number and kind != "workers":  # in the first step Python waits while it copies the weights of the rows
+        if number and kind == "shard":  # workers and streams may have the next rows before this step begins
             assert begin.elapsed_time(copied) > 0, f"the copy for step {number + 1} was over before step {number} began"
 
 
@@ -116,6 +116,7 @@ def test_the_batches_in_memory_do_not_grow_with_the_steps_that_python_is_ahead_o
     assert peak - before < 1.5 * batch_bytes
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_starting_a_copy_does_not_wait_for_the_gpu():
     batch = {"image": torch.randn(3, 5), "label": torch.arange(3), "name": "a", "empty": torch.empty(0)}
     copier, keys = CudaCopier(DEVICE, torch.float64), torch.arange(7)

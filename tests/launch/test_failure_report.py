@@ -123,6 +123,14 @@ def test_a_node_whose_ranks_only_lost_their_peers_points_to_the_other_nodes():
     assert hint not in format_report([failure(0, output=OWN)], 1, "node1", "logs", several_nodes=True)
 
 
+def test_if_no_rank_failed_by_itself_the_ranks_that_the_others_waited_for_are_named():
+    failures = [failure(0, output=MISSING), failure(1, code=-signal.SIGTERM), failure(2, output=GLOO)]
+    report = format_report(failures, 3, "here", Path("logs"), several_nodes=False).splitlines()
+    assert report[4] == "  No rank failed by itself: the others may have waited for rank 1, which the launcher ended."
+    failed = [*failures, failure(3, output=OWN)]
+    assert "failed by itself" not in format_report(failed, 4, "here", Path("logs"), several_nodes=False)
+
+
 def test_a_rank_without_output_is_reported_as_such():
     assert format_report([failure(0, code=3)], 1, "node1", "logs", False).endswith(
         "\nrank 0 on node1, exit code 3; it printed nothing"

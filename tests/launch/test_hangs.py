@@ -1,9 +1,13 @@
 """A hang over NCCL: the rank that does not come and its line are the cause, not the ranks that wait for it."""
 
-import pytest
+import json
 
+import pytest
+import torch.distributed as dist
+
+from samestep.distributed import process_group
 from samestep.distributed.process_group import Hang, ProgressReport, find_hang
-from tests.launch.launched import start
+from tests.launch.launched import start, wait_for
 
 TIMEOUT, LONG, SHORT = 20, 25, 22  # before the end of SHORT a rank that waits may still be ended by gloo
 
@@ -69,6 +73,53 @@ def test_each_rank_gets_the_sentence_that_concerns_it():
         "rank 0 has waited at train.py:31 for 25 s, because 1 rank(s) have not called the same collective: rank 1 is "
         "at train.py:27"
     )
+
+
+class Ended(BaseException):
+    """Raised instead of the end of the process."""
+
+
+def test_a_rank_ends_also_if_the_store_is_gone(monkeypatch, tmp_path, capsys):
+    def end(code):
+        raise Ended(code)
+
+    class GoneStore(dist.HashStore):
+        def add(self, key, amount):
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(process_group.os, "_exit", end)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    watch = process_group.HangWatch(GoneStore(), 1, 2, "gloo", lambda: False)
+    watch.stop()
+    own = report(1, False, line="train.py:27", world=39)
+    with pytest.raises(Ended, match="1"):
+        watch._end(Hang([0], {1: "train.py:27"}, 25.0).error(own), 2)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"].startswith("CommunicationError: rank 1 has not called a collective in which 1 other rank")
+    assert "test_a_rank_ends_also_if_the_store_is_gone" in message["extraInfo"]["py_callstack"]  # the main thread
+    assert "it is at train.py:27" in capsys.readouterr().err
+
+
+def test_a_rank_sends_nothing_before_the_timeout_and_withdraws_its_report_when_it_continues(monkeypatch):
+    counts, looks, store = {"world": (5, 60.0)}, [], dist.HashStore()
+
+    def look(backend):
+        looks.append(store.num_keys())
+        return dict(counts)
+
+    monkeypatch.setattr(process_group, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(process_group, "collective_counts", look)
+    watch = process_group.HangWatch(store, 0, 2, "gloo", lambda: True)
+    try:
+        wait_for(lambda: len(looks) > 20, 120)
+        assert set(looks) == {0}
+        counts["world"] = (5, 0.0)  # the timeout is over
+        wait_for(lambda: store.check(["hang/report/0"]), 120)
+        counts["world"] = (6, 60.0)  # a collective
+        wait_for(lambda: not store.check(["hang/report/0"]), 120)
+    finally:
+        watch.stop()
+    assert not store.check(["hang"])  # the other rank has not reported
 
 
 # Over gloo, as if it were NCCL: the ranks call a collective without waiting for it, and rank 0 says that its GPU waits.

@@ -2,12 +2,15 @@
 
 import re
 import time
+import warnings
 
 import pytest
 import torch
 
 from samestep import Run
+from samestep.distributed.device import RankDevice
 from samestep.errors import CommunicationError
+from samestep.training import lifecycle
 from tests.launch.launched import wait_for
 
 
@@ -386,3 +389,29 @@ def exit_with_success():
 
 def test_sys_exit_with_success_closes_the_run(ranks):
     assert ranks(2, exit_with_success) == ["left", "left"]
+
+
+def run_on_simulated_gpus(gpus, fields):
+    """A run whose ranks report these GPUs, while they compute on the CPU; returns the backend and the warnings."""
+    before = lifecycle.describe_rank
+    lifecycle.describe_rank = lambda world, *rest: RankDevice(world.rank, world.node, gpus[world.rank], **fields)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Run(global_batch=8) as run:
+                total, backend = run.sum(run.rank + 1), run._comm.backend
+        return total, backend, [str(each.message) for each in caught]
+    finally:
+        lifecycle.describe_rank = before
+
+
+def test_ranks_that_share_a_gpu_agree_on_gloo_and_rank_0_says_why(ranks):
+    first, second = ranks(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], {"nccl": [2, 28, 9]})
+    assert first[:2] == second[:2] == (3, "gloo")
+    assert "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it" in first[2][0]
+
+
+def test_a_backend_that_the_gpus_do_not_allow_is_an_error_on_all_ranks(ranks):
+    fields = {"nccl": [2, 28, 9], "requested": "nccl"}
+    for text in ranks.errors(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], fields):
+        assert "WorldError: backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU(s)" in text

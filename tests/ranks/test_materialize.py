@@ -123,7 +123,7 @@ def reference(ranks):
     return ranks(1, train, None, "cpu")[0]
 
 
-def compare(reference, by_rank):
+def compare(reference, by_rank, tolerance=1e-5):
     expected, trained, _ = reference
     for start, end, tied in by_rank:
         assert tied
@@ -131,7 +131,7 @@ def compare(reference, by_rank):
         for name, value in expected.items():
             assert torch.equal(start[name], value), name
         for name, value in trained.items():
-            assert float((end[name].double() - value.double()).abs().max()) < 1e-5, name
+            assert float((end[name].double() - value.double()).abs().max()) < tolerance, name
 
 
 def test_one_rank_initializes_a_model_on_the_meta_device_as_on_the_cpu(ranks, reference):
@@ -282,6 +282,51 @@ def test_initialization_by_an_outer_module_is_applied(ranks, kind):
         assert float(expected["blocks.1.0.weight"].mean()) == 0.5
     for found in ranks(2, materialize, kind, "fsdp", True):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def language_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=32, tie_word_embeddings=True))
+
+
+def save_language_model(folder):
+    """Save a model of transformers; returns its values and the logits of a sequence."""
+    model = language_model().eval()
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.arange(6)[None]).logits
+    return {name: full(t) for name, t in (*model.named_parameters(), *model.named_buffers())}, logits
+
+
+def materialize_language_model(strategy, folder):
+    """All values of a model of transformers, and the logits of a sequence."""
+    with Run(global_batch=2, seed=5, precision="fp32") as run:
+        with torch.device("meta"):
+            model = language_model()
+        model = run.wrap(model, strategy, weights=folder)
+        inner = getattr(model, "module", model)
+        values = {name: full(t) for name, t in (*inner.named_parameters(), *inner.named_buffers())}
+        with run.evaluate(model) as net:
+            return values, net(torch.arange(6)[None]).logits
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_read_from_its_folder_or_initialized_as_transformers_does(ranks, tmp_path):
+    ((tensors, logits),) = ranks(1, save_language_model, tmp_path / "llama")
+    for strategy, folder in (("fsdp", str(tmp_path / "llama")), ("ddp", str(tmp_path / "llama")), ("fsdp", None)):
+        ((expected, expected_logits),) = ranks(1, materialize_language_model, None, folder)
+        assert expected.keys() == tensors.keys()
+        assert torch.equal(expected["model.rotary_emb.inv_freq"], tensors["model.rotary_emb.inv_freq"])
+        if folder is not None:
+            assert all(torch.equal(expected[name], tensor) for name, tensor in tensors.items())
+            assert torch.equal(expected_logits, logits)
+        for values, found in ranks(2, materialize_language_model, strategy, folder):
+            assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
+            assert float((found - expected_logits).abs().max()) < 1e-6
+    # initialized: the standard deviation of transformers, not that of nn.Linear
+    assert float(expected["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(0.02, rel=0.1)
 
 
 class AllocatedBytes(TorchDispatchMode):

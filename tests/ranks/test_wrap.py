@@ -88,6 +88,36 @@ def test_ranks_that_build_different_models_raise_with_the_difference(ranks):
         assert (f"nothing here, {last} there" in text) or (f"{last} here, nothing there" in text)
 
 
+def values_exchanged(layers):
+    """How many values each exchange of run.wrap sends."""
+    with Run(global_batch=4) as run:
+        comm, sizes = run._comm, []
+        exchange = comm.exchange
+        comm.exchange = lambda operation, values: sizes.append(len(values)) or exchange(operation, values)
+        run.wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
+        return sizes
+
+
+def test_what_ranks_exchange_to_compare_models_does_not_grow_with_the_model(ranks):
+    small, large = ranks(2, values_exchanged, 2), ranks(2, values_exchanged, 50)
+    assert small == large
+    assert max(small[0]) <= 4
+
+
+def build_models_that_differ_in_layer(number):
+    with Run(global_batch=4) as run:
+        layers = [nn.Linear(2, 2, bias=not (run.rank == 2 and at == number)) for at in range(20)]
+        run.wrap(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize("number", [0, 7, 18])
+def test_the_first_difference_between_long_models_is_named(ranks, number):
+    first, _, third = ranks.errors(3, build_models_that_differ_in_layer, number)
+    bias, weight = (f"('{at}.{name}', (2," for at, name in ((number, "bias"), (number + 1, "weight")))
+    assert f"rank 0 and rank 2 built different models: {bias}" in first
+    assert f"rank 2 and rank 0 built different models: {weight}" in third
+
+
 def wrap_wrongly(**options):
     with Run(global_batch=4) as run:
         run.wrap(nn.Linear(1, 1), **options)

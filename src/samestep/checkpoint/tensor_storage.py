@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby
-from mmap import PAGESIZE
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, Final
 
@@ -235,9 +235,8 @@ class HostMemory:
             self._unpin()
             self._unpin = None
         self._memory = torch.empty(0, dtype=torch.uint8)  # first free, then allocate
-        memory = torch.empty(size + PAGESIZE, dtype=torch.uint8) if size else self._memory
-        first = -memory.data_ptr() % PAGESIZE  # no page is shared with other memory, which may be pinned too
-        self._memory = memory[first : first + size]
+        if size:  # pages of its own: others may be pinned too, and some drivers pin no memory of malloc
+            self._memory = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
         if self._pinned and size and pin(self._memory):
             self._unpin = weakref.finalize(self, unpin, self._memory)
             self._unpin.atexit = False
@@ -413,12 +412,13 @@ def broadcast_tensors(tensors: Mapping[str, torch.Tensor], readers: Mapping[str,
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group tensors that are sent together, in order."""
-    bucket: list[torch.Tensor] = []
+    bucket, size = list[torch.Tensor](), 0
     for tensor in tensors:
-        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.nbytes
     if bucket:
         yield bucket
 

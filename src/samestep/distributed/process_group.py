@@ -362,15 +362,18 @@ class HangWatch:
         try:
             raise error.with_traceback(_main_thread_stack())
         except CommunicationError as raised:
-            traceback.print_exc()
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):  # stderr is closed, or a full disk
+                traceback.print_exc()
+                sys.stderr.flush()
             with suppress(OSError):
                 get_error_handler().record_exception(raised)  # for the launcher, which shows it last
-        deadline, have_read = time.monotonic() + _READ_SECONDS, self._store.add("hang/readers", 1)
-        while self._rank == 0 and have_read < readers and time.monotonic() < deadline:  # it may host the store
-            time.sleep(_LONGEST_PAUSE)
-            have_read = self._store.add("hang/readers", 0)
-        os._exit(1)
+        try:
+            deadline, have_read = time.monotonic() + _READ_SECONDS, self._store.add("hang/readers", 1)
+            while self._rank == 0 and have_read < readers and time.monotonic() < deadline:  # it may host the store
+                time.sleep(_LONGEST_PAUSE)
+                have_read = self._store.add("hang/readers", 0)
+        finally:
+            os._exit(1)
 
 
 def _main_thread_stack() -> TracebackType | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from samestep.errors import PREEMPTED, STOPPED
 from samestep.launch.rank_logs import RankFiles
+from samestep.messages import format_list
 
 _SIGNAL_HINTS = {
     signal.SIGINT: "Ctrl-C, or a KeyboardInterrupt in the script",
@@ -94,6 +95,9 @@ def format_report(failures: Sequence[Failure], ranks: int, host: str, logs: Path
     lines += [f"  rank {failure.rank:<4} pid {failure.pid:<8} {_row(failure, root)}" for failure in ordered]
     if root.kind == "lost peer" and several_nodes:
         lines.append("  No rank on this node failed by itself: look for the cause in the logs of the other nodes.")
+    elif root.kind == "lost peer" and (late := [each.rank for each in ordered if each.kind == "ended by launcher"]):
+        shown = format_list([f"rank {rank}" for rank in sorted(late)], 8)
+        lines.append(f"  No rank failed by itself: the others may have waited for {shown}, which the launcher ended.")
     lines += ["", f"rank {root.rank} on {host}, {root.ending}"]
     if not root.output:
         lines[-1] += "; it printed nothing"

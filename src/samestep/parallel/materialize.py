@@ -210,7 +210,7 @@ class _Resets:
         needed = [
             index
             for index, (name, _, _, reaches) in enumerate(self._steps)
-            if _is_inside(name, part) or (reaches and _is_inside(part, name))
+            if is_inside(name, part) or (reaches and is_inside(part, name))
         ]
         while self._next <= max(needed, default=-1):
             self._reset(*self._steps[self._next][:3])
@@ -253,6 +253,8 @@ def compare_models(comm: Communicator, model: nn.Module) -> None:
 
     Ranks exchange a checksum. Only if these differ, they search for the first difference, with a checksum per exchange.
     """
+    if comm.alone:
+        return
     named = (*model.named_parameters(), *model.named_buffers())
     entries = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     low, high = 0, _longest_if_different(comm, entries)
@@ -313,6 +315,11 @@ def saved_tensors(module: nn.Module, remove_duplicate: bool = False) -> Iterator
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=remove_duplicate):
             if name not in part._non_persistent_buffers_set:  # pyright: ignore[reportPrivateUsage]
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether a tensor or module of this name belongs to the submodule named `module`."""
+    return not module or name == module or name.startswith(f"{module}.")
 
 
 def children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -394,10 +401,6 @@ def _is_unset(value: torch.Tensor) -> bool:
         return False
     exact = not (value.is_floating_point() or value.is_complex())
     return bool(((value == torch.iinfo(value.dtype).min) if exact else value.isnan()).all())
-
-
-def _is_inside(name: str, part: str) -> bool:
-    return not part or name == part or name.startswith(f"{part}.")
 
 
 def _longest_if_different(comm: Communicator, entries: Sequence[object]) -> int:

@@ -74,14 +74,17 @@ def estimate_memory(
 
 
 def _wrapped(layout: Layout, model: ModelProfile) -> int:
-    """The shards of all blocks so far and the next block in full, in the order in which run.wrap shards them."""
+    """The shards of all blocks so far and the next block in full, in the order in which run.wrap shards them.
+
+    Offloaded shards leave the device one after the other: at most those of one block are there.
+    """
     trainable = sum(model.trainable.values())
     if layout.shards == 1:
         return trainable
     blocks = [part.trainable for part in model.blocks]
     peak = shards = 0
     for size in (*blocks, trainable - sum(blocks)):
-        shards += 0 if layout.cpu_offload else _shard(size, layout.shards)
+        shards = _shard(size, layout.shards) + (0 if layout.cpu_offload else shards)
         peak = max(peak, shards + size)
     return peak
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
+from samestep.parallel.materialize import is_inside, saved_tensors
 from samestep.parallel.submodules import callable_by_itself, has_parameters, repeated_blocks
 from samestep.teacher.model_files import FolderBuilder, UnusedNames, Weights, module_names
 
@@ -52,7 +53,7 @@ class FrozenModel:
     def __init__(self, build: Build, weights: Weights, unused: UnusedNames = lambda others, own: ()) -> None:
         self.build = build
         module, self.example = _build_skeleton(build)  # the example batch is None if `build` returns none
-        own = {name for name, _ in (*_saved_tensors(module), *unsaved_buffers(module))}
+        own = {name for name, _ in (*saved_tensors(module), *unsaved_buffers(module))}
         # With the module's names if transformers saved the tensors under other names.
         self.weights = weights.renamed(module_names(module, own, weights.names()))
         self._skeleton: nn.Module | None = module
@@ -119,7 +120,7 @@ class FrozenModel:
         Tied ones get the same tensor.
         """
         values: dict[str, nn.Parameter | torch.Tensor] = {}
-        for name, tensor in list(_saved_tensors(module)):
+        for name, tensor in list(saved_tensors(module)):
             if not select(name):
                 continue
             stored = self._stored_name[name]
@@ -141,11 +142,6 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
         children = module.named_children()
         found = {name: child for name, child in children if callable_by_itself(child) and has_parameters(child)}
     return found or {"": module}
-
-
-def is_inside(name: str, module: str) -> bool:
-    """Whether a tensor or module of this name belongs to the submodule named `module`."""
-    return not module or name == module or name.startswith(f"{module}.")
 
 
 def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -179,15 +175,6 @@ def sample_bytes(tensor: torch.Tensor) -> bytes:
     last = flat.numel() - _SAMPLE_LENGTH
     starts = (last * run // (_SAMPLE_RUNS - 1) for run in range(_SAMPLE_RUNS))
     return b"".join(raw[start * size : (start + _SAMPLE_LENGTH) * size].tobytes() for start in starts)
-
-
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers that are in a state dict, tied ones under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    unsaved = {name for name, _ in unsaved_buffers(module)}
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name not in unsaved:
-            yield name, buffer
 
 
 class _SkipInitialization(TorchFunctionMode):
@@ -245,7 +232,7 @@ def _check_skeleton(module: nn.Module) -> None:
         raise TeacherError(
             f"build() returned a {type(module).__name__} instead of a torch.nn.Module: return the teacher's module"
         )
-    for name, tensor in list(_saved_tensors(module)):
+    for name, tensor in list(saved_tensors(module)):
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             raise TeacherError(
                 f"build() left {name!r} on {tensor.device}: a teacher's weights come from weights=, so let build() "
@@ -274,7 +261,7 @@ def _match_weights(module: nn.Module, weights: Weights, unused: UnusedNames) -> 
     """Return the name in the files of each parameter and saved buffer, and the names left over; raise on a mismatch."""
     in_files = set(weights.names())
     tied: dict[int, list[str]] = {}
-    for name, tensor in _saved_tensors(module):
+    for name, tensor in saved_tensors(module):
         tied.setdefault(id(tensor), []).append(name)
     stored: dict[str, str] = {}
     missing: list[str] = []
@@ -347,7 +334,7 @@ def _common_prefix(names: list[str], others: list[str]) -> str | None:
 
 
 def _check_shapes(module: nn.Module, weights: Weights, stored: dict[str, str]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in _saved_tensors(module)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(module)}
     wrong = [name for name, source in stored.items() if shapes[name] != weights.shape(source)]
     if wrong:
         shown = [f"{name} is {shapes[name]}, in the file {weights.shape(stored[name])}" for name in wrong[:SHOWN]]

@@ -16,7 +16,8 @@ from samestep.distributed.device import pin, unpin
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
-from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
+from samestep.parallel.materialize import is_inside
+from samestep.teacher.frozen_model import FrozenModel, blocks, move_unsaved_buffers
 from samestep.teacher.model_files import ByteRange
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device

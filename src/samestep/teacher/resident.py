@@ -23,8 +23,9 @@ from samestep.distributed.once import run_on_every_rank
 from samestep.environment.hardware import read_limits
 from samestep.errors import TeacherError
 from samestep.messages import format_bytes
+from samestep.parallel.materialize import is_inside
 from samestep.parallel.submodules import callable_by_itself
-from samestep.teacher.frozen_model import FrozenModel, blocks, is_inside, move_unsaved_buffers
+from samestep.teacher.frozen_model import FrozenModel, blocks, move_unsaved_buffers
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import to_device
 

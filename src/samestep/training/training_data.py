@@ -165,7 +165,7 @@ class TrainingData(ABC):
         """One weight per row, on the device: 1 for the first `real` rows, 0 for padding."""
         if (rows, real) not in self._weights:
             weights = (torch.arange(rows) < real).float()
-            self._weights[rows, real] = weights.to(self._context.device)
+            self._weights[rows, real] = move_without_waiting(weights, self._context.device)
         return self._weights[rows, real]
 
 
