@@ -40,6 +40,9 @@ def test_a_gpu_has_the_same_name_in_every_process():
 def train(backends):
     """Train in a process group that the script created; None: samestep creates it."""
     warnings.filterwarnings("ignore", ".*ranks share 1 GPU.*")
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # fp32 was requested explicitly
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+    warnings.filterwarnings("ignore", "(?s).*device.id")  # torch's advice about groups without one
     if backends is not None:
         dist.init_process_group(backends)
     with Run(global_batch=4, precision="fp32") as run:

@@ -23,7 +23,7 @@ from samestep.checkpoint.save import BackgroundSave
 from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, check_pause
 from samestep.distributed.metric_sync import StepCallback
 from samestep.distributed.once import exchange_failures
 from samestep.errors import CheckpointError, LogError
@@ -34,7 +34,6 @@ from samestep.parallel.fsdp import local_tensor
 
 T = TypeVar("T")
 _WAIT_AFTER_FAILURE_SECONDS: Final = 30.0
-_POLL_SECONDS: Final = 1.0
 # An estimate for the first save: Adam has two values per weight, and a shared disk may be slow.
 _STATE_PER_WEIGHT: Final = 3
 _BYTES_PER_SECOND: Final = 1e8
@@ -119,7 +118,7 @@ class Checkpoint(StepCallback):
         with comm.collective("checkpoint.wait"):
             since, seen = time.monotonic(), {}
             while save.is_running:
-                save.wait(_POLL_SECONDS)
+                save.wait(check_pause(since, seen))
                 if save.is_running and not comm.alone:
                     seen = comm.check_peers(since, seen, comm.start_timeout)
         self._save_seconds = max(self._save_seconds, save.seconds)

@@ -38,7 +38,7 @@ _REQUEST_EVERY = 3  # a summary in how many requests the locations of missing ra
 _GROUPS = 32  # different statuses in a summary
 _READERS = 16  # ranks that read the status of every rank after an error; the others read what one of these has found
 _READER_SECONDS = 5.0  # how long they wait for that
-_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 0.5  # between two requests of a rank that waits for a key of the store
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 1.0  # between two requests of a rank that waits for a key of the store
 _STOP_SECONDS = 5.0  # how long a rank that ends waits for a message to the store that is under way
 STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
 
@@ -86,6 +86,7 @@ class StatusBoard:
         self.known: dict[int, RankStatus] = {}
         """The status of other ranks in the last summary, for up to eight ranks of each status."""
         self._locations: dict[int, str] = {}  # the lines that other ranks run, as they answered during this wait
+        self._all_posted = False  # whether every rank has posted a status
         self._summary = 0  # the number of the last summary that this rank has read
         self._other_turn = ""  # the turn of another rank to read, if its summary was not there at the last check
         self._store.compare_set("summary", "", json.dumps(_NO_SUMMARY))
@@ -153,9 +154,11 @@ class StatusBoard:
         return summary
 
     def peers(self) -> dict[int, RankStatus]:
-        """The last known status of every other rank: two requests to the store, once every rank has posted one."""
+        """The last known status of every other rank: one request to the store, once every rank has posted one."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        if not self._store.check([f"status/{rank}" for rank in others]):
+        if not self._all_posted:
+            self._all_posted = self._store.check([f"status/{rank}" for rank in others])
+        if not self._all_posted:
             others = [rank for rank in others if self._store.check([f"status/{rank}"])]
         posted = self._store.multi_get([f"status/{rank}" for rank in others]) if others else []
         return {rank: RankStatus(**json.loads(text)) for rank, text in zip(others, posted, strict=True)}
@@ -291,8 +294,8 @@ def _from_groups(groups: Iterable[tuple[dict[str, Any], list[int]]], own: int) -
 def poll_pause(since: float) -> float:
     """Seconds until a rank that waits since `since` for a key of the store looks for it again.
 
-    About 16 requests in the first second, then two per second: a blocking wait would keep the other threads of the rank
-    from using the store.
+    About 16 requests in the first second, then soon one per second: a blocking wait would keep the other threads of the
+    rank from using the store.
     """
     return min(max(_FIRST_POLL_SECONDS, (time.monotonic() - since) / 2), _POLL_SECONDS)
 
