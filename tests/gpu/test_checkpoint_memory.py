@@ -33,7 +33,7 @@ def test_tensors_are_copied_to_pinned_memory_of_their_size_which_is_kept():
     staging.stage(first, single_process=True)
     before = check(staging, first)
     needed = sum(tensor.nbytes for tensor in first.values() if tensor.is_cuda)
-    assert needed <= staging._pinned_memory.nbytes < needed + 64 * len(first) + PAGESIZE
+    assert needed <= staging._pinned_memory._memory.nbytes < needed + 64 * len(first) + PAGESIZE
     assert staging.has_plan(second)
     staging.stage_again(second)
     assert check(staging, second) == before

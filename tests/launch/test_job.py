@@ -302,13 +302,14 @@ def test_only_launches_of_several_nodes_without_an_id_are_unnamed():
     nodes = RendezvousOptions(nodes="2", endpoint="node1:29400")
     assert choose_rendezvous(nodes, "3f1c").is_unnamed
     assert replace(choose_rendezvous(nodes, "3f1c"), id="samestep-half1").is_unnamed
-    assert not choose_rendezvous(replace(nodes, id="job7"), "3f1c").is_unnamed
+    for name in ("job7", "samestep", "samestep-half1"):
+        assert not choose_rendezvous(replace(nodes, id=name), "3f1c").is_unnamed
     assert not choose_rendezvous(RendezvousOptions(), "3f1c").is_unnamed
 
 
 def test_a_static_rendezvous_has_a_fixed_number_of_nodes():
     chosen = choose_rendezvous(RendezvousOptions(nodes="3", address="a", node_rank=1), "generated")
-    assert chosen == Rendezvous("static", "a:29500", "samestep", {"rank": 1}, 3, 3, None)
+    assert chosen == Rendezvous("static", "a:29500", "samestep", {"rank": 1}, 3, 3, None, is_unnamed=True)
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])

@@ -38,10 +38,10 @@ def test_pinned_memory_has_the_size_of_the_tensors_in_pages_and_not_powers_of_tw
     memory = HostMemory(pinned=True)
     views = memory.views(given)
     needed = sum(tensor.nbytes for tensor in given.values())
-    assert needed <= memory.nbytes < needed + len(given) * 64 + PAGESIZE
-    assert memory.nbytes % PAGESIZE == 0
+    assert needed <= memory._memory.nbytes < needed + len(given) * 64 + PAGESIZE
+    assert memory._memory.nbytes % PAGESIZE == 0
     (pinned,) = pins
-    assert pinned[2] == memory.nbytes
+    assert pinned[2] == memory._memory.nbytes
     assert pinned[1] % PAGESIZE == 0
     for name, tensor in given.items():
         assert (views[name].shape, views[name].dtype, views[name].is_contiguous()) == (tensor.shape, tensor.dtype, True)
@@ -69,7 +69,7 @@ def test_no_tensors_need_no_memory(pins):
     memory = HostMemory(pinned=True)
     assert memory.views({}) == {}
     assert memory.views({"empty": torch.empty(0, 3)})["empty"].shape == (0, 3)
-    assert (memory.nbytes, pins) == (0, [])
+    assert (memory._memory.nbytes, pins) == (0, [])
 
 
 def test_memory_that_the_driver_does_not_pin_is_used_and_not_unpinned(pins, monkeypatch):

@@ -218,11 +218,6 @@ class HostMemory:
         self._pinned, self._memory = pinned, torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., HostMemory] | None = None  # while the memory is pinned
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the memory."""
-        return self._memory.nbytes
-
     def views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return memory for each of these tensors, contiguous; what was returned before becomes invalid."""
         self._resize(_round_up(_starts(tensors.values())[-1], PAGESIZE))

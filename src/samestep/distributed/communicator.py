@@ -338,7 +338,7 @@ def pack_object(value: object) -> torch.Tensor:
 
 
 def unpack_object(packed: torch.Tensor) -> Any:
-    """The value."""
+    """The value that `pack_object` has packed."""
     return pickle.loads(packed.numpy().tobytes())
 
 

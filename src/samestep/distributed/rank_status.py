@@ -16,8 +16,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -52,17 +52,6 @@ _STATE_TEXTS = {  # what explains a wait best comes last
 }
 
 
-_NO_SUMMARY = {
-    "number": 0,
-    "turn": "",
-    "statuses": [],
-    "collective": [],
-    "requests": {},
-    "requested": 0,
-    "locations": {},
-}
-
-
 @dataclass(frozen=True)
 class RankStatus:
     """The last status that a rank posted."""
@@ -77,6 +66,19 @@ class RankStatus:
         return _STATE_TEXTS[self.state].format(**vars(self))
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """What one waiting rank has read about all ranks, posted for the others; the first one is empty."""
+
+    number: int = 0
+    turn: str = ""  # of the rank that has read it
+    statuses: Sequence[tuple[dict[str, Any], list[int]]] = ()  # see `_to_groups`
+    collective: Sequence[object] = ()  # that this rank waited in: its count and its operation
+    requests: Mapping[str, int] = field(default_factory=dict[str, int])  # the last request to each missing rank
+    requested: int = 0  # the number of the summary in which they were sent
+    locations: Mapping[str, str] = field(default_factory=dict[str, str])  # the lines that missing ranks run
+
+
 class StatusBoard:
     """Posts the status of this rank (about 2 microseconds each) and reads the status of its peers."""
 
@@ -89,7 +91,7 @@ class StatusBoard:
         self._all_posted = False  # whether every rank has posted a status
         self._summary = 0  # the number of the last summary that this rank has read
         self._other_turn = ""  # the turn of another rank to read, if its summary was not there at the last check
-        self._store.compare_set("summary", "", json.dumps(_NO_SUMMARY))
+        self._store.compare_set("summary", "", json.dumps(vars(_Summary())))
         self._store.set(f"location/{rank}", "0 ")
         self._post(self.own)
         self._ended = threading.Event()
@@ -119,38 +121,31 @@ class StatusBoard:
         takes it. Between two summaries is therefore the time between two checks, and a rank that waits alone always
         has a new one. If a rank does not post a summary in its turn, another one takes it at its next check.
         """
-        summary = json.loads(self._store.get("summary"))
-        if summary["number"] == self._summary:
+        summary = _Summary(**json.loads(self._store.get("summary")))
+        if summary.number == self._summary:
             turn = f"{self._summary + 1} by rank {self._rank}"
-            found = self._store.compare_set("summary/turn", self._other_turn or summary["turn"], turn).decode()
+            found = self._store.compare_set("summary/turn", self._other_turn or summary.turn, turn).decode()
             self._other_turn = "" if found == turn else found
             if self._other_turn:
                 return False
             summary = self._summarize(summary, turn)
-        self._summary, self._other_turn = summary["number"], ""
-        self.known = _from_groups(summary["statuses"], self._rank)
-        same = summary["collective"] == self._collective()
-        self._locations = {int(rank): line for rank, line in summary["locations"].items()} if same else {}
+        self._summary, self._other_turn = summary.number, ""
+        self.known = _from_groups(summary.statuses, self._rank)
+        same = summary.collective == self._collective()
+        self._locations = {int(rank): line for rank, line in summary.locations.items()} if same else {}
         return True
 
-    def _summarize(self, before: Mapping[str, Any], turn: str) -> dict[str, Any]:
+    def _summarize(self, before: _Summary, turn: str) -> _Summary:
         """Read the status of every rank, request the lines that missing ranks run, and post the summary."""
-        number, peers, same = before["number"] + 1, self.peers(), before["collective"] == self._collective()
-        requests: dict[str, int] = before["requests"] if same else {}
-        locations = {**(before["locations"] if same else {}), **self._answers(requests)}
-        missing, requested = self._missing(peers), before["requested"]
+        number, peers, same = before.number + 1, self.peers(), before.collective == self._collective()
+        requests = before.requests if same else {}
+        locations = {**(before.locations if same else {}), **self._answers(requests)}
+        missing, requested = self._first_missing(peers), before.requested
         if not set(missing) <= requests.keys() or number - requested >= _REQUEST_EVERY:
             requests, requested = self._request_locations(missing), number
-        summary = {
-            "number": number,
-            "turn": turn,
-            "statuses": _to_groups({**peers, self._rank: self.own}),
-            "collective": self._collective(),
-            "requests": requests,
-            "requested": requested,
-            "locations": locations,
-        }
-        self._store.set("summary", json.dumps(summary))
+        statuses = _to_groups({**peers, self._rank: self.own})
+        summary = _Summary(number, turn, statuses, self._collective(), requests, requested, locations)
+        self._store.set("summary", json.dumps(vars(summary)))
         return summary
 
     def peers(self) -> dict[int, RankStatus]:
@@ -189,7 +184,8 @@ class StatusBoard:
         """Peers that are not in the collective this rank waits in."""
         return {rank: status for rank, status in peers.items() if not self._in_same_collective(status)}
 
-    def _missing(self, peers: dict[int, RankStatus]) -> list[str]:
+    def _first_missing(self, peers: dict[int, RankStatus]) -> list[str]:
+        """Of the missing peers, those whose lines an error names."""
         return [str(rank) for rank in sorted(self.missing(peers))[:_SHOWN]]
 
     def _request_locations(self, ranks: Iterable[str]) -> dict[str, int]:
@@ -230,7 +226,7 @@ class StatusBoard:
         try:
             peers = self.peers_after_error()
             if timed_out:
-                self._await_locations(self._missing(peers))
+                self._await_locations(self._first_missing(peers))
         except RuntimeError:
             return STORE_GONE
         rule = f": {ORDER_RULE}" if any(status.state == "waiting" for status in peers.values()) else ""
@@ -276,7 +272,7 @@ class StatusBoard:
         self._store.set(f"status/{self._rank}", json.dumps(vars(status)))
 
 
-def _to_groups(statuses: Mapping[int, RankStatus]) -> list[tuple[dict[str, object], list[int]]]:
+def _to_groups(statuses: Mapping[int, RankStatus]) -> list[tuple[dict[str, Any], list[int]]]:
     """Each status with the first ranks that have it, the most important first: small, however many ranks there are."""
     groups: dict[RankStatus, list[int]] = {}
     for rank, status in sorted(statuses.items()):

@@ -49,6 +49,7 @@ class Rendezvous:
     min_nodes: int  # needed to start
     max_nodes: int  # that may join
     local_address: str | None  # address at which other nodes reach this one; None lets torch find it
+    is_unnamed: bool = False  # whether other launches have the same id, since the user gave them none
 
     @property
     def host(self) -> str:
@@ -68,11 +69,6 @@ class Rendezvous:
             return self.settings.get("rank") == 0
         decided = str(self.settings.get("is_host", "")).lower()
         return decided in ("1", "true") if decided else None
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Whether other launches have the same id, since the user gave them none."""
-        return self.id == _UNNAMED or self.id.startswith(f"{_UNNAMED}-half")  # after a retry with half the micro-batch
 
     @property
     def hosted_port(self) -> int | None:
@@ -167,7 +163,8 @@ def choose_rendezvous(options: RendezvousOptions, generated_id: str) -> Rendezvo
             f"{endpoint} has port 0, which means any free port, so other processes cannot know it: pass a port "
             "from 1 to 65535, the same on every node"
         )
-    return Rendezvous(backend, endpoint, options.id or _UNNAMED, settings, fewest, most, options.local_address)
+    name, is_unnamed = options.id or _UNNAMED, not options.id
+    return Rendezvous(backend, endpoint, name, settings, fewest, most, options.local_address, is_unnamed)
 
 
 def check_route(rendezvous: Rendezvous) -> None:
