@@ -12,6 +12,7 @@ from samestep.distributed.device import RankDevice
 from samestep.errors import CommunicationError
 from samestep.training import lifecycle
 from tests.launch.launched import wait_for
+from tests.warm import RankFailed
 
 
 def reduce_uneven():
@@ -389,6 +390,51 @@ def exit_with_success():
 
 def test_sys_exit_with_success_closes_the_run(ranks):
     assert ranks(2, exit_with_success) == ["left", "left"]
+
+
+def exit_at_different_times():
+    """Rank 0 exits, rank 1 ends its block later than rank 0 asks where it is, and rank 2 exits last."""
+    try:
+        with Run(global_batch=8) as run:
+            time.sleep(1.5 * run.rank)
+            if run.rank != 1:
+                raise SystemExit(0)
+    except SystemExit:
+        return "exit"
+    return "end"
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_waits_for_ranks_that_are_busy(ranks):
+    assert ranks(3, exit_at_different_times) == ["exit", "end", "exit"]
+
+
+def exit_on_rank_1(where):
+    with Run(global_batch=8, step_timeout=1000, start_timeout=1000) as run:
+        model = run.wrap(torch.nn.Linear(2, 1), "ddp")
+        if run.rank == 1:
+            raise SystemExit(0)
+        if where == "backward":
+            model(torch.ones(1, 2)).sum().backward()
+        run.barrier()
+
+
+@pytest.mark.parametrize(
+    ("where", "others"),
+    [
+        ("backward", r"rank 0 .* is now at test_collectives.py:\d+ in backward"),
+        ("barrier", r"rank 0 waits in run.barrier at test_collectives.py:\d+"),
+    ],
+    ids=["backward", "barrier"],
+)
+@pytest.mark.slow
+def test_a_rank_that_exits_while_others_wait_for_it_says_so(ranks, where, others):
+    with pytest.raises(RankFailed) as caught:
+        ranks(2, exit_on_rank_1, where)
+    errors = caught.value.errors
+    called = r"rank 1 called sys.exit\(0\) at test_collectives.py:\d+ inside of `with Run`, but "
+    assert re.search(f"CommunicationError: {called}{others}: call sys.exit on every rank in the same step", errors[1])
+    assert re.search(f"rank 1 failed: CommunicationError: {called}", errors[0])
 
 
 def run_on_simulated_gpus(gpus, fields):

@@ -133,6 +133,17 @@ class Communicator:
         self._subgroups.clear()
         self._board = self._store = self._control_group = self.group = None
 
+    def leave(self, exit_line: str | None = None) -> None:
+        """Post that this rank leaves its run; after sys.exit(0) at `exit_line`, wait until all do, and raise if not."""
+        if self._board is None:
+            return
+        self._board.leave()
+        if exit_line is not None and (others := self._board.exit(exit_line, self.timeout)):
+            raise CommunicationError(
+                f"rank {self.world.rank} called sys.exit(0) at {exit_line} inside of `with Run`, but {others}: call "
+                "sys.exit on every rank in the same step, or after the run"
+            )
+
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
         if self._board is not None:
