@@ -1,6 +1,7 @@
 """Collectives: reductions, once, agreement, and errors that name the missing rank."""
 
 import re
+import threading
 import time
 import warnings
 
@@ -454,10 +455,61 @@ def run_on_simulated_gpus(gpus, fields):
 def test_ranks_that_share_a_gpu_agree_on_gloo_and_rank_0_says_why(ranks):
     first, second = ranks(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], {"nccl": [2, 28, 9]})
     assert first[:2] == second[:2] == (3, "gloo")
-    assert "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it" in first[2][0]
+    assert "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it" in first[2][0]
 
 
 def test_a_backend_that_the_gpus_do_not_allow_is_an_error_on_all_ranks(ranks):
     fields = {"nccl": [2, 28, 9], "requested": "nccl"}
     for text in ranks.errors(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], fields):
         assert "WorldError: backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU(s)" in text
+
+
+def test_ranks_with_and_without_a_gpu_are_an_error_at_the_start(ranks):
+    for text in ranks.errors(2, run_on_simulated_gpus, ["GPU-a", ""], {"requested": "gloo"}):
+        assert "WorldError: a GPU is visible to 1 of 2 ranks, but not to rank 1" in text
+
+
+def start_while_one_rank_fails(failing):
+    def describe_or_fail(world, *rest):
+        if world.rank == failing:
+            raise OSError("the driver does not answer")
+        return before(world, *rest)
+
+    before, lifecycle.describe_rank = lifecycle.describe_rank, describe_or_fail
+    try:
+        with Run(global_batch=8):
+            pass
+    finally:
+        lifecycle.describe_rank = before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_the_backend_is_chosen_is_named_by_the_other(ranks, failing):
+    errors = ranks.errors(2, start_while_one_rank_fails, failing)
+    assert "OSError: the driver does not answer" in errors[failing]
+    assert f"RankMissing: rank {1 - failing} waits in Run.start at test_collectives.py:" in errors[1 - failing]
+    assert f", but rank {failing} failed: OSError: the driver does not answer" in errors[1 - failing]
+
+
+def pauses_in_once():
+    """How long a rank that waits for run.once sleeps between two requests to the store."""
+    before, pauses, main = time.sleep, [], threading.main_thread()
+
+    def sleep(seconds):
+        if threading.current_thread() is main:
+            pauses.append(seconds)
+        before(seconds)
+
+    with Run(global_batch=8) as run:
+        time.sleep = sleep
+        try:
+            run.once(lambda: before(1.5))
+        finally:
+            time.sleep = before
+    return pauses
+
+
+def test_a_rank_leaves_once_soon_after_its_end(ranks):
+    # a peer that goes on to the next collective raises if this one still waits in once at two checks, from 1 s on
+    _, pauses = ranks(2, pauses_in_once)
+    assert max(pauses) == 0.25

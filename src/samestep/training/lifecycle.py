@@ -18,7 +18,7 @@ from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, wait_for_keys
 from samestep.distributed.device import BackendChoice, agree_on_backend, choose_device, describe_rank
 from samestep.distributed.once import once
 from samestep.distributed.rank_status import failed_line, raised_line
@@ -145,7 +145,9 @@ class Lifecycle:
 
     def _agree_on_backend(self, store: dist.Store) -> str:
         own = describe_rank(self.world, self.device, self.config.backend)
-        self.backend = agree_on_backend(store, self.world.size, own)
+        self.backend = agree_on_backend(
+            store, self.world.size, own, lambda keys: wait_for_keys(self.comm, keys, "Run.start")
+        )
         return self.backend.backend
 
     def _open_context(self, folder: Path) -> RunContext:
