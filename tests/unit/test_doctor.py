@@ -16,6 +16,7 @@ from samestep.environment.bf16_probe import Bf16Support
 from samestep.environment.diagnosis import RULES, MachineInfo, Problem, diagnose
 from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware, Software
 from samestep.environment.network import Interface, InterfaceChoice, Network
+from samestep.environment.processes import files_of_launcher
 from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import World
 
@@ -167,8 +168,8 @@ CASES = {
         Problem(
             "few-open-files",
             True,
-            "a process may open 1024 files, but each of 1024 ranks opens up to 4130: gloo connects every rank with "
-            "every other one by 3 sockets",
+            "a process may open 1024 files, but a process of a job with 1024 rank(s) opens up to 4130, sockets "
+            "included",
             "raise the limit before the run with `ulimit -n 8260`, in /etc/security/limits.conf, or with --ulimit "
             "nofile in docker",
         ),
@@ -322,6 +323,17 @@ def printed(machine, **options):
     return stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [(12, "too few for `samestep run`"), (40, "enough for 1 rank(s)"), (47, "enough for 1"), (48, "enough for 2")],
+)
+def test_the_doctor_and_the_launcher_need_the_same_number_of_files(limit, says):
+    machine = replace(HEALTHY, open_files=limit)  # with two GPUs, so that `samestep run` starts two ranks
+    assert f"a process may open {limit}, sockets included: {says}" in printed(machine)
+    assert (files_of_launcher(2) <= limit) == (diagnose(machine) == [])
+    assert (limit < 48) == ("a job with 2 rank(s) opens up to 48, sockets included" in printed(machine))
+
+
 def test_a_report_in_a_pipe_has_one_line_per_row():
     lines = printed(HEALTHY, width=40).splitlines()
     assert lines[1:] == [
@@ -335,7 +347,7 @@ def test_a_report_in_a_pipe_has_one_line_per_row():
         "cores      16 of 16 (no limit)",
         "memory     64.0 GiB, 32.0 GiB available",
         "/dev/shm   32.0 GiB, 31.0 GiB free",
-        "files      a process may open 4096: enough for 1354 ranks, which gloo connects by 3 sockets per pair",
+        "files      a process may open 4096, sockets included: enough for 508 rank(s) on this machine",
         "host       node1 (192.0.2.2)",
         "lo         up, 127.0.0.1, ::1",
         "eth0       up, 192.0.2.2",

@@ -16,7 +16,7 @@ from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
 from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware
 from samestep.environment.network import InterfaceChoice, Network, read_network
-from samestep.environment.processes import GLOO_SOCKETS, files_of_rank, open_files_limit
+from samestep.environment.processes import most_ranks, open_files_limit
 from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 from samestep.environment.world import World, read_environ, read_world
 from samestep.errors import WorldError
@@ -151,8 +151,9 @@ def _links_text(links: Sequence[GpuLink], gpus: int) -> str:
 def _open_files_text(limit: int | None) -> str:
     if limit is None:
         return "a process may open any number of them"
-    most, sockets = max(0, (limit - files_of_rank(0)) // GLOO_SOCKETS), f"{GLOO_SOCKETS} sockets per pair"
-    return f"a process may open {limit}: enough for {most} ranks, which gloo connects by {sockets}"
+    most = most_ranks(limit)
+    enough = f"enough for {most} rank(s) on this machine" if most else "too few for `samestep run`"
+    return f"a process may open {limit}, sockets included: {enough}"
 
 
 def _network_rows(network: Network) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ import click
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.hardware import read_hardware
-from samestep.environment.processes import allow_open_files, launcher_variable
+from samestep.environment.processes import allow_open_files, files_of_launcher, launcher_variable
 from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
@@ -35,7 +35,6 @@ from samestep.messages import read_integer, shorten
 _echo = partial(click.echo, err=True)
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
 _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
-_OPEN_FILES, _OPEN_FILES_PER_RANK = 32, 8  # of the launcher: log files, pipes, its store and the ranks that use it
 _LONGEST_GRACE = 10**7  # seconds, about four months
 _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -127,7 +126,7 @@ def command(
         verbose=verbose,
         time_limit=time_limit or "",
     )
-    if problem := allow_open_files(_OPEN_FILES + _OPEN_FILES_PER_RANK * job.processes):
+    if problem := allow_open_files(files_of_launcher(job.processes)):
         raise LaunchError(f"{problem}; or start fewer ranks")
     try:
         with SignalHandler(_timeout(_SHUTDOWN_TIMEOUT), _timeout(_GRACE_PERIOD) if grace is None else grace) as signals:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from samestep.environment.bf16_probe import WORKAROUND, Bf16Support
 from samestep.environment.hardware import OLDEST_TORCH, Hardware, Software
 from samestep.environment.network import Network
-from samestep.environment.processes import GLOO_SOCKETS, files_of_rank
+from samestep.environment.processes import files_of_job
 from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import FIX, World
 from samestep.messages import format_bytes
@@ -148,15 +148,16 @@ def _few_cores(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def _few_open_files(machine: MachineInfo) -> Iterator[Finding]:
-    ranks = max(machine.world.size if machine.world else 1, len(machine.hardware.gpus))
-    needed = files_of_rank(ranks, hosts_store=True)
+    gpus, world = len(machine.hardware.gpus), machine.world
+    ranks, of_node = (max(1, gpus), None) if world is None or world.size < gpus else (world.size, world.local_size)
+    needed = files_of_job(ranks, of_node)
     if machine.open_files is not None and machine.open_files < needed:
         yield (
             True,
-            f"a process may open {machine.open_files} files, but each of {ranks} ranks opens up to {needed}: gloo "
-            f"connects every rank with every other one by {GLOO_SOCKETS} sockets",
-            f"raise the limit before the run with `ulimit -n {2 * needed}`, in /etc/security/limits.conf, or with "
-            "--ulimit nofile in docker",
+            f"a process may open {machine.open_files} files, but a process of a job with {ranks} rank(s) opens up to "
+            f"{needed}, sockets included",
+            f"raise the limit before the run with `ulimit -n {max(4096, 2 * needed)}`, in /etc/security/limits.conf, "
+            "or with --ulimit nofile in docker",
         )
 
 

@@ -28,9 +28,9 @@ _KILL_ROUNDS = 3
 # processes in between, such as a shell, inherit it.
 _RANK_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 _USUAL_FILES: Final = 4096
-GLOO_SOCKETS: Final = 3
-"""The sockets that a rank opens to every other rank."""
+_GLOO_SOCKETS: Final = 3  # that a rank opens to every other rank
 _FILES_OF_RANK: Final = 34  # besides its connections to other ranks
+_FILES_OF_LAUNCHER, _FILES_PER_RANK = 32, 8  # its log files and pipes, its store and the ranks that use it
 _SCRIPT_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
@@ -74,7 +74,31 @@ def files_of_rank(size: int, hosts_store: bool = False) -> int:
     >>> files_of_rank(8), files_of_rank(1024)
     (58, 3106)
     """
-    return _FILES_OF_RANK + (4 if hosts_store else GLOO_SOCKETS) * size
+    return _FILES_OF_RANK + (4 if hosts_store else _GLOO_SOCKETS) * size
+
+
+def files_of_launcher(ranks: int) -> int:
+    """The most files that `samestep run` opens for this number of ranks on its node, sockets included."""
+    return _FILES_OF_LAUNCHER + _FILES_PER_RANK * ranks
+
+
+def files_of_job(ranks: int, ranks_of_node: int | None = None) -> int:
+    """The most files that a process of a job opens: its launcher, or the rank that hosts the store.
+
+    >>> files_of_job(1), files_of_job(2), files_of_job(1024, 8)
+    (40, 48, 4130)
+    """
+    of_node = ranks if ranks_of_node is None else ranks_of_node
+    return max(files_of_rank(ranks, hosts_store=True), files_of_launcher(of_node))
+
+
+def most_ranks(limit: int) -> int:
+    """How many ranks `samestep run` can start on one node, if a process may open `limit` files.
+
+    >>> most_ranks(39), most_ranks(40), most_ranks(47), most_ranks(48)
+    (0, 1, 1, 2)
+    """
+    return max(0, (limit - _FILES_OF_LAUNCHER) // _FILES_PER_RANK)
 
 
 def open_files_limit() -> int | None:
