@@ -184,6 +184,39 @@ def test_a_second_backward_pass_on_one_rank_in_a_later_step_ends_all_ranks_with_
     assert "rank 1" in first
 
 
+def second_pass_in_the_first_step(passes):
+    """Two steps of `passes` loops; in the last loop of step 1 nothing is called twice."""
+    x, counts = rows()
+    with Run(global_batch=6, start_timeout=150, step_timeout=150, precision="fp64") as run:
+        model, seen = run.wrap(Weights(), "ddp"), []
+        for epoch in run.shard(list(zip(x, counts, strict=True)), passes=passes).epochs(1):
+            for step in epoch:
+                for loop in range(passes):
+                    for inputs, _ in step:
+                        loss = step.mean(model(inputs).sum(dim=1))
+                        loss.backward(retain_graph=True)
+                        if loop == 0 and (step.number == 0 or passes == 2):
+                            loss.backward()
+                    seen.append(full_gradient(model))
+                    model.zero_grad()
+        return seen
+
+
+def test_a_step_without_the_second_backward_pass_of_the_first_step_raises(ranks):
+    for rank, text in enumerate(ranks.errors(2, second_pass_in_the_first_step, 1)):
+        assert (
+            f"WrapError: step 1 had no second backward pass after one forward pass on rank {rank}, and step 0 had one: "
+            "all ranks must average it; add the losses and call backward() once, or call it twice on every rank in "
+            "every step"
+        ) in text
+
+
+def test_each_loop_of_a_step_has_its_own_number_of_backward_passes(ranks):
+    for seen in ranks(3, second_pass_in_the_first_step, 2):
+        for twice, once in zip(seen[::2], seen[1::2], strict=True):
+            assert twice == pytest.approx([2 * value for value in once], rel=1e-12)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_smaller_step_is_scaled_correctly(ranks, size):
     last, expected_gradient = (

@@ -152,6 +152,19 @@ def test_a_model_without_trainable_parameters_raises():
         run.wrap(nn.Linear(1, 1).requires_grad_(False))
 
 
+def test_a_model_with_uninitialized_parameters_raises():
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    message = (
+        r"Sequential has uninitialized parameters: 0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, "
+        r"1\.running_var, whose shapes follow from the first batch; call the model with one batch before run\.wrap"
+    )
+    with Run(global_batch=4) as run, pytest.raises(WrapError, match=message):
+        run.wrap(model)
+    model(torch.ones(2, 3))
+    with Run(global_batch=4) as run:
+        assert run.wrap(model)[0].weight.shape == (2, 3)
+
+
 def train_with_frozen_body(strategy):
     with Run(global_batch=4) as run:
         model = run.wrap(Net(frozen=True), strategy)

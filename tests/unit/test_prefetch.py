@@ -1,6 +1,11 @@
 """The next batch is copied to the device while this one is computed: the order of reads, copies and waits."""
 
+import gc
+import weakref
+from contextlib import suppress
+
 import pytest
+import torch
 
 from samestep.training.training_data import prefetch
 
@@ -76,3 +81,37 @@ def test_a_loop_that_is_left_does_not_raise_the_error_of_a_batch_that_it_does_no
     batches = Device().prefetch("a", ValueError("bad sample"))
     assert next(batches) == "A"
     batches.close()
+
+
+class UnreadableError(Exception):
+    """An error that can be referred to weakly."""
+
+
+def test_after_a_failed_read_neither_the_error_nor_the_batch_before_it_waits_for_the_garbage_collector():
+    references = []
+
+    def read():
+        yield torch.ones(2)
+        error = UnreadableError()
+        references.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    def start_copy(batch):
+        copied = batch.clone()
+        references.append(weakref.ref(copied))
+        return lambda: copied
+
+    gc.collect()
+    gc.disable()
+    try:
+        batches = prefetch(read(), start_copy)
+        for _ in range(2):
+            with suppress(UnreadableError):
+                next(batches)
+        alive = [reference() is not None for reference in references]
+    finally:
+        gc.enable()
+    assert alive == [False, False]

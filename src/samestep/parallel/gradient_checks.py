@@ -73,14 +73,17 @@ class UsedParameters:
 class BackwardPasses:
     """Whether a DDP model had two backward passes after one forward pass: DDP reduces only the first.
 
-    The ranks agree on it in the first step. If they all had a second pass there, gradients are averaged again in every
-    step. If not, a second pass in a later step is an error on its rank: the others would not take part in the average.
+    The ranks agree on it in the first step, for each loop over its micro-batches. If they all had a second pass there,
+    gradients are averaged again in every step. A later step that differs from the first is an error on its rank: the
+    others would not take part in the average, or it would average again what DDP has already averaged.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._repeated = False
+        self._any = self._repeated = False  # whether there was a backward pass, and a second one
+        self._agreed: list[bool] = []  # for each loop of the first step, whether to average in every step
         self._first_step: int | None = None
-        self._agreed = False  # whether to average in every step
+        self._step: int | None = None
+        self._loop = 0  # of the step
         # parameters with a gradient since the last forward pass; cleared after every step, since the hooks live longer
         self._seen: list[torch.Tensor] = []
         model.register_forward_pre_hook(self._start_forward)
@@ -92,27 +95,37 @@ class BackwardPasses:
     def start(self) -> None:
         """Forget earlier micro-batches, whose gradients are not reduced."""
         self._seen.clear()
-        self._repeated = False
+        self._any = self._repeated = False
 
     def need_average(self, comm: Communicator, step: Sized, number: int) -> bool:
         """Whether all ranks average the gradients of this step again; a collective in the first step."""
         self._check()
+        self._loop = self._loop + 1 if self._step == number else 0
+        self._step = number
         self._first_step = number if self._first_step is None else self._first_step
         if self._first_step == number:
             flags = comm.exchange("comparing backward passes in the first step", [float(self._repeated)])
             ranks = [rank for rank, flag in enumerate(flags) if flag[0]]
             if 0 < len(ranks) < len(flags):
                 raise WrapError(_second_pass_message(step, number, f"rank(s) {ranks} only", self._repeated))
-            self._agreed = self._agreed or bool(ranks)
-        elif self._repeated and not self._agreed:
+            self._agreed.append(bool(ranks))
+        expected = self._loop < len(self._agreed) and self._agreed[self._loop]
+        if self._repeated and not expected:
             raise WrapError(_second_pass_message(step, number, f"rank {comm.world.rank}, not in the first step"))
-        return self._agreed
+        if self._any and expected and not self._repeated:
+            raise WrapError(
+                f"step {number} had no second backward pass after one forward pass on rank {comm.world.rank}, and step "
+                f"{self._first_step} had one: all ranks must average it; add the losses and call backward() once, or "
+                "call it twice on every rank in every step"
+            )
+        return self._repeated
 
     def _start_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():  # otherwise DDP does not count it either
             self._check()
 
     def _check(self) -> None:
+        self._any = self._any or bool(self._seen)
         self._repeated = self._repeated or len(self._seen) > len(set(map(id, self._seen)))
         self._seen.clear()
 
@@ -170,8 +183,8 @@ def _second_pass_message(step: Sized, number: int, where: str, here: bool = True
     return (
         f"step {number} had a second backward pass after one forward pass on {where}"
         f"{f' (backward() at {format_list(lines, _SHOWN)})' if lines else ''}: DDP reduces only the first, and all "
-        "ranks must average the second; add the losses and call backward() once, or call it twice on every rank from "
-        "the first step on"
+        "ranks must average the second; add the losses and call backward() once, or call it twice on every rank in "
+        "every step"
     )
 
 

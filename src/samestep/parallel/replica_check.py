@@ -61,10 +61,10 @@ def check_replicas(comm: Communicator, tensors: Mapping[str, torch.Tensor], when
     full = _total(each.bits for each in found.values() if not each.part)
     sharded = _total(each.bits for each in found.values() if each.part)
     by_rank = [part.tolist() for part in comm.exchange("comparing replicas", [layouts, full, parts, sharded])]
-    # ranks with the same parts must hold the same bits in them
-    if len({tuple(each[:2]) for each in by_rank}) == 1 and len(set(map(tuple, by_rank))) == len(
-        {e[2] for e in by_rank}
-    ):
+    same_in_full = len({(layout, bits) for layout, bits, _, _ in by_rank}) == 1
+    held = {(held_parts, bits) for _, _, held_parts, bits in by_rank}
+    same_in_parts = len(held) == len({held_parts for held_parts, _ in held})  # the same bits for the same parts
+    if same_in_full and same_in_parts:
         return
     name, groups = _first_difference(comm.exchange_objects("comparing replicas in full", found))
     ranks = " differ from ranks ".join(map(str, groups))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from samestep.data.sample_rng import micro_batch_keys
 from samestep.distributed.communicator import Communicator
@@ -27,6 +28,7 @@ from samestep.torch_private import dispatch_in_graphs, ignore_in_ddp, is_compile
 Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 UnusedParameters = Literal["error", "allow"]
 _SHARDED = ("fsdp", "hybrid", "zero2")
+_SHOWN_LAZY = 6
 _SHOWN_FROZEN = 4  # a model with LoRA adapters has hundreds of frozen submodules
 
 
@@ -135,6 +137,12 @@ def check_options(options: WrapOptions, model: nn.Module) -> None:
         )
     if options.channels_last and options.strategy in _SHARDED:
         raise WrapError("channels_last=True does not work with FSDP, which shards weights: use strategy='ddp'")
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise WrapError(
+            f"{type(model).__name__} has uninitialized parameters: {format_list(lazy, _SHOWN_LAZY)}, whose shapes "
+            "follow from the first batch; call the model with one batch before run.wrap, on every rank"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise WrapError(f"{type(model).__name__} has no trainable parameter: call it without run.wrap")
 

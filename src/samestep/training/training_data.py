@@ -257,11 +257,15 @@ def prefetch(batches: Iterator[object], start_copy: StartCopy) -> Iterator[objec
             batch, finish = finish(), None
             finish, failure = _start_next(batches, start_copy)
             yield batch
+            batch = None
     finally:
         if finish is not None and not sys.is_finalizing():
             finish()  # the loop was left: nothing may use the memory of the batch before its copy is complete
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # its traceback refers to this frame: together they would live until the garbage collector runs
 
 
 def _start_next(
