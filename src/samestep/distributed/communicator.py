@@ -100,7 +100,7 @@ class Communicator:
         self._existing_group = dist.is_initialized()
         if self._existing_group:  # it may have no backend for CPU tensors
             self._control_group = new_group("gloo", self.start_timeout)
-            base = store_beside_group(self.world, self._control_group)
+            base = store_beside_group(self.world, self._control_group, self.start_timeout)
         else:
             base = connect_store(self.world, self.start_timeout)
         # torch's agent may keep the store across restarts: a new prefix hides the addresses of dead processes

@@ -44,8 +44,7 @@ _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
     hosts = world.is_main and not world.agent_store
-    if problem := allow_open_files(files_of_rank(world.size, hosts)):
-        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
+    _allow_connections(world, hosts)
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(
             f"rank {world.rank} cannot reach rank 0: {problem}; set MASTER_ADDR to an address of rank 0's machine that "
@@ -62,6 +61,11 @@ def connect_store(world: World, timeout: float) -> dist.Store:
             "the port"
         )
         raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error
+
+
+def _allow_connections(world: World, hosts_store: bool) -> None:
+    if problem := allow_open_files(files_of_rank(world.size, hosts_store)):
+        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
 
 
 @lru_cache(maxsize=1)
@@ -172,7 +176,7 @@ def _rendezvous_timeout(board: dist.Store, rank: int, size: int, timeout: float)
 
 
 def check_existing_group(world: World) -> None:
-    """Raise if the script has created a process group that a run of this world cannot use."""
+    """Raise if the script has created a process group that a run of this world cannot use, or cannot add others to."""
     if not dist.is_initialized():
         return
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -182,16 +186,40 @@ def check_existing_group(world: World) -> None:
             f"variables say rank {world.rank} of {world.size}: remove dist.init_process_group and mp.spawn, and start "
             f"the ranks with `samestep run --nproc-per-node {size} train.py`"
         )
+    if size > 1:
+        _allow_connections(world, world.is_main)
 
 
-def store_beside_group(world: World, group: dist.ProcessGroup) -> dist.Store:
+def store_beside_group(world: World, group: dist.ProcessGroup, timeout: float) -> dist.Store:
     """A store for ranks whose script created a process group: rank 0 hosts it and sends the port through `group`."""
-    hosted: dist.TCPStore | None = None
+    hosted, port, problem = None, 0, ""
     if world.is_main:
-        hosted = dist.TCPStore(world.address, 0, is_master=True, wait_for_workers=False)
-    port = [hosted.port if hosted is not None else 0]
-    dist.broadcast_object_list(port, src=0, group=group, device=torch.device("cpu"))
-    return hosted or dist.TCPStore(world.address, port[0], is_master=False, wait_for_workers=False)
+        try:
+            hosted = _store_at(world.address, 0, True, timeout)
+            port = hosted.port
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+    message: list[tuple[int, str]] = [(port, problem)]
+    dist.broadcast_object_list(message, src=0, group=group, device=torch.device("cpu"))
+    port, problem = message[0]
+    if problem:
+        raise WorldError(
+            f"rank 0 cannot open a store at {world.address}, on a free port, for a Run in the process group of the "
+            f"script: set MASTER_ADDR to an address of rank 0's machine that every rank can reach ({problem})"
+        )
+    try:
+        return hosted or _store_at(world.address, port, False, timeout)
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {world.rank} cannot connect to the store of rank 0 at {world.address}:{port} within {timeout:g} s: "
+            "a Run in the process group of the script uses a free port of rank 0, so check that MASTER_ADDR is right "
+            f"and that no firewall blocks its ports, or remove dist.init_process_group ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _store_at(address: str, port: int, hosts: bool, timeout: float) -> dist.TCPStore:
+    seconds = timedelta(seconds=timeout)
+    return dist.TCPStore(address, port, is_master=hosts, timeout=seconds, wait_for_workers=False)
 
 
 def init_process_group(store: dist.Store, world: World, backend: str, device: torch.device, timeout: float) -> None:
