@@ -1,6 +1,7 @@
 """Collectives: reductions, once, agreement, and errors that name the missing rank."""
 
 import re
+import threading
 import time
 import warnings
 
@@ -12,6 +13,7 @@ from samestep.distributed.device import RankDevice
 from samestep.errors import CommunicationError
 from samestep.training import lifecycle
 from tests.launch.launched import wait_for
+from tests.warm import RankFailed
 
 
 def reduce_uneven():
@@ -391,6 +393,51 @@ def test_sys_exit_with_success_closes_the_run(ranks):
     assert ranks(2, exit_with_success) == ["left", "left"]
 
 
+def exit_at_different_times():
+    """Rank 0 exits, rank 1 ends its block later than rank 0 asks where it is, and rank 2 exits last."""
+    try:
+        with Run(global_batch=8) as run:
+            time.sleep(1.5 * run.rank)
+            if run.rank != 1:
+                raise SystemExit(0)
+    except SystemExit:
+        return "exit"
+    return "end"
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_waits_for_ranks_that_are_busy(ranks):
+    assert ranks(3, exit_at_different_times) == ["exit", "end", "exit"]
+
+
+def exit_on_rank_1(where):
+    with Run(global_batch=8, step_timeout=1000, start_timeout=1000) as run:
+        model = run.wrap(torch.nn.Linear(2, 1), "ddp")
+        if run.rank == 1:
+            raise SystemExit(0)
+        if where == "backward":
+            model(torch.ones(1, 2)).sum().backward()
+        run.barrier()
+
+
+@pytest.mark.parametrize(
+    ("where", "others"),
+    [
+        ("backward", r"rank 0 .* is now at test_collectives.py:\d+ in backward"),
+        ("barrier", r"rank 0 waits in run.barrier at test_collectives.py:\d+"),
+    ],
+    ids=["backward", "barrier"],
+)
+@pytest.mark.slow
+def test_a_rank_that_exits_while_others_wait_for_it_says_so(ranks, where, others):
+    with pytest.raises(RankFailed) as caught:
+        ranks(2, exit_on_rank_1, where)
+    errors = caught.value.errors
+    called = r"rank 1 called sys.exit\(0\) at test_collectives.py:\d+ inside of `with Run`, but "
+    assert re.search(f"CommunicationError: {called}{others}: call sys.exit on every rank in the same step", errors[1])
+    assert re.search(f"rank 1 failed: CommunicationError: {called}", errors[0])
+
+
 def run_on_simulated_gpus(gpus, fields):
     """A run whose ranks report these GPUs, while they compute on the CPU; returns the backend and the warnings."""
     before = lifecycle.describe_rank
@@ -408,10 +455,61 @@ def run_on_simulated_gpus(gpus, fields):
 def test_ranks_that_share_a_gpu_agree_on_gloo_and_rank_0_says_why(ranks):
     first, second = ranks(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], {"nccl": [2, 28, 9]})
     assert first[:2] == second[:2] == (3, "gloo")
-    assert "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it" in first[2][0]
+    assert "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it" in first[2][0]
 
 
 def test_a_backend_that_the_gpus_do_not_allow_is_an_error_on_all_ranks(ranks):
     fields = {"nccl": [2, 28, 9], "requested": "nccl"}
     for text in ranks.errors(2, run_on_simulated_gpus, ["GPU-a", "GPU-a"], fields):
         assert "WorldError: backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU(s)" in text
+
+
+def test_ranks_with_and_without_a_gpu_are_an_error_at_the_start(ranks):
+    for text in ranks.errors(2, run_on_simulated_gpus, ["GPU-a", ""], {"requested": "gloo"}):
+        assert "WorldError: a GPU is visible to 1 of 2 ranks, but not to rank 1" in text
+
+
+def start_while_one_rank_fails(failing):
+    def describe_or_fail(world, *rest):
+        if world.rank == failing:
+            raise OSError("the driver does not answer")
+        return before(world, *rest)
+
+    before, lifecycle.describe_rank = lifecycle.describe_rank, describe_or_fail
+    try:
+        with Run(global_batch=8):
+            pass
+    finally:
+        lifecycle.describe_rank = before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_the_backend_is_chosen_is_named_by_the_other(ranks, failing):
+    errors = ranks.errors(2, start_while_one_rank_fails, failing)
+    assert "OSError: the driver does not answer" in errors[failing]
+    assert f"RankMissing: rank {1 - failing} waits in Run.start at test_collectives.py:" in errors[1 - failing]
+    assert f", but rank {failing} failed: OSError: the driver does not answer" in errors[1 - failing]
+
+
+def pauses_in_once():
+    """How long a rank that waits for run.once sleeps between two requests to the store."""
+    before, pauses, main = time.sleep, [], threading.main_thread()
+
+    def sleep(seconds):
+        if threading.current_thread() is main:
+            pauses.append(seconds)
+        before(seconds)
+
+    with Run(global_batch=8) as run:
+        time.sleep = sleep
+        try:
+            run.once(lambda: before(1.5))
+        finally:
+            time.sleep = before
+    return pauses
+
+
+def test_a_rank_leaves_once_soon_after_its_end(ranks):
+    # a peer that goes on to the next collective raises if this one still waits in once at two checks, from 1 s on
+    _, pauses = ranks(2, pauses_in_once)
+    assert max(pauses) == 0.25

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from samestep import Run, SamestepWarning, read_metrics
+from samestep.distributed.metric_sync import MetricBatch, StepCallback, split_batches
 from samestep.errors import LogError
+from samestep.loggers.loggers import LogRow
 
 
 def count_exchanges(run):
@@ -295,3 +297,64 @@ def test_no_step_waits_for_an_exchange_that_it_has_started(ranks, tmp_path, per_
     assert all(record["value/0"] == record["step"] + 0.5 for record in records)
     assert all("loss/mine" in record and "train/loss" in record for record in records)
     assert [record["step"] for record in records if f"value/{per_step}" in record] == [0, 12, 24, 36, 48]
+
+
+class RankCallback(StepCallback):
+    def __init__(self, rank):
+        self.rank, self.seen = rank, []
+
+    def sync_value(self):
+        return 7.0 + self.rank
+
+    def on_sync(self, values):
+        self.seen.append(values)
+
+
+def log_while_a_callback_is_added(folder):
+    """Returns whether a sync was pending then, and which control values the callback got."""
+    with Run(global_batch=4, seed=0, folder=folder) as run:
+        metrics, callback = run._lifecycle.context.metrics, RankCallback(run.rank)
+        metrics._next_interval = lambda: 1  # a sync starts at every step boundary
+        model = run.wrap(torch.nn.Linear(1, 1))
+        for epoch in run.shard(torch.utils.data.TensorDataset(torch.ones(8, 1)), num_workers=0).epochs(3):
+            for step in epoch:
+                for (x,) in step:
+                    step.mean(model(x)[:, 0]).backward()
+                run.log({"a": 100 + step.number, "b": 200 + step.number})
+            if epoch.number == 0:
+                pending = metrics._started is not None
+                metrics.callbacks.append(callback)  # as run.checkpoint does
+    return pending, callback.seen
+
+
+def test_a_callback_that_is_added_during_a_sync_changes_no_value(ranks, tmp_path):
+    for pending, seen in ranks(2, log_while_a_callback_is_added, tmp_path):
+        assert pending
+        assert seen == [[7.0, 8.0]] * len(seen) != []
+    records = read_metrics(tmp_path / "metrics.jsonl", by_step=True)
+    assert [(record["a"], record["b"]) for record in records] == [(100 + step, 200 + step) for step in range(6)]
+
+
+def test_values_that_do_not_fit_the_metrics_of_a_sync_raise():
+    row = LogRow(0, 0, 0)
+    batches = [MetricBatch([(row, "a"), (row, "b")]), MetricBatch([(row, "c")])]
+    assert split_batches(batches, [1.0, 2.0, 3.0]) == [{(row, "a"): 1.0, (row, "b"): 2.0}, {(row, "c"): 3.0}]
+    for values in ([1.0, 2.0], [1.0, 2.0, 3.0, 4.0]):
+        with pytest.raises(AssertionError, match=f"{len(values)} values for 3 metrics"):
+            split_batches(batches, values)
+
+
+def log_values_of_rank_0(folder):
+    with Run(global_batch=4, folder=folder) as run:
+        metrics, row = run._lifecycle.context.metrics, LogRow(0, 0, 0)
+        rate = torch.tensor(0.1 + run.rank, dtype=torch.float64)
+        metrics.add_rank0_value((row, "tensor"), rate)
+        metrics.add_rank0_value((row, "number"), float(rate))
+        rate.fill_(5.0)  # what the optimizer does with it afterwards is not this value
+        run.log({"mean": run.rank}, step=0)
+
+
+def test_rank_0_writes_its_own_learning_rate_also_if_it_is_a_tensor(ranks, tmp_path):
+    ranks(2, log_values_of_rank_0, tmp_path)
+    found = {name: value for record in read_metrics(tmp_path / "metrics.jsonl") for name, value in record.items()}
+    assert (found["tensor"], found["number"], found["mean"]) == (0.1, 0.1, 0.5)

@@ -191,6 +191,14 @@ class Forgetful(Scaled):
         nn.init.ones_(self.scale)
 
 
+class Partial(Scaled):
+    """Initializes a part of its parameter."""
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.mask)
+        self.scale.data[:1] = 1.0
+
+
 def wrap_on_meta(kind, strategy):
     with Run(global_batch=2, start_timeout=60) as run:
         with torch.device("meta"):
@@ -207,9 +215,11 @@ def test_modules_that_cannot_initialize_themselves_are_named_on_every_rank(ranks
         ) in text
 
 
-def test_a_buffer_that_reset_parameters_forgets_is_named():
+def test_what_reset_parameters_forgets_is_named():
     with pytest.raises(WrapError, match=r"and Forgetful at 'part' does not initialize 'mask': let its reset_param"):
         wrap_on_meta(Forgetful, None)
+    with pytest.raises(WrapError, match=r"and Partial at 'part' does not initialize 'scale': let its reset_param"):
+        wrap_on_meta(Partial, None)
 
 
 class Broken(Scaled):

@@ -59,7 +59,7 @@ def test_the_device_follows_from_the_local_rank_and_the_visible_gpus(world, acce
     [
         (make_ranks("GPU-a"), "none", "a single rank needs no backend"),
         (make_ranks(""), "none", "a single rank needs no backend"),
-        (make_ranks("", "", nccl=()), "gloo", "2 rank(s) on the CPU: no GPU is visible"),
+        (make_ranks("", "", nccl=()), "gloo", "2 ranks on the CPU: no GPU is visible"),
         # torchrun, where every rank sees all GPUs; srun --gpus-per-task=1; CUDA_VISIBLE_DEVICES per rank
         (make_ranks("GPU-a", "GPU-b"), "nccl", "one GPU for each of the 2 ranks"),
         (make_ranks("GPU-a", "GPU-b", "GPU-c", "GPU-d", per_node=2), "nccl", "one GPU for each of the 4 ranks"),
@@ -70,38 +70,36 @@ def test_the_device_follows_from_the_local_rank_and_the_visible_gpus(world, acce
         (
             make_ranks("GPU-a", "GPU-a", nccl=NEW, allows_sharing=True),
             "nccl",
-            "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, which NCCL 2.32.3 allows with "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1",
+            "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, which NCCL 2.32.3 allows with NCCL_MULTI_RANK_GPU_ENABLE=1",
         ),
         (
             make_ranks("GPU-a", "GPU-a", nccl=(2, 30), allows_sharing=True, requested="nccl"),
             "nccl",
-            "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, which NCCL 2.30 allows with NCCL_MULTI_RANK_GPU_ENABLE=1",
+            "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, which NCCL 2.30 allows with NCCL_MULTI_RANK_GPU_ENABLE=1",
         ),
         (
             make_ranks("GPU-a", "GPU-a", nccl=NEW),
             "gloo",
-            "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL_MULTI_RANK_GPU_ENABLE is not 1",
+            "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL_MULTI_RANK_GPU_ENABLE is not 1",
         ),
         (
             make_ranks("GPU-a", "GPU-b", "GPU-a", allows_sharing=True),
             "gloo",
-            "3 ranks share 2 GPU(s): rank(s) 0, 2 use GPU-a, and NCCL 2.28.9 does not allow it",
+            "3 ranks share 2 GPU(s): ranks 0, 2 use GPU-a, and NCCL 2.28.9 does not allow it",
         ),
         # two launchers on one machine count as two nodes, but the GPU is the same
         (
             make_ranks("GPU-a", "GPU-a", per_node=1),
             "gloo",
-            "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it",
+            "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it",
         ),
         (
             make_ranks(*(["GPU-a"] * 5 + ["GPU-b"] * 5)),
             "gloo",
-            "10 ranks share 2 GPU(s): rank(s) 0, 1, 2, 3, ... use GPU-a and 1 more GPU(s), and NCCL 2.28.9 does not "
+            "10 ranks share 2 GPU(s): ranks 0, 1, 2, 3, ... use GPU-a and 1 more GPU(s), and NCCL 2.28.9 does not "
             "allow it",
         ),
-        (make_ranks("GPU-a", "", "GPU-b"), "gloo", "rank(s) 1 see no GPU, but 2 other rank(s) do"),
-        (make_ranks("GPU-a", "GPU-b", nccl=()), "gloo", "this build of torch has no NCCL"),
+        (make_ranks("GPU-a", "GPU-b", nccl=()), "gloo", "torch has no NCCL on ranks 0, 1"),
     ],
 )
 def test_the_backend_follows_from_the_gpus_of_all_ranks(devices, backend, reason):
@@ -119,12 +117,29 @@ def test_gloo_on_gpus_gives_a_warning_with_the_reason():
     assert choose_backend(make_ranks("GPU-a", "GPU-b")).warning is None
     assert choose_backend(make_ranks("GPU-a", "GPU-a", nccl=NEW, allows_sharing=True)).warning is None
     assert choose_backend(make_ranks("GPU-a", "GPU-a")).warning == (
-        "2 ranks share 1 GPU(s): rank(s) 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it: samestep uses gloo; it is "
+        "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it: samestep uses gloo; it is "
         "slower than NCCL with one GPU per rank, or than NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1"
     )
-    assert choose_backend(make_ranks("GPU-a", "")).warning == (
-        "rank(s) 1 see no GPU, but 1 other rank(s) do: samestep uses gloo; check CUDA_VISIBLE_DEVICES and the GPUs "
-        "that each node allocates"
+    first, second = make_ranks("GPU-a", "GPU-b")
+    assert choose_backend([first, replace(second, nccl=())]).warning == (
+        "torch has no NCCL on rank 1: samestep uses gloo; install a build of torch with NCCL"
+    )
+
+
+@pytest.mark.parametrize("requested", [None, "gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["GPU-a", ""], "a GPU is visible to 1 of 2 ranks, but not to rank 1: check"),
+        (["", "GPU-a", ""], "a GPU is visible to 1 of 3 ranks, but not to ranks 0, 2: check"),
+    ],
+)
+def test_ranks_with_and_without_a_gpu_are_an_error(names, text, requested):
+    with pytest.raises(WorldError, match=f"^{text}") as raised:
+        choose_backend(make_ranks(*names, requested=requested))
+    assert str(raised.value).endswith(
+        ": check CUDA_VISIBLE_DEVICES and the GPUs that each node allocates; to train on the CPU, hide the GPUs of all "
+        "ranks with CUDA_VISIBLE_DEVICES=-1"
     )
 
 
@@ -137,11 +152,17 @@ def test_unusable_backends_are_rejected():
         choose_device(make_world(2), *NONE, "nccl")
     with pytest.raises(
         WorldError,
-        match=r"backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU\(s\): rank\(s\) 0, 1 use GPU-a, and "
+        match=r"backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU\(s\): ranks 0, 1 use GPU-a, and "
         r"NCCL 2\.28\.9 does not allow it: use --nproc-per-node with one rank per GPU, or NCCL 2\.30 or newer with "
         "NCCL_MULTI_RANK_GPU_ENABLE=1, or omit backend to use gloo",
     ):
         choose_backend(make_ranks("GPU-a", "GPU-a", requested="nccl"))
+    with pytest.raises(
+        WorldError,
+        match="backend='nccl' was passed to Run, but torch has no NCCL on ranks 0, 1: install a build of torch with "
+        "NCCL, or omit backend to use gloo",
+    ):
+        choose_backend(make_ranks("GPU-a", "GPU-b", nccl=(), requested="nccl"))
     first, second = make_ranks("GPU-a", "GPU-b")
     with pytest.raises(
         WorldError,
@@ -156,7 +177,7 @@ def agree(ranks):
 
     def run(own):
         try:
-            outcomes[own.rank] = agree_on_backend(store, len(ranks), own)
+            outcomes[own.rank] = agree_on_backend(store, len(ranks), own, store.wait)
         except WorldError as error:
             outcomes[own.rank] = str(error)
 

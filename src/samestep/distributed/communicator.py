@@ -22,7 +22,7 @@ from samestep.distributed.process_group import (
     rendezvous,
     store_beside_group,
 )
-from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout
+from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout, poll_pause
 from samestep.environment.world import World
 from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
@@ -33,6 +33,7 @@ _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that cal
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
 _MAX_CHECK_SECONDS = 5.0  # after a long wait: all ranks share one store
+_MAX_POLL_SECONDS = 0.25  # a rank that no longer waits must post so before a peer has checked twice
 
 
 class Communicator:
@@ -132,6 +133,17 @@ class Communicator:
                 dist.destroy_process_group(group)
         self._subgroups.clear()
         self._board = self._store = self._control_group = self.group = None
+
+    def leave(self, exit_line: str | None = None) -> None:
+        """Post that this rank leaves its run; after sys.exit(0) at `exit_line`, wait until all do, and raise if not."""
+        if self._board is None:
+            return
+        self._board.leave()
+        if exit_line is not None and (others := self._board.exit(exit_line, self.timeout)):
+            raise CommunicationError(
+                f"rank {self.world.rank} called sys.exit(0) at {exit_line} inside of `with Run`, but {others}: call "
+                "sys.exit on every rank in the same step, or after the run"
+            )
 
     def abandon(self, failure: str) -> None:
         """Leave after a failure: post the cause for the other ranks. Destroying a group here could deadlock them."""
@@ -346,6 +358,16 @@ def check_pause(since: float, diverged: Mapping[int, RankStatus]) -> float:
     """Seconds until a rank that waits since `since` calls `check_peers` again: soon at first, and to confirm a peer."""
     waited = time.monotonic() - since
     return _CHECK_SECONDS if diverged else min(max(_CHECK_SECONDS, waited / 8), _MAX_CHECK_SECONDS)
+
+
+def wait_for_keys(comm: Communicator, keys: list[str], operation: str | None = None) -> None:
+    """Wait up to `start_timeout` until all keys are in the store; raises if a peer has diverged meanwhile."""
+    since, seen = time.monotonic(), dict[int, RankStatus]()
+    checked = since
+    while not comm.store.check(keys):
+        time.sleep(min(poll_pause(since), _MAX_POLL_SECONDS))
+        if time.monotonic() - checked > check_pause(since, seen):
+            seen, checked = comm.check_peers(since, seen, comm.start_timeout, operation), time.monotonic()
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:

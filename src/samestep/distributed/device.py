@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -66,21 +66,19 @@ def choose_backend(ranks: Sequence[RankDevice]) -> BackendChoice:
     requested = _requested_backend(ranks)
     if len(ranks) == 1:
         return BackendChoice("none", "a single rank needs no backend")
+    _check_same_kind(ranks)
     by_gpu: defaultdict[str, list[int]] = defaultdict(list)
     for each in ranks:
         by_gpu[each.gpu].append(each.rank)
-    without = by_gpu.pop("", [])
-    if not by_gpu:
-        return BackendChoice("gloo", f"{len(ranks)} rank(s) on the CPU: no GPU is visible")
+    if "" in by_gpu:
+        return BackendChoice("gloo", f"{len(ranks)} ranks on the CPU: no GPU is visible")
     if requested == "gloo":
         return BackendChoice("gloo", "backend='gloo' was passed to Run")
-    if without:
-        reason = f"{_format_ranks(without)} see no GPU, but {len(ranks) - len(without)} other rank(s) do"
-        remedy = "check CUDA_VISIBLE_DEVICES and the GPUs that each node allocates"
-        return _fall_back(requested, reason, remedy, remedy)
-    if not all(each.nccl for each in ranks):
-        remedy = "install a build for CUDA"
-        return _fall_back(requested, "this build of torch has no NCCL", remedy, remedy)
+    if without := [each.rank for each in ranks if not each.nccl]:
+        reason, remedy = f"torch has no NCCL on {_format_ranks(without)}", "install a build of torch with NCCL"
+        if requested == "nccl":
+            raise WorldError(f"backend='nccl' was passed to Run, but {reason}: {remedy}, or omit backend to use gloo")
+        return BackendChoice("gloo", reason, f"{reason}: samestep uses gloo; {remedy}")
     shared = {gpu: users for gpu, users in by_gpu.items() if len(users) > 1}
     if not shared:
         return BackendChoice("nccl", f"one GPU for each of the {len(ranks)} ranks")
@@ -100,20 +98,25 @@ def _choose_for_shared_gpus(
         return BackendChoice("nccl", f"{reason}, which {name} allows with {_SHARED_GPU_VARIABLE}=1", is_shared=True)
     refusal = f"{name} does not allow it" if version < _SHARED_GPU_VERSION else f"{_SHARED_GPU_VARIABLE} is not 1"
     allow = f"NCCL {least} or newer with {_SHARED_GPU_VARIABLE}=1"
-    choice = _fall_back(
-        requested,
-        f"{reason}, and {refusal}",
-        f"use --nproc-per-node with one rank per GPU, or {allow}",
-        f"it is slower than NCCL with one GPU per rank, or than {allow}",
-    )
-    return BackendChoice(choice.backend, choice.reason, choice.warning, is_shared=True)
-
-
-def _fall_back(requested: str | None, reason: str, remedy: str, advice: str) -> BackendChoice:
-    """Gloo with a warning; an error if the user wants NCCL."""
+    reason = f"{reason}, and {refusal}"
     if requested == "nccl":
-        raise WorldError(f"backend='nccl' needs one GPU per rank, but {reason}: {remedy}, or omit backend to use gloo")
-    return BackendChoice("gloo", reason, f"{reason}: samestep uses gloo; {advice}")
+        raise WorldError(
+            f"backend='nccl' needs one GPU per rank, but {reason}: use --nproc-per-node with one rank per GPU, or "
+            f"{allow}, or omit backend to use gloo"
+        )
+    advice = f"it is slower than NCCL with one GPU per rank, or than {allow}"
+    return BackendChoice("gloo", reason, f"{reason}: samestep uses gloo; {advice}", is_shared=True)
+
+
+def _check_same_kind(ranks: Sequence[RankDevice]) -> None:
+    """Raise if some ranks have a GPU and others have none: they compute and exchange in different ways."""
+    without = [each.rank for each in ranks if not each.gpu]
+    if without and len(without) < len(ranks):
+        raise WorldError(
+            f"a GPU is visible to {len(ranks) - len(without)} of {len(ranks)} ranks, but not to "
+            f"{_format_ranks(without)}: check CUDA_VISIBLE_DEVICES and the GPUs that each node allocates; to train on "
+            "the CPU, hide the GPUs of all ranks with CUDA_VISIBLE_DEVICES=-1"
+        )
 
 
 def _requested_backend(ranks: Sequence[RankDevice]) -> str | None:
@@ -129,7 +132,7 @@ def _requested_backend(ranks: Sequence[RankDevice]) -> str | None:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"rank(s) {shown}"
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def describe_rank(world: World, device: torch.device, requested: str | None) -> RankDevice:
@@ -139,14 +142,19 @@ def describe_rank(world: World, device: torch.device, requested: str | None) -> 
     return RankDevice(world.rank, world.node, identify_gpu(device.index), nccl_version(), shares_gpus(), requested)
 
 
-def agree_on_backend(store: dist.Store, size: int, own: RankDevice) -> BackendChoice:
+def agree_on_backend(
+    store: dist.Store, size: int, own: RankDevice, wait: Callable[[list[str]], object]
+) -> BackendChoice:
     """The backend that rank 0 chooses from the devices of all ranks, before there is a process group.
 
-    Every rank posts one value and reads one; rank 0 reads those of all ranks.
+    Every rank posts one value and reads one; rank 0 reads those of all ranks. `wait` returns when all keys are in the
+    store, and raises if another rank has failed before it posted its value.
     """
     store.set(f"device/{own.rank}", json.dumps(asdict(own)))
     if own.rank == 0:
-        posted = store.multi_get([f"device/{rank}" for rank in range(size)])
+        keys = [f"device/{rank}" for rank in range(size)]
+        wait(keys)
+        posted = store.multi_get(keys)
         try:
             choice = choose_backend([RankDevice(**json.loads(text)) for text in posted])
         except WorldError as error:
@@ -154,6 +162,7 @@ def agree_on_backend(store: dist.Store, size: int, own: RankDevice) -> BackendCh
             raise
         store.set("backend", json.dumps(asdict(choice)))
         return choice
+    wait(["backend"])
     chosen = json.loads(store.get("backend"))
     if "error" in chosen:
         raise WorldError(chosen["error"])

@@ -26,6 +26,7 @@ _OPERATION: Final = "the metric sync"
 _COUNT: Final = "count of "  # before the name of a metric: how many values its sum has; no name has a blank
 _SCALAR: Final = torch.Size(())
 Records = dict[MetricKey, float]
+MetricValues = dict[MetricKey, float | torch.Tensor]  # tensors stay on their device until they are taken
 
 
 class StepCallback:
@@ -75,7 +76,7 @@ class MetricSync:
         self._started: _StartedSync | None = None
         self._continue_at = 0  # after how many steps the sync that was started is continued
         self._copied: list[MetricBatch] = []  # on their way from a GPU
-        self._rank0_values: dict[MetricKey, float] = {}
+        self._rank0_values: MetricValues = {}
         self._samples, self._samples_since = 0, time.monotonic()
         self._early = EarlySync(comm, lambda callbacks=self.callbacks: any(each.wants_sync() for each in callbacks))
 
@@ -103,7 +104,8 @@ class MetricSync:
 
     def _start(self, operation: str, with_throughput: bool, now: bool) -> None:
         """Start a sync; unless values are needed `now`, those of a GPU that are logged wait for the next one."""
-        control = [each.sync_value() for each in self.callbacks]
+        callbacks = tuple(self.callbacks)  # more may be added before the values arrive
+        control = [each.sync_value() for each in callbacks]
         interval, batches = self._next_interval(), [*self._copied, self._take(with_throughput)]
         self._copied = batches[-1:] if self._device.type == "cuda" and not now else []
         batches = batches[: len(batches) - len(self._copied)]
@@ -111,7 +113,7 @@ class MetricSync:
         names_hash = float(zlib.crc32(repr(names).encode()))
         values = [value for batch in batches for value in batch.read()]
         pending = self._comm.start_exchange(operation, [float(interval), names_hash, *control, *values])
-        self._started = _StartedSync(pending, batches, names_hash)
+        self._started = _StartedSync(pending, batches, callbacks, names_hash)
         self._steps, self._last_sync = 0, time.monotonic()
         self._continue_at = max(1, self._interval // _OVERLAPPED_PART)
 
@@ -123,24 +125,24 @@ class MetricSync:
         if parts is None:
             self._continue_at += max(1, self._interval // _OVERLAPPED_PART)
             return None
-        header = _HEADER + len(self.callbacks)
         if not started.has_names:
             self._interval = int(parts[0][0])
-            for index, callback in enumerate(self.callbacks, start=_HEADER):
+            for index, callback in enumerate(started.callbacks, start=_HEADER):
                 callback.on_sync([float(part[index]) for part in parts])
             if any(float(part[1]) != started.names_hash for part in parts):  # ranks logged different names
                 named = [dict(zip(batch.keys, batch.read(), strict=True)) for batch in started.batches]
                 pending = self._comm.start_exchange(started.pending.operation, pack_object(named))
-                self._started = _StartedSync(pending, started.batches, 0.0, has_names=True)
+                self._started = _StartedSync(pending, started.batches, (), 0.0, has_names=True)
                 self._continue_at += max(1, self._interval // _OVERLAPPED_PART)
                 return None
+            header = _HEADER + len(started.callbacks)
             by_rank = [split_batches(started.batches, part[header:].tolist()) for part in parts]
         else:
             by_rank = [unpack_object(part) for part in parts]
         self._started = None
         averages = [average(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
         return [
-            {**batch.rank0_values, **means, **batch.throughput}
+            {**batch.read_rank0_values(), **means, **batch.throughput}
             for batch, means in zip(started.batches, averages, strict=True)
         ]
 
@@ -188,10 +190,10 @@ class MetricSync:
         """Count trained samples, for the throughput."""
         self._samples += count
 
-    def add_rank0_value(self, key: MetricKey, value: float) -> None:
+    def add_rank0_value(self, key: MetricKey, value: float | torch.Tensor) -> None:
         """Add a value that is the same on all ranks, such as a learning rate; rank 0 writes its own."""
         if self._loggers is not None:
-            self._rank0_values[key] = value
+            self._rank0_values[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def close(self) -> None:
         """Stop the thread."""
@@ -209,14 +211,17 @@ class MetricSync:
 class MetricBatch:
     """What this rank logged between two syncs; values of a GPU are still being copied to the host."""
 
-    keys: list[MetricKey]
-    rank0_values: Records  # the same on all ranks: rank 0 writes its own
+    keys: list[MetricKey]  # of the values that are averaged over the ranks
+    rank0_keys: list[MetricKey] = field(default_factory=list[MetricKey])  # the same on all ranks: rank 0 writes its own
     throughput: Records = field(default_factory=Records)
     _values: list[float] = field(default_factory=list[float])
     _copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list[Any])
 
     def add(self, values: Sequence[float | torch.Tensor]) -> None:
-        """Keep the values of `keys`. Tensors are copied, those of one kind in one transfer that nothing waits for."""
+        """Keep the values of `keys` and `rank0_keys`.
+
+        Tensors are copied, those of one kind in one transfer that nothing waits for.
+        """
         self._values = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, value in enumerate(values):
@@ -235,35 +240,42 @@ class MetricBatch:
             self._copies.append((indices, wide, event))
 
     def read(self) -> list[float]:
-        """The values; waits for the copies, which are complete if the batch is not of this step."""
+        """The values of `keys`; waits for the copies, which are complete if the batch is not of this step."""
         for indices, copied, event in self._copies:
             if event is not None:
                 event.synchronize()
             for index, value in zip(indices, copied.tolist(), strict=True):
                 self._values[index] = value
         self._copies.clear()
-        return self._values
+        return self._values[: len(self.keys)]
+
+    def read_rank0_values(self) -> Records:
+        """The values of `rank0_keys`."""
+        count = len(self.read())
+        return dict(zip(self.rank0_keys, self._values[count:], strict=True))
 
 
 @dataclass
 class _StartedSync:
     pending: PendingExchange
     batches: list[MetricBatch]
+    callbacks: tuple[StepCallback, ...]  # whose control values are sent
     names_hash: float  # of all names and rows that are sent
     has_names: bool = False  # whether the exchange is the second one, which sends names too
 
 
 def split_batches(batches: list[MetricBatch], values: list[float]) -> list[Records]:
     """The values of one rank by key, batch by batch."""
-    left = iter(values)
-    return [dict(zip(batch.keys, left, strict=False)) for batch in batches]
+    count, left = sum(len(batch.keys) for batch in batches), iter(values)
+    assert len(values) == count, f"{len(values)} values for {count} metrics: ranks have different callbacks"
+    return [dict(zip(batch.keys, left, strict=False)) for batch in batches]  # each batch takes the next values
 
 
 @dataclass
 class PendingMetrics:
     """What this rank has logged since the last sync; tensors stay on their device."""
 
-    values: dict[MetricKey, float | torch.Tensor] = field(default_factory=dict)
+    values: MetricValues = field(default_factory=MetricValues)
     position: int = 0  # see LogRow
     step_row: LogRow | None = None
     """The record of the current or the last step."""
@@ -299,10 +311,10 @@ class PendingMetrics:
         """Keep the sum and the count of a mean over all ranks."""
         self.values[row, name], self.values[row, _COUNT + name] = total, count
 
-    def take(self, rank0_values: Records) -> MetricBatch:
+    def take(self, rank0_values: MetricValues) -> MetricBatch:
         """All keys and values; nothing is pending afterwards."""
-        batch = MetricBatch(list(self.values), rank0_values)
-        batch.add(list(self.values.values()))
+        batch = MetricBatch(list(self.values), list(rank0_values))
+        batch.add([*self.values.values(), *rank0_values.values()])
         self.values, self._repeats = {}, Counter()
         return batch
 

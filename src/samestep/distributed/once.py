@@ -1,7 +1,6 @@
 """`run.once`: one rank runs a function, all ranks get its result or its exception."""
 
 import pickle
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from samestep.distributed.communicator import Communicator, check_pause
-from samestep.distributed.rank_status import RankStatus, poll_pause
+from samestep.distributed.communicator import Communicator, wait_for_keys
 from samestep.errors import CommunicationError, OnceFailed, SamestepError
 
 T = TypeVar("T")
@@ -146,11 +144,6 @@ def _await(comm: Communicator, key: str, runner: int) -> Outcome:
 
     Waits up to `start_timeout`: the function may download for minutes while all other ranks wait.
     """
-    since, seen = time.monotonic(), dict[int, RankStatus]()
-    checked = since
-    while not comm.store.check([f"{key}/end"]):
-        time.sleep(poll_pause(since))
-        if time.monotonic() - checked > check_pause(since, seen):
-            seen, checked = comm.check_peers(since, seen, comm.start_timeout), time.monotonic()
+    wait_for_keys(comm, [f"{key}/end"])
     key = f"{key}/{int(comm.store.get(f'{key}/end') or runner)}"
     return pickle.loads(b"".join(comm.store.get(f"{key}/{index}") for index in range(int(comm.store.get(key)))))

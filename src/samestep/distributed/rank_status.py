@@ -39,6 +39,7 @@ _GROUPS = 32  # different statuses in a summary
 _READERS = 16  # ranks that read the status of every rank after an error; the others read what one of these has found
 _READER_SECONDS = 5.0  # how long they wait for that
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.002, 1.0  # between two requests of a rank that waits for a key of the store
+_EXIT_SECONDS = 2.0  # how long a rank that leaves by sys.exit(0) waits for the others before it asks where they are
 _STOP_SECONDS = 5.0  # how long a rank that ends waits for a message to the store that is under way
 STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; look for its error message"
 
@@ -46,6 +47,7 @@ STORE_GONE = "the key-value store is gone: the rank that hosted it has exited; l
 _STATE_TEXTS = {  # what explains a wait best comes last
     "past": "was last in {operation} at {call_site} and has left it",
     "working": "is still running {operation} at {call_site}",  # it runs `once` for the others
+    "exiting": "called sys.exit(0) at {call_site} inside of `with Run`",  # and waits until all ranks leave their runs
     "waiting": "waits in {operation} at {call_site}",  # inside the collective
     "ended": "has ended its run",
     "failed": "failed: {failure}",
@@ -113,6 +115,37 @@ class StatusBoard:
         self._stop()
         atexit.unregister(self._stop)
         self._post(replace(self.own, state="failed" if failure else "ended", failure=failure or ""))
+
+    def leave(self) -> None:
+        """Post that this rank has left the code inside of its run."""
+        self._store.set(f"leaving/{self._rank}", "")
+        self._store.add("leaving", 1)
+
+    def exit(self, call_site: str, timeout: float) -> str:
+        """Leave by sys.exit(0): wait until all ranks leave; returns where those are that stay, or an empty text.
+
+        A peer may be busy, and call it later. One that waits for this rank never will: it is twice in the same
+        collective of samestep, or in the same backward pass, in which DDP and FSDP exchange gradients.
+        """
+        self._post(replace(self.own, state="exiting", call_site=call_site))
+        since, before = time.monotonic(), dict[int, str]()
+        while self._store.add("leaving", 0) < self._size:
+            time.sleep(poll_pause(since))
+            if (waited := time.monotonic() - since) < min(_EXIT_SECONDS, timeout):
+                continue
+            inside = {rank: at for rank, at in self.peers().items() if not self._store.check([f"leaving/{rank}"])}
+            self._await_locations([str(rank) for rank in sorted(inside)[:_SHOWN]])
+            blocked = {rank: self._locations.get(rank, "") for rank, at in inside.items() if self._is_blocked(rank, at)}
+            if any(before.get(rank) == line for rank, line in blocked.items()) or (inside and waited >= timeout):
+                return self._format(inside)
+            before = blocked
+        return ""
+
+    def _is_blocked(self, rank: int, status: RankStatus) -> bool:
+        """Whether a peer has failed, or is where it may wait for this rank, which has called sys.exit(0)."""
+        if status.state == "waiting":
+            return status.count > self.own.count
+        return status.state in ("failed", "ended") or self._locations.get(rank, "").endswith(" in backward")
 
     def look(self) -> bool:
         """Called while waiting: read the summary of the status of all ranks; whether it is new to this rank.
@@ -310,12 +343,17 @@ def running_line() -> str:
 
 def failed_line(error: BaseException) -> str:
     """The line of the script at which an exception was raised, for a collective of torch that timed out; or nothing."""
-    if not is_timeout(error) or error.__traceback__ is None:
-        return ""
+    return f" at {raised_line(error)}" if is_timeout(error) and error.__traceback__ is not None else ""
+
+
+def raised_line(error: BaseException) -> str:
+    """The line of the script at which an exception was raised."""
+    if error.__traceback__ is None:
+        return "an unknown line"
     # The line of a frame that has caught the exception is that of its `with` by now; the traceback has the one that
     # raised. If no line of the script is in it, `Run.start` has raised, and the script is still in that call.
     raised = reversed(list(traceback.walk_tb(error.__traceback__)))
-    return f" at {_user_line(chain(raised, traceback.walk_stack(error.__traceback__.tb_frame.f_back)))}"
+    return _user_line(chain(raised, traceback.walk_stack(error.__traceback__.tb_frame.f_back)))
 
 
 def is_timeout(error: BaseException | None) -> bool:

@@ -401,7 +401,8 @@ def _is_unset(value: torch.Tensor) -> bool:
     if value.dtype == torch.bool or not value.numel():
         return False
     exact = not (value.is_floating_point() or value.is_complex())
-    return bool(((value == torch.iinfo(value.dtype).min) if exact else value.isnan()).all())
+    # a part that was not written counts too, except for whole numbers, whose smallest value may be a real one
+    return bool((value == torch.iinfo(value.dtype).min).all() if exact else value.isnan().any())
 
 
 def _longest_if_different(comm: Communicator, entries: Sequence[object]) -> int:

@@ -18,10 +18,10 @@ from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, wait_for_keys
 from samestep.distributed.device import BackendChoice, agree_on_backend, choose_device, describe_rank
 from samestep.distributed.once import once
-from samestep.distributed.rank_status import failed_line
+from samestep.distributed.rank_status import failed_line, raised_line
 from samestep.distributed.rank_warnings import show_once
 from samestep.environment.processes import LAUNCHER, OPEN_RUN, LauncherWatch, find_parent_rank, open_run_variable
 from samestep.environment.world import (
@@ -145,7 +145,9 @@ class Lifecycle:
 
     def _agree_on_backend(self, store: dist.Store) -> str:
         own = describe_rank(self.world, self.device, self.config.backend)
-        self.backend = agree_on_backend(store, self.world.size, own)
+        self.backend = agree_on_backend(
+            store, self.world.size, own, lambda keys: wait_for_keys(self.comm, keys, "Run.start")
+        )
         return self.backend.backend
 
     def _open_context(self, folder: Path) -> RunContext:
@@ -166,7 +168,7 @@ class Lifecycle:
         if isinstance(error, StoppedEarly):
             self.end(error)
         elif error is None or (isinstance(error, SystemExit) and not error.code):
-            self.end()
+            self.end(exit_line=None if error is None else raised_line(error))
         else:
             self._inform_peers(error)
             if self._loop is not None:
@@ -176,12 +178,16 @@ class Lifecycle:
             if retry:
                 raise SystemExit(OUT_OF_MEMORY) from error  # the launcher restarts all ranks with half the micro-batch
 
-    def end(self, early: StoppedEarly | None = None) -> None:
-        """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect."""
+    def end(self, early: StoppedEarly | None = None, exit_line: str | None = None) -> None:
+        """End after success, or early on all ranks: write what is pending, wait for all ranks, disconnect.
+
+        `exit_line` is the line that called sys.exit(0).
+        """
         if self._has_ended or os.getpid() != self._pid:
             return
         try:
             context = self.context
+            self.comm.leave(exit_line)
             if early is None:
                 context.replicas.check("at the end of the run", context.progress.steps_of_process)
             for plan in self.plans:

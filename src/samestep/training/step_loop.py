@@ -123,10 +123,7 @@ class StepLoop:
         which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
         row, metrics = self.current.log_row, self.context.metrics
         for name, rate in _learning_rates(which, optimizer):
-            if isinstance(rate, torch.Tensor):  # on a GPU: reading it now would wait for all of the step
-                metrics.pending.values[row, name] = rate.detach().clone()
-            else:
-                metrics.add_rank0_value((row, name), rate)
+            metrics.add_rank0_value((row, name), rate)
         self.current.record_loss(which)
 
     def _warn_if_epoch(self, number: int) -> None:
@@ -160,7 +157,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _learning_rates(which: int, optimizer: Optimizer) -> Iterator[tuple[str, float | torch.Tensor]]:
-    """The learning rate of every parameter group, by metric name; a tensor if it is on a GPU."""
+    """The learning rate of every parameter group, by metric name.
+
+    One on a GPU stays a tensor: reading it now would wait for all of the step.
+    """
     prefix = "train/learning_rate" if which == 0 else f"train/learning_rate/optimizer{which}"
     groups = optimizer.param_groups
     for index, group in enumerate(groups):
