@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -39,15 +39,17 @@ def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
 def collective_counts(name: str) -> dict[str, tuple[int, float]]:
     """For each process group with the backend `name`: how many collectives this rank has called, and the timeout.
 
-    The count of NCCL includes collectives that wait for the GPU or for other ranks. The timeout is in seconds.
+    The count of NCCL includes collectives that wait for the GPU or for other ranks, and point-to-point calls, which
+    some ranks of the group may make without the others. The timeout is in seconds.
     """
     counts = dict[str, tuple[int, float]]()
     for group in list(distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
-        for device in group._device_types:  # pyright: ignore[reportPrivateUsage]
-            backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-            if backend.name() == name:
-                timeout: timedelta = backend.options._timeout
-                counts[group.group_name] = backend._get_sequence_number_for_group(), timeout.total_seconds()
+        with suppress(RuntimeError):  # another thread destroys this group
+            for device in group._device_types:  # pyright: ignore[reportPrivateUsage]
+                backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+                if backend.name() == name:
+                    timeout: timedelta = backend.options._timeout
+                    counts[group.group_name] = backend._get_sequence_number_for_group(), timeout.total_seconds()
     return counts
 
 

@@ -1,6 +1,8 @@
 """A hang over NCCL: the rank that does not come and its line are the cause, not the ranks that wait for it."""
 
 import json
+from dataclasses import asdict
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -39,9 +41,17 @@ def test_nothing_else_is_a_hang(reports):
     assert find_hang(reports) is None
 
 
-def test_if_torch_does_not_know_whether_a_rank_waits_the_counts_are_enough():
+def test_if_torch_does_not_know_whether_a_rank_waits_a_hang_is_not_certain():
+    """The ranks may compute, after point-to-point calls that only some of them have made."""
     reports = [report(0, None, world=40), report(1, None, line="train.py:27", world=39), report(2, None, world=41)]
-    assert find_hang(reports) == Hang([0, 2], {1: "train.py:27"}, LONG)
+    found = find_hang(reports)
+    assert found == Hang([0, 2], {1: "train.py:27"}, LONG, is_certain=False)
+    assert found.notice() == (
+        "samestep: the run may hang: rank(s) 0, 2 have called more collectives over NCCL than others, and the last one "
+        "25 s ago: rank 1 is at train.py:27. Without its flight recorder torch does not say whether they wait, so NCCL "
+        "ends the run if they do: set TORCH_NCCL_TRACE_BUFFER_SIZE=2000 so that samestep ends it with the cause"
+    )
+    assert find_hang([report(0, True, world=40), *reports[1:]]).is_certain
 
 
 def test_a_rank_that_waits_itself_is_not_the_one_that_others_wait_for():
@@ -116,10 +126,44 @@ def test_a_rank_sends_nothing_before_the_timeout_and_withdraws_its_report_when_i
         counts["world"] = (5, 0.0)  # the timeout is over
         wait_for(lambda: store.check(["hang/report/0"]), 120)
         counts["world"] = (6, 60.0)  # a collective
-        wait_for(lambda: not store.check(["hang/report/0"]), 120)
+        wait_for(lambda: store.get("hang/report/0") == b"", 120)
     finally:
         watch.stop()
     assert not store.check(["hang"])  # the other rank has not reported
+
+
+def test_a_hang_that_is_not_certain_is_printed_once_and_ends_no_rank(monkeypatch, capfd):
+    store, looks = dist.HashStore(), []
+
+    def look(backend):
+        looks.append(backend)
+        return {"world": (5, 0.0)}
+
+    monkeypatch.setattr(process_group, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(process_group, "_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(process_group, "collective_counts", look)
+    other = ProgressReport(1, {"world": (4, 0.0)}, LONG, None, "train.py:27")
+    store.set("hang/report/1", json.dumps(asdict(other)))
+    watch = process_group.HangWatch(store, 0, 2, "gloo", lambda: None)
+    try:
+        wait_for(lambda: len(looks) > 20, 120)
+    finally:
+        watch.stop()
+    assert not store.check(["hang"])
+    assert capfd.readouterr().err.count("samestep: the run may hang: rank(s) 0 have called more collectives") == 1
+
+
+def test_a_report_that_is_withdrawn_while_it_is_read_does_not_keep_the_reader():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    watches = [process_group.HangWatch(store, rank, 2, "gloo", lambda: True) for rank in range(2)]
+    for watch, rank in zip(watches, range(2), strict=True):
+        watch._report(report(rank, True, world=40))
+    keys = [f"hang/report/{rank}" for rank in range(2)]
+    assert store.check(keys)  # as the reader does
+    for watch in watches:
+        watch.stop()  # withdraws
+    assert store.multi_get(keys) == [b"", b""]
+    assert watches[0]._read_reports() == []
 
 
 # Over gloo, as if it were NCCL: the ranks call a collective without waiting for it, and rank 0 says that its GPU waits.
@@ -133,9 +177,13 @@ SLEEPS = """
     from samestep import Run
     from samestep.distributed.process_group import HangWatch
 
-    with Run(global_batch=4) as run:
+    with Run(global_batch=4, folder="runs/hang") as run:
+        run.log({"loss": 1.0})
+        run._lifecycle.context.flush_metrics("the test")
+        print("not flushed by", run.rank)
         group = dist.new_group(timeout=timedelta(seconds=2))
-        watch = HangWatch(run._comm.store, run.rank, 3, "gloo", lambda: run.rank != 1)
+        close = run._lifecycle.close_after_hang
+        watch = HangWatch(run._comm.store, run.rank, 3, "gloo", lambda: run.rank != 1, close)
         dist.all_reduce(torch.ones(1), group=group)
         if run.rank == 1:
             time.sleep(200)  # the cause
@@ -155,3 +203,6 @@ def test_the_report_of_a_hang_begins_with_the_rank_that_did_not_come(tmp_path):
     assert "time.sleep(200)  # the cause" in ended.err[ended.err.index("<- first failure") :]
     assert "rank 1 has not called a collective in which 2 other rank(s) have waited for" in report[-1]
     assert "rank 1 is at train.py:" in (tmp_path / next(tmp_path.rglob("rank-0.err"))).read_text()
+    assert json.loads((tmp_path / "runs/hang/summary.json").read_text())["status"] == "failed"
+    for rank in range(3):
+        assert f"not flushed by {rank}" in next(tmp_path.rglob(f"rank-{rank}.out")).read_text()

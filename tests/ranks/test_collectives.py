@@ -4,13 +4,16 @@ import re
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from samestep import Run
+from samestep.distributed import process_group
 from samestep.distributed.device import RankDevice
-from samestep.errors import CommunicationError
+from samestep.environment.world import read_world
+from samestep.errors import CommunicationError, WorldError
 from samestep.training import lifecycle
 from tests.launch.launched import wait_for
 from tests.warm import RankFailed
@@ -374,6 +377,81 @@ def use_existing_group(backends):
 @pytest.mark.parametrize("backends", ["gloo", "cuda:gloo"])
 def test_an_existing_process_group_is_used_and_kept(ranks, backends):
     assert ranks(2, use_existing_group, backends) == [(3, [0, 1], [2, 2], True)] * 2
+
+
+def open_store_beside_a_group(addresses):
+    """The timeout of the store that a Run uses in the group of a script, if MASTER_ADDR is each of these."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        rank = dist.get_rank()
+        world = replace(read_world(), address=addresses[rank])
+        store = process_group.store_beside_group(world, dist.group.WORLD, 2.5)
+        dist.barrier()
+        return store.timeout.total_seconds()
+    except WorldError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_store_beside_a_group_has_the_start_timeout(ranks):
+    assert ranks(2, open_store_beside_a_group, ["127.0.0.1"] * 2) == [2.5, 2.5]
+
+
+def test_all_ranks_raise_if_rank_0_cannot_open_the_store_beside_a_group(ranks):
+    for error in ranks(2, open_store_beside_a_group, ["no.such.host.invalid", "127.0.0.1"]):
+        assert "rank 0 cannot open a store at " in error
+        assert (
+            "for a Run in the process group of the script: set MASTER_ADDR to an address of rank 0's machine" in error
+        )
+
+
+def connect_to_a_host_that_is_not_rank_0(listening):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    world = replace(read_world(), address="127.0.0.1" if dist.get_rank() == 0 else "no.such.host.invalid")
+    try:
+        return process_group.store_beside_group(world, dist.group.WORLD, 2.5).timeout.total_seconds()
+    except WorldError as error:
+        return str(error)
+    finally:
+        (listening / str(dist.get_rank())).touch()
+        wait_for(lambda: len(list(listening.iterdir())) == 2, 120)
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_does_not_reach_the_store_beside_a_group_names_host_and_port(ranks, tmp_path):
+    first, second = ranks(2, connect_to_a_host_that_is_not_rank_0, tmp_path)
+    assert first == 2.5
+    assert re.match(
+        r"rank 1 cannot connect to the store of rank 0 at no\.such\.host\.invalid:[1-9]\d+ within 2\.5 s: a Run in the "
+        r"process group of the script uses a free port of rank 0, so check that MASTER_ADDR is right and that no "
+        r"firewall blocks its ports, or remove dist\.init_process_group \(",
+        second,
+    )
+
+
+def start_in_a_group_without_open_files():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    before, process_group.allow_open_files = process_group.allow_open_files, lambda needed: f"{needed} files"
+    try:
+        with Run(global_batch=8):
+            return "started"
+    except WorldError as error:
+        return str(error)
+    finally:
+        process_group.allow_open_files = before
+        dist.destroy_process_group()
+
+
+def test_the_limit_of_open_files_is_checked_in_an_existing_group_too(ranks):
+    for rank, error in enumerate(ranks(2, start_in_a_group_without_open_files)):
+        assert re.match(rf"rank {rank} cannot connect 2 ranks: \d+ files", error)
 
 
 def leave_with_exit():

@@ -1,6 +1,7 @@
 """Models on the meta device, and models that only rank 0 holds: the same weights as on one rank, a block at a time."""
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -219,6 +220,50 @@ def test_what_reset_parameters_forgets_is_named():
         wrap_on_meta(Forgetful, None)
     with pytest.raises(WrapError, match=r"and Partial at 'part' does not initialize 'scale': let its reset_param"):
         wrap_on_meta(Partial, None)
+
+
+class Broken(Scaled):
+    """Fails to initialize itself."""
+
+    def reset_parameters(self):
+        raise ArithmeticError("no such distribution")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Broken, "ArithmeticError: no such distribution"), (Forgetful, "Forgetful at 'part' does not initialize 'mask'")],
+)
+def test_a_module_that_fails_to_initialize_itself_ends_all_ranks_with_its_cause(ranks, kind, strategy, message):
+    first, second = ranks.errors(2, wrap_on_meta, kind, strategy)
+    assert message in first
+    assert "WrapError: placing the model on the device failed on rank(s) [0] and not on rank 1; rank 0: " in second
+    assert message in second
+
+
+def wrap_with_failing_reads(strategy):
+    """Rank 0 cannot read a tensor of the weights."""
+
+    def read(name):
+        if run.rank == 0:
+            raise OSError(f"no {name}")
+        return torch.ones(2, 3) if name == "weight" else torch.ones(2)
+
+    with (
+        Run(global_batch=2, start_timeout=60) as run,
+        mock.patch("samestep.training.models._open_weights", return_value=read),
+    ):
+        run.wrap(nn.Linear(3, 2, device="meta"), strategy, weights="model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [("ddp", "placing the model on the device"), ("fsdp", "reading this rank's part of the weights")],
+)
+def test_weights_that_rank_0_cannot_read_end_all_ranks_with_their_cause(ranks, strategy, what):
+    first, second = ranks.errors(2, wrap_with_failing_reads, strategy)
+    assert "OSError: no weight" in first
+    assert f"WrapError: {what} failed on rank(s) [0] and not on rank 1; rank 0: OSError: no weight" in second
 
 
 def wrap_with_file(file):

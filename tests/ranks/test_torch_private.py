@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -66,6 +67,19 @@ def test_the_collectives_of_each_group_are_counted(ranks):
         assert [timeout for _, timeout in before.values()] == [60, 45]
         assert [after[name][0] - count for name, (count, _) in before.items()] == [2, 1]
         assert destroyed == {}
+
+
+class DestroyedGroup:
+    """Raises as a group does that another thread destroys."""
+
+    @property
+    def _device_types(self):
+        raise RuntimeError("Could not retrieve the process group")
+
+
+def test_a_group_that_is_destroyed_while_it_is_counted_is_left_out(monkeypatch):
+    monkeypatch.setitem(distributed_c10d._world.pg_map, DestroyedGroup(), ("gloo", None))
+    assert collective_counts("gloo") == {}
 
 
 def wrap_with_ignored():

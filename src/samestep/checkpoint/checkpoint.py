@@ -9,11 +9,11 @@ folder with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.chec
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from samestep.checkpoint import checkpoint_folder
 from samestep.checkpoint.checkpoint_folder import Retention
@@ -23,16 +23,15 @@ from samestep.checkpoint.save import BackgroundSave
 from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
-from samestep.distributed.communicator import Communicator, check_pause
+from samestep.distributed.communicator import check_pause
 from samestep.distributed.metric_sync import StepCallback
-from samestep.distributed.once import exchange_failures
+from samestep.distributed.once import run_on_every_rank
 from samestep.errors import CheckpointError, LogError
 from samestep.loggers.loggers import check_log_step
 from samestep.messages import WarnOnce
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.fsdp import local_tensor
 
-T = TypeVar("T")
 _WAIT_AFTER_FAILURE_SECONDS: Final = 30.0
 # An estimate for the first save: Adam has two values per weight, and a shared disk may be slow.
 _STATE_PER_WEIGHT: Final = 3
@@ -214,7 +213,9 @@ class Checkpoint(StepCallback):
         context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
-        state, tensors, name = run_on_all_ranks(comm, "checkpoint.save", describe_state_error, self._collect, number)
+        state, tensors, name = run_on_every_rank(
+            comm, "checkpoint.save", CheckpointError, self._collect, number, describe=describe_state_error
+        )
         name, ledger = context.gather_ledgers("checkpoint.save", name)
         self._stage(tensors)
         self._saves += 1
@@ -237,7 +238,9 @@ class Checkpoint(StepCallback):
         """Copy this rank's chunks to host memory; DCP plans again only if the layout of a tensor has changed."""
         comm, staging = self._context.comm, self._staging
         if all(has_plan for (has_plan,) in comm.exchange("checkpoint.save", [float(staging.has_plan(tensors))])):
-            run_on_all_ranks(comm, "checkpoint.save", _describe_staging_error, staging.stage_again, tensors)
+            run_on_every_rank(
+                comm, "checkpoint.save", CheckpointError, staging.stage_again, tensors, describe=_describe_staging_error
+            )
         else:
             staging.stage(tensors, comm.alone)
 
@@ -315,16 +318,6 @@ class Checkpoint(StepCallback):
             )
             return None
         return name, metrics[name]
-
-
-def run_on_all_ranks(
-    comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
-) -> T:
-    """Run `function(*args)` on every rank; if it raises on one, raise CheckpointError with that message on all."""
-    value, failure, failures = exchange_failures(comm, operation, describe, function, *args)
-    for rank, text in failures.items():
-        raise CheckpointError(text if comm.alone else f"rank {rank}: {text}") from failure
-    return value
 
 
 def _describe_staging_error(error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from samestep.checkpoint.checkpoint import Checkpoint, run_on_all_ranks
+from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.checkpoint_folder import Retention, check_latest, find_newest_valid, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
 from samestep.checkpoint.manifest import (
@@ -40,6 +40,7 @@ from samestep.checkpoint.tensor_storage import (
 )
 from samestep.context import RunContext
 from samestep.disk import fsync_folder
+from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.errors import CheckpointError, SamestepError
 from samestep.messages import warn
@@ -80,7 +81,7 @@ def restore(
     if found is None:
         reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"
         # raise before training, and not at the first save, if the state cannot be saved
-        run_on_all_ranks(context.comm, _OPERATION, describe_state_error, parts.state)
+        run_on_every_rank(context.comm, _OPERATION, CheckpointError, parts.state, describe=describe_state_error)
         message = f"checkpoint: {reason}, training starts at step 0"
     else:
         _load(context, parts, *found)
@@ -103,7 +104,9 @@ def _find_newest_valid(context: RunContext, folder: Path) -> tuple[tuple[Path, M
     """Return the newest valid checkpoint, and the names of newer ones that are corrupt."""
     corrupt: list[str] = []
     for path in (found.path for found in context.once(list_newest_first, folder)):
-        problem, manifest = run_on_all_ranks(context.comm, _OPERATION, str, _verify, context.world, path)
+        problem, manifest = run_on_every_rank(
+            context.comm, _OPERATION, CheckpointError, _verify, context.world, path, describe=str
+        )
         problems = [each for each in context.comm.exchange_objects(_OPERATION, problem) if each is not None]
         if not problems:
             assert manifest is not None
@@ -135,17 +138,23 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
         kind = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
         return f"{path} cannot be restored: {kind}{error}"
 
-    index, targets, load = run_on_all_ranks(comm, _OPERATION, describe, _prepare, parts, path, manifest)
+    index, targets, load = run_on_every_rank(
+        comm, _OPERATION, CheckpointError, _prepare, parts, path, manifest, describe=describe
+    )
     in_full = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, DTensor)}
     readers: dict[str, int] = {}
     if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
         readers = divide_reads({name: tensor.nbytes for name, tensor in in_full.items()}, comm.world.size)
     own = {name: tensor for name, tensor in targets.items() if readers.get(name, rank) == rank}
-    run_on_all_ranks(comm, _OPERATION, describe, CheckpointReader(path, index).load_into, own)
+    run_on_every_rank(
+        comm, _OPERATION, CheckpointError, CheckpointReader(path, index).load_into, own, describe=describe
+    )
     if readers and not comm.alone:
         with comm.collective(_OPERATION):
             broadcast_tensors(in_full, readers, comm)
-    run_on_all_ranks(comm, _OPERATION, describe, _set_state, context, load, path, manifest, index)
+    run_on_every_rank(
+        comm, _OPERATION, CheckpointError, _set_state, context, load, path, manifest, index, describe=describe
+    )
     steps = comm.exchange_objects(_OPERATION, context.progress.steps)
     if len(set(steps)) > 1:
         raise CheckpointError(

@@ -76,10 +76,16 @@ class Communicator:
         assert self._store is not None, "the communicator is not open, or there is one rank only"
         return self._store
 
-    def open(self, device: torch.device, agree_on_backend: Callable[[dist.Store], str]) -> None:
+    def open(
+        self,
+        device: torch.device,
+        agree_on_backend: Callable[[dist.Store], str],
+        close_files: Callable[[], object] = lambda: None,
+    ) -> None:
         """Connect the ranks, by the backend that all ranks agree on.
 
-        A process group that already exists is used, and kept when the run ends; what it lacks is added to it.
+        A process group that already exists is used, and kept when the run ends; what it lacks is added to it. A thread
+        calls `close_files` before it ends the process because of a hang.
         """
         if Communicator.once_of_process is not None:
             raise CommunicationError(
@@ -94,7 +100,7 @@ class Communicator:
         self._existing_group = dist.is_initialized()
         if self._existing_group:  # it may have no backend for CPU tensors
             self._control_group = new_group("gloo", self.start_timeout)
-            base = store_beside_group(self.world, self._control_group)
+            base = store_beside_group(self.world, self._control_group, self.start_timeout)
         else:
             base = connect_store(self.world, self.start_timeout)
         # torch's agent may keep the store across restarts: a new prefix hides the addresses of dead processes
@@ -110,7 +116,7 @@ class Communicator:
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
         if self.backend == "nccl":
-            self._hang_watch = HangWatch(self._store, rank, size)
+            self._hang_watch = HangWatch(self._store, rank, size, close_files=close_files)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from samestep.distributed.communicator import Communicator, wait_for_keys
-from samestep.errors import CommunicationError, OnceFailed, TeacherError
+from samestep.errors import CommunicationError, OnceFailed, SamestepError
 
 T = TypeVar("T")
 Per = Literal["run", "node"]
@@ -45,35 +45,43 @@ def once(comm: Communicator, function: Callable[..., T], *args: object, per: Per
     return unpickle_outcome(operation, outcome)
 
 
-def run_on_every_rank(comm: Communicator, operation: str, function: Callable[..., T], *args: object) -> T:
-    """Run `function(*args)` on every rank; if it fails on some, every rank raises.
+def run_on_every_rank(
+    comm: Communicator,
+    operation: str,
+    error: type[SamestepError],
+    function: Callable[..., T],
+    *args: object,
+    describe: Callable[[Exception], str] | None = None,
+) -> T:
+    """Run `function(*args)` on every rank; if it fails on some, every rank raises. A collective.
 
-    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise TeacherError.
+    `function` must not wait for other ranks. A rank that failed raises its own error, the others raise `error`. With
+    `describe` every rank raises `error` with the description of the first failure.
     """
-    value, failure, failures = exchange_failures(
-        comm, operation, lambda error: f"{type(error).__name__}: {error}"[:1500], function, *args
-    )
-    if failure is not None:
-        raise failure
-    for rank, text in failures.items():
-        raise TeacherError(
-            f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: {text}"
-        )
-    return value
-
-
-def exchange_failures(
-    comm: Communicator, operation: str, describe: Callable[[Exception], str], function: Callable[..., T], *args: object
-) -> tuple[T, Exception | None, dict[int, str]]:
-    """Run `function(*args)`; return its value, its exception, and by rank the descriptions of all exceptions."""
     value, failure = None, None
     try:
         value = function(*args)
-    except Exception as error:  # noqa: BLE001  # the other ranks must know of any failure before it propagates
-        failure = error
-    texts = comm.exchange_objects(operation, None if failure is None else describe(failure))
-    failures = {rank: text for rank, text in enumerate(texts) if text is not None}
-    return value, failure, failures  # pyright: ignore[reportReturnType]  # there is a value, or a failure
+    except Exception as raised:  # noqa: BLE001  # the other ranks must know of any failure before it propagates
+        failure = raised
+    text = None if failure is None else (describe or _describe)(failure)
+    failures = {rank: text for rank, text in enumerate(comm.exchange_objects(operation, text)) if text is not None}
+    try:
+        if failure is not None and describe is None:
+            raise failure
+        for rank, text in failures.items():
+            if describe is not None:
+                raise error(text if comm.alone else f"rank {rank}: {text}") from failure
+            raise error(
+                f"{operation} failed on rank(s) {sorted(failures)} and not on rank {comm.world.rank}; rank {rank}: "
+                f"{text}"
+            )
+    finally:
+        del failure  # its traceback refers to this frame: together they would live until the garbage collector runs
+    return value  # pyright: ignore[reportReturnType]  # there was no failure
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:1500]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from samestep.environment.network import ANSWER_SECONDS, accepts_connections, co
 from samestep.environment.processes import allow_open_files, files_of_rank
 from samestep.environment.world import World
 from samestep.errors import CommunicationError, RankMissing, WorldError
+from samestep.messages import format_list
 from samestep.torch_private import collective_counts, nccl_waits
 
 _NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
@@ -43,8 +44,7 @@ _LONGEST_PAUSE: Final = 0.25  # a thousand ranks that poll for the last one must
 def connect_store(world: World, timeout: float) -> dist.Store:
     """The key-value store of all ranks, hosted by torchrun's agent or by rank 0."""
     hosts = world.is_main and not world.agent_store
-    if problem := allow_open_files(files_of_rank(world.size, hosts)):
-        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
+    _allow_connections(world, hosts)
     if problem := find_route_problem(world.address, world.port, min(timeout, ANSWER_SECONDS)):
         raise WorldError(
             f"rank {world.rank} cannot reach rank 0: {problem}; set MASTER_ADDR to an address of rank 0's machine that "
@@ -61,6 +61,11 @@ def connect_store(world: World, timeout: float) -> dist.Store:
             "the port"
         )
         raise WorldError(f"{what} ({str(error).splitlines()[0]})") from error
+
+
+def _allow_connections(world: World, hosts_store: bool) -> None:
+    if problem := allow_open_files(files_of_rank(world.size, hosts_store)):
+        raise WorldError(f"rank {world.rank} cannot connect {world.size} ranks: {problem}")
 
 
 @lru_cache(maxsize=1)
@@ -171,7 +176,7 @@ def _rendezvous_timeout(board: dist.Store, rank: int, size: int, timeout: float)
 
 
 def check_existing_group(world: World) -> None:
-    """Raise if the script has created a process group that a run of this world cannot use."""
+    """Raise if the script has created a process group that a run of this world cannot use, or cannot add others to."""
     if not dist.is_initialized():
         return
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -181,16 +186,40 @@ def check_existing_group(world: World) -> None:
             f"variables say rank {world.rank} of {world.size}: remove dist.init_process_group and mp.spawn, and start "
             f"the ranks with `samestep run --nproc-per-node {size} train.py`"
         )
+    if size > 1:
+        _allow_connections(world, world.is_main)
 
 
-def store_beside_group(world: World, group: dist.ProcessGroup) -> dist.Store:
+def store_beside_group(world: World, group: dist.ProcessGroup, timeout: float) -> dist.Store:
     """A store for ranks whose script created a process group: rank 0 hosts it and sends the port through `group`."""
-    hosted: dist.TCPStore | None = None
+    hosted, port, problem = None, 0, ""
     if world.is_main:
-        hosted = dist.TCPStore(world.address, 0, is_master=True, wait_for_workers=False)
-    port = [hosted.port if hosted is not None else 0]
-    dist.broadcast_object_list(port, src=0, group=group, device=torch.device("cpu"))
-    return hosted or dist.TCPStore(world.address, port[0], is_master=False, wait_for_workers=False)
+        try:
+            hosted = _store_at(world.address, 0, True, timeout)
+            port = hosted.port
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+    message: list[tuple[int, str]] = [(port, problem)]
+    dist.broadcast_object_list(message, src=0, group=group, device=torch.device("cpu"))
+    port, problem = message[0]
+    if problem:
+        raise WorldError(
+            f"rank 0 cannot open a store at {world.address}, on a free port, for a Run in the process group of the "
+            f"script: set MASTER_ADDR to an address of rank 0's machine that every rank can reach ({problem})"
+        )
+    try:
+        return hosted or _store_at(world.address, port, False, timeout)
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {world.rank} cannot connect to the store of rank 0 at {world.address}:{port} within {timeout:g} s: "
+            "a Run in the process group of the script uses a free port of rank 0, so check that MASTER_ADDR is right "
+            f"and that no firewall blocks its ports, or remove dist.init_process_group ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _store_at(address: str, port: int, hosts: bool, timeout: float) -> dist.TCPStore:
+    seconds = timedelta(seconds=timeout)
+    return dist.TCPStore(address, port, is_master=hosts, timeout=seconds, wait_for_workers=False)
 
 
 def init_process_group(store: dist.Store, world: World, backend: str, device: torch.device, timeout: float) -> None:
@@ -249,6 +278,7 @@ class Hang:
     waiting: list[int]
     absent: dict[int, str]  # the line of each rank that has not called the collective that the others wait in
     seconds: float
+    is_certain: bool = True  # whether torch says that a rank waits; otherwise only the counts differ
 
     def error(self, own: ProgressReport) -> CommunicationError:
         """The error of one rank: of a rank that the others wait for, or of one that waits."""
@@ -258,11 +288,22 @@ class Hang:
                 f"for {self.seconds:.0f} s: it is at {own.line}. If it is still progressing, raise the timeout with "
                 f"Run(step_timeout=...); otherwise {ORDER_RULE}"
             )
-        absent = "; ".join(f"rank {rank} is at {line}" for rank, line in sorted(self.absent.items())[:_SHOWN])
         return RankMissing(
             f"rank {own.rank} has waited at {own.line} for {self.seconds:.0f} s, because {len(self.absent)} rank(s) "
-            f"have not called the same collective: {absent}"
+            f"have not called the same collective: {self._absent_lines()}"
         )
+
+    def notice(self) -> str:
+        """What to print if it is not certain."""
+        return (
+            f"samestep: the run may hang: rank(s) {format_list(self.waiting, _SHOWN)} have called more "
+            f"collectives over NCCL than others, and the last one {self.seconds:.0f} s ago: {self._absent_lines()}. "
+            "Without its flight recorder torch does not say whether they wait, so NCCL ends the run if they do: set "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 so that samestep ends it with the cause"
+        )
+
+    def _absent_lines(self) -> str:
+        return "; ".join(f"rank {rank} is at {line}" for rank, line in sorted(self.absent.items())[:_SHOWN])
 
 
 def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
@@ -270,11 +311,13 @@ def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
 
     All ranks of a group must call the same number of them. A rank that others wait for is behind in a group and ahead
     in none; one that is ahead waits itself. If all have called equally many, the network may be cut, or they compute.
+    Point-to-point calls between some ranks of a group count too, so that the counts of a healthy run may differ for
+    good: a hang is certain only if torch says that a rank which is ahead waits.
     """
     lowest = dict[str, float]()
     for name, (count, _) in chain.from_iterable(report.counts.items() for report in reports):
         lowest[name] = min(count, lowest.get(name, count))
-    waiting, called, absent = dict[int, float](), dict[str, float](), dict[int, str]()
+    waiting, called, absent, is_certain = dict[int, float](), dict[str, float](), dict[int, str](), False
     for report in (each for each in reports if each.waits is not False):
         ahead = {name: value for name, value in report.counts.items() if value[0] > lowest[name]}
         if ahead:
@@ -282,11 +325,12 @@ def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
         for name, (count, timeout) in ahead.items():
             if report.idle > timeout + _MARGIN_SECONDS:
                 called[name] = max(count, called.get(name, 0))
+                is_certain = is_certain or report.waits is True
     for report in reports:
         is_ahead = any(count > lowest[name] for name, (count, _) in report.counts.items())
         if not is_ahead and any(count < called.get(name, 0) for name, (count, _) in report.counts.items()):
             absent[report.rank] = report.line
-    return Hang(sorted(waiting), absent, max(waiting.values())) if absent else None
+    return Hang(sorted(waiting), absent, max(waiting.values()), is_certain) if absent else None
 
 
 class HangWatch:
@@ -294,7 +338,8 @@ class HangWatch:
 
     gloo raises in a rank that waits too long. With NCCL the script of that rank waits for its GPU, cannot be
     interrupted, and NCCL aborts the process without the name of the other rank. So ranks that have called no collective
-    for longer than the timeout report what they do, one of them finds out who waits for whom, and all of them end.
+    for longer than the timeout report what they do, one of them finds out who waits for whom, and all of them end. If
+    the hang is not certain, this one prints what it has found, and NCCL ends the run.
     """
 
     def __init__(
@@ -304,8 +349,11 @@ class HangWatch:
         size: int,
         backend: str = "nccl",
         waits: Callable[[], bool | None] = nccl_waits,
+        close_files: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._rank, self._size, self._backend, self._waits = store, rank, size, backend, waits
+        self._close_files = close_files  # of the run, before the process ends without it
+        self._has_notified = False  # of a hang that is not certain, since the last collective
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="samestep hang watch", daemon=True)
         self._thread.start()
@@ -321,7 +369,7 @@ class HangWatch:
 
     def _watch(self) -> None:
         counts, since, reported = collective_counts(self._backend), time.monotonic(), 0.0
-        with suppress(RuntimeError):  # the rank that hosts the store has exited, or a group is destroyed
+        with suppress(RuntimeError):  # of the store, when the rank that hosts it has exited
             while not self._ended.wait(_LOOK_SECONDS):
                 now, before, counts = time.monotonic(), counts, collective_counts(self._backend)
                 if counts != before:
@@ -337,7 +385,8 @@ class HangWatch:
 
     def _withdraw(self) -> None:
         """Remove what this rank has reported: it has called a collective, or ends."""
-        self._store.delete_key(f"hang/report/{self._rank}")
+        self._has_notified = False
+        self._store.set(f"hang/report/{self._rank}", "")  # not deleted: the reader would wait for a key that is missing
         self._store.compare_set("hang/reader", str(self._rank), "")
 
     def _report(self, own: ProgressReport) -> None:
@@ -345,7 +394,12 @@ class HangWatch:
         self._store.set(f"hang/report/{self._rank}", json.dumps(asdict(own)))
         reader = self._store.compare_set("hang/reader", "", str(self._rank)).decode()
         if reader == str(self._rank) and not self._store.check(["hang"]) and (hang := find_hang(self._read_reports())):
-            self._store.set("hang", json.dumps(asdict(hang)))
+            if hang.is_certain:
+                self._store.set("hang", json.dumps(asdict(hang)))
+            elif not self._has_notified:
+                self._has_notified = True
+                with suppress(OSError, ValueError):  # stderr is closed, or a full disk
+                    print(hang.notice(), file=sys.stderr, flush=True)
         if self._store.check(["hang"]):
             found = json.loads(self._store.get("hang"))
             hang = Hang(found["waiting"], {int(rank): line for rank, line in found["absent"].items()}, found["seconds"])
@@ -355,7 +409,7 @@ class HangWatch:
     def _read_reports(self) -> list[ProgressReport]:
         keys = [f"hang/report/{rank}" for rank in range(self._size)]
         keys = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-        return [ProgressReport(**json.loads(text)) for text in self._store.multi_get(keys)]
+        return [ProgressReport(**json.loads(text)) for text in self._store.multi_get(keys) if text]
 
     def _end(self, error: CommunicationError, readers: int) -> None:
         """Write the error as if the script had raised it, and end the process: its main thread may wait forever."""
@@ -367,13 +421,21 @@ class HangWatch:
                 sys.stderr.flush()
             with suppress(OSError):
                 get_error_handler().record_exception(raised)  # for the launcher, which shows it last
+        closing = threading.Thread(target=self._close, name="samestep end of a hang", daemon=True)
+        closing.start()  # it may wait for a lock that the main thread holds
         try:
             deadline, have_read = time.monotonic() + _READ_SECONDS, self._store.add("hang/readers", 1)
             while self._rank == 0 and have_read < readers and time.monotonic() < deadline:  # it may host the store
                 time.sleep(_LONGEST_PAUSE)
                 have_read = self._store.add("hang/readers", 0)
         finally:
+            closing.join(_READ_SECONDS)
             os._exit(1)
+
+    def _close(self) -> None:
+        with suppress(OSError, ValueError):  # stdout is closed, or a full disk
+            sys.stdout.flush()
+        self._close_files()
 
 
 def _main_thread_stack() -> TracebackType | None:

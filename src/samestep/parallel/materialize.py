@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from samestep.distributed.communicator import Communicator
-from samestep.distributed.once import exchange_failures
+from samestep.distributed.once import run_on_every_rank
 from samestep.errors import WrapError
 from samestep.messages import format_list
 
-T = TypeVar("T")
 Read = Callable[[str], torch.Tensor]
 """A tensor of the weight files by its name in the model, as a view of the file."""
 _RESETS: Final = ("reset_parameters", "_reset_parameters", "init_weights")  # the first one that takes no argument
@@ -65,8 +64,14 @@ class ModelWeights:
         Frozen parts are usually loaded from files on every rank, so they are broadcast only if a rank lacks values.
         Without `parameters` only buffers get rank 0's values.
         """
-        if self._resets is not None:
-            self._resets.run_until(name)
+        what = f"placing {name or 'the model'} on the device"
+        sent = run_on_every_rank(self._comm, what, WrapError, self._place_part, name, part, parameters)
+        if not self._comm.alone:
+            broadcast(self._comm, sent)
+
+    def _place_part(self, name: str, part: nn.Module, parameters: bool) -> list[torch.Tensor]:
+        """Do what `place` does on this rank alone; returns the tensors that get rank 0's values."""
+        self._initialize(name)
         sent: list[torch.Tensor] = []
         for module in part.modules():
             for leaf, tensor in list(own_tensors(module)):
@@ -78,28 +83,34 @@ class ModelWeights:
                 skipped = self._compare_frozen and id(module) in self._frozen
                 if not skipped and (parameters or not isinstance(placed, nn.Parameter)):
                     sent.append(placed)
-        if not self._comm.alone:
-            broadcast(self._comm, list({id(tensor): tensor for tensor in sent}.values()))
+        return list({id(tensor): tensor for tensor in sent}.values())
 
     def place_all(self) -> None:
         """Move the full model to the device, with rank 0's values; a collective."""
-        if self.read is not None and self._comm.world.is_main:
-            for name, tensor in saved_tensors(self._model):
-                if tensor.is_meta:
-                    self._meta.fill(tensor, self.read(name).to(self._device, tensor.dtype, copy=True))
-        if self._resets is not None:
-            self._resets.run_until("")
-        if not self._meta:
-            self._model.to(self._device)
+        run_on_every_rank(self._comm, "placing the model on the device", WrapError, self._fill_all)
         self.place("", self._model)
         if self._meta:  # everything is on the device, but modules may have a conversion of their own
             self._model.to(self._device)
 
+    def _fill_all(self) -> None:
+        """Give the model the values that rank 0 reads or computes; move a model with values to the device."""
+        if self.read is not None and self._comm.world.is_main:
+            for name, tensor in saved_tensors(self._model):
+                if tensor.is_meta:
+                    self._meta.fill(tensor, self.read(name).to(self._device, tensor.dtype, copy=True))
+        self._initialize("")
+        if not self._meta:
+            self._model.to(self._device)
+
     def load_shards(self, cpu_offload: bool) -> None:
         """Read this rank's part of every tensor of a model that was sharded on the meta device; a collective."""
+        what = "reading this rank's part of the weights"
+        run_on_every_rank(self._comm, what, WrapError, self._read_parts, cpu_offload)
+        self.place("", self._model, parameters=False)
+
+    def _read_parts(self, cpu_offload: bool) -> None:
         assert self.read is not None
-        if self._resets is not None:
-            self._resets.run_until("")
+        self._initialize("")
         positions: dict[int, list[tuple[nn.Module, str]]] = {}
         kept: dict[int, torch.Tensor] = {}
         for module in self._model.modules():
@@ -112,17 +123,17 @@ class ModelWeights:
             tensor = kept.get(key, getattr(*first))
             for module, leaf in (first, *others) if key in kept else others:  # tied weights are tied again
                 setattr(module, leaf, tensor)
-        run_on_every_rank(self._comm, "reading this rank's part of the weights", self._read_parts)
-        self.place("", self._model, parameters=False)
-
-    def _read_parts(self) -> None:
-        assert self.read is not None
         with torch.no_grad():
             for name, tensor in saved_tensors(self._model, remove_duplicate=True):
                 if isinstance(tensor, DTensor):
                     copy_part(tensor, self.read(name))
                 else:
                     tensor.copy_(self.read(name))
+
+    def _initialize(self, part: str) -> None:
+        """On rank 0: let the modules of a model on the meta device initialize themselves as far as `part` needs it."""
+        if self._resets is not None:
+            self._resets.run_until(part)
 
     def _prepare_resets(self, blocks: Sequence[nn.Module]) -> "_Resets | None":
         """What rank 0 calls to initialize its model; an error on all ranks if a module has no such method."""
@@ -236,16 +247,6 @@ class _Resets:
                     "model on the CPU of rank 0"
                 )
             self._meta.fill(tensor, value.detach())
-
-
-def run_on_every_rank(comm: Communicator, operation: str, function: Callable[[], T]) -> T:
-    """Run a function that may fail on some ranks; raise on all ranks then. A collective."""
-    value, failure, failures = exchange_failures(comm, operation, str, function)
-    if failure is not None:
-        raise failure
-    for rank, text in failures.items():
-        raise WrapError(f"{operation} failed on rank(s) {sorted(failures)}; rank {rank}: {text}")
-    return value
 
 
 def compare_models(comm: Communicator, model: nn.Module) -> None:

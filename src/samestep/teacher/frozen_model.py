@@ -348,7 +348,7 @@ def check_same_teacher(comm: Communicator, frozen: FrozenModel, options: Mapping
     """Raise on every rank if the ranks passed different options or hold different weights."""
     if comm.alone:
         return
-    mine = run_on_every_rank(comm, "reading the teacher", weights_fingerprint, frozen)
+    mine = run_on_every_rank(comm, "reading the teacher", TeacherError, weights_fingerprint, frozen)
     ranks = comm.exchange_objects("comparing teachers", (mine, str(frozen.weights.path), dict(options)))
     for option in options:  # before the weights: the buffers of a Hugging Face folder depend on dtype=
         groups = _group_ranks([theirs[option] for _, _, theirs in ranks])

@@ -316,7 +316,7 @@ def offload_blocks(
             placed.add_block(Block(name, layer, layout, slot, weights))
         return placed
 
-    return run_on_every_rank(context.comm, "placing the teacher", load)
+    return run_on_every_rank(context.comm, "placing the teacher", TeacherError, load)
 
 
 def file_reader(frozen: FrozenModel) -> Read:

@@ -69,7 +69,7 @@ class CachedTeacher:
         }
         context.once(_claim_folder, self._folder, key)
         self._writer, self._reader = RowWriter(self._folder, context.comm.world.rank), RowReader(self._folder)
-        run_on_every_rank(context.comm, "reading the teacher's cache", self._reader.refresh)
+        run_on_every_rank(context.comm, "reading the teacher's cache", TeacherError, self._reader.refresh)
         self._files_of_earlier_runs = self._reader.files()
         self._refreshed: set[tuple[str, int]] = set()
         self._inner: PlacedTeacher | None = None

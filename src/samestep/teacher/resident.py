@@ -72,7 +72,7 @@ def place_on_device(context: RunContext, frozen: FrozenModel, options: TeacherOp
         frozen.weights.release()
         return module
 
-    module = run_on_every_rank(comm, what, load)
+    module = run_on_every_rank(comm, what, TeacherError, load)
     return ModuleTeacher(context, module, device, f"gpu: a copy of {format_bytes(size)} on {device} for each rank")
 
 
@@ -87,7 +87,7 @@ def place_in_host_memory(context: RunContext, frozen: FrozenModel, options: Teac
         move_unsaved_buffers(module, lambda name: _CPU)
         return module
 
-    module = run_on_every_rank(context.comm, "placing the teacher", load)
+    module = run_on_every_rank(context.comm, "placing the teacher", TeacherError, load)
     size, ranks = format_bytes(frozen.total_bytes(options.dtype)), context.comm.world.local_size
     description = f"cpu: one copy of {size} {copy.location} for {ranks} rank(s) of the node"
     return ModuleTeacher(context, module, _CPU, description)
@@ -143,8 +143,8 @@ def copy_to_shared_memory(
         nodes = [int(part[0]) for part in comm.exchange(_COPYING, [float(comm.world.node)])]
         rank, ranks = nodes[: comm.world.rank].count(comm.world.node), nodes.count(comm.world.node)
         mine = [tensor for tensor in layout if _copying_rank(tensor.start, total, ranks) == rank]
-        run_on_every_rank(comm, _COPYING, _fill_part, frozen, mine, path, total)
-        memory = run_on_every_rank(comm, "mapping the shared teacher", _map_memory, path, total, writable)
+        run_on_every_rank(comm, _COPYING, TeacherError, _fill_part, frozen, mine, path, total)
+        memory = run_on_every_rank(comm, "mapping the shared teacher", TeacherError, _map_memory, path, total, writable)
     finally:
         for close in cleanups:
             close()
@@ -354,7 +354,7 @@ def _place_parts(
         frozen.weights.release()
         return module, devices
 
-    module, devices = run_on_every_rank(context.comm, "placing the teacher", load)
+    module, devices = run_on_every_rank(context.comm, "placing the teacher", TeacherError, load)
     held = Counter[torch.device]()
     for name in frozen.stored_names():
         held[devices[owner(name, devices)]] += frozen.bytes_of(name, dtype)

@@ -55,7 +55,7 @@ class ServedTeacher:
         self._connection: Connection | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samestep-teacher-request")
         try:
-            run_on_every_rank(comm, "starting the teacher's server", self._start_server, frozen)
+            run_on_every_rank(comm, "starting the teacher's server", TeacherError, self._start_server, frozen)
             endpoints = comm.exchange_objects("the teacher's servers", _endpoint(self._server, world.rank))
             endpoint = endpoints[next(rank for rank in self._server_ranks if rank >= world.rank)]
             assert endpoint is not None
@@ -63,7 +63,7 @@ class ServedTeacher:
             size, count = format_bytes(frozen.total_bytes(options.dtype)), len(self._server_ranks)
             holders = f"{count} {'process(es)' if options.inner == 'process' else 'rank(s)'}"
             self.description = f"served: {size} on each of {holders}, this rank sends its requests to {endpoint.name}"
-            run_on_every_rank(comm, "connecting to the teacher's server", self._connect, endpoint)
+            run_on_every_rank(comm, "connecting to the teacher's server", TeacherError, self._connect, endpoint)
         except BaseException:
             self.close()
             raise

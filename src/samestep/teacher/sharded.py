@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from samestep.context import RunContext
 from samestep.distributed.once import run_on_every_rank
+from samestep.errors import TeacherError
 from samestep.messages import format_bytes
 from samestep.parallel.fsdp import local_tensor, mesh_of_ranks
 from samestep.parallel.materialize import copy_part
@@ -75,7 +76,7 @@ def _shard(context: RunContext, frozen: FrozenModel, dtype: torch.dtype | None) 
             copy_part(parameter, frozen.weights.tensor(frozen.stored_name(name)))
         frozen.weights.release()
 
-    run_on_every_rank(context.comm, "loading this rank's part of the teacher", load)
+    run_on_every_rank(context.comm, "loading this rank's part of the teacher", TeacherError, load)
     return module
 
 

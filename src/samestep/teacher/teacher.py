@@ -41,7 +41,9 @@ def open_teacher(
     check_teacher_options(placement, options, weights)
     if options.device_map is not None:
         placement = "custom"
-    frozen = run_on_every_rank(context.comm, "reading the teacher", _open_model, build, weights, options.dtype)
+    frozen = run_on_every_rank(
+        context.comm, "reading the teacher", TeacherError, _open_model, build, weights, options.dtype
+    )
     if options.example is not None:
         frozen.example, options = options.example, replace(options, example=None)  # a server process does not need it
     check_same_teacher(context.comm, frozen, shared_options(placement, options))

@@ -126,7 +126,7 @@ class Lifecycle:
         self._watch.start()
         self._log_capture.callback(_show_crashes())
         try:
-            self.comm.open(device, self._agree_on_backend)
+            self.comm.open(device, self._agree_on_backend, self.close_after_hang)
             export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
             _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
@@ -238,6 +238,13 @@ class Lifecycle:
                 if self.comm.alone:  # no other rank has a part in what was logged last
                     closing.callback(self._write_pending_metrics)
                 closing.callback(self._release, failed=True)
+
+    def close_after_hang(self) -> None:
+        """Close files as after a failure, in a thread, while the main thread of the rank may wait for its GPU."""
+        with ExitStack() as closing:  # runs in reverse order, each whatever another raises
+            closing.callback(self._close_files, "failed")
+            for ledger in self._loop.context.ledgers if self._loop is not None else ():
+                closing.callback(ledger.close, failed=True)
 
     def move_folder(self, folder: Path) -> None:
         """Write logs and ledgers to `folder`, unless the user chose a folder or something is already written."""

@@ -11,10 +11,11 @@ from torch import nn
 
 from samestep.context import RunContext, next_seed, seed_all_ranks
 from samestep.data.loader import list_tensors, move_to_device
+from samestep.distributed.once import run_on_every_rank
 from samestep.errors import CommunicationError, DataError, TeacherError, WrapError
 from samestep.messages import format_list
 from samestep.parallel.batchnorm import average_running_stats
-from samestep.parallel.materialize import Read, run_on_every_rank, saved_tensors
+from samestep.parallel.materialize import Read, saved_tensors
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.parallel.wrapped_model import WrappedModel
@@ -66,7 +67,7 @@ def wrap_model(
         options = made.apply(options, model)
     read = None
     if weights is not None:
-        read = run_on_every_rank(context.comm, "opening weights=", partial(_open_weights, model, weights))
+        read = run_on_every_rank(context.comm, "opening weights=", WrapError, _open_weights, model, weights)
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print, read)
     context.models.append(wrapped)
     context.randomness.add_model(wrapped.inner, batch_dim)
