@@ -119,9 +119,11 @@ def train(strategy, source, weights=None, offload=False):
 
 
 @pytest.fixture(scope="module")
-def reference(ranks):
+def reference(ranks, tmp_path_factory):
     """One rank, with the model built on the CPU."""
-    return ranks(1, train, None, "cpu")[0]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("reference"))
+        return ranks(1, train, None, "cpu")[0]
 
 
 def compare(reference, by_rank, tolerance=1e-5):
