@@ -10,10 +10,15 @@ import torch
 PYTHONPATH = os.pathsep.join(str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(":") if path)
 
 
-@pytest.fixture(autouse=True)
-def _on_a_gpu_in_a_separate_folder(tmp_path, tmp_path_factory, monkeypatch):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip before the fixtures of a module train anything."""
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device: run tests/gpu on a machine with one")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu_in_a_separate_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if PYTHONPATH:
         monkeypatch.setenv("PYTHONPATH", PYTHONPATH)

@@ -119,9 +119,11 @@ def test_the_groups_of_a_hybrid_mesh_use_gloo_if_the_run_does(ranks):
 
 
 @pytest.fixture(scope="module")
-def reference(ranks):
+def reference(ranks, tmp_path_factory):
     """One rank, with the model built on the CPU."""
-    return ranks(1, train_on_gpu, None, "cpu", timeout=TIMEOUT)[0]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("reference"))
+        return ranks(1, train_on_gpu, None, "cpu", timeout=TIMEOUT)[0]
 
 
 def train_on_gpu(*arguments):
