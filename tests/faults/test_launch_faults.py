@@ -25,6 +25,8 @@ from tests.elastic.conftest import NEEDED
 from tests.faults.harness import Fault, cases, check
 from tests.launch.launched import MARK, variable, wait_for
 
+pytestmark = pytest.mark.slow  # nearly every entry starts real commands
+
 NUMBER = "7" * 5000
 PRIVILEGED = """
 import ctypes, os

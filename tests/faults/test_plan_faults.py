@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
 from tests.faults.harness import Fault, cases, check
+
+pytestmark = pytest.mark.slow  # every entry is a real command
 
 MODEL = """
     import os, sys
