@@ -1,0 +1,49 @@
+"""A collective that cuts the gradient.
+
+What it compares: the gradient of several ranks with that of one rank for the same samples and weights, and whether a
+tensor with a gradient was passed to `dist.all_gather` or another collective of torch.distributed. These return tensors
+without a gradient.
+
+Fault: a contrastive loss over `dist.all_gather(buffers, features)`: no gradient flows to the features of the other
+side.
+
+Repair: `torch.distributed.nn.functional.all_gather`, or `run.gather(features)`.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.gradient_fit import comparable_steps, fit_weights
+
+_TOLERANCE = 1e-2
+_MIN_STEPS = 2
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_reduce", "gather")
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Look for collectives of tensors with gradients in steps that differ from one rank."""
+    traces = worlds.many.ranks[:1]
+    calls = [call for trace in traces for call in trace.collectives if call.needs_grad and call.name in _GATHERS]
+    if not calls:
+        return
+    trace = worlds.many[0]
+    fits = [fit for steps, one in comparable_steps(worlds) if (fit := fit_weights(trace, steps, one)) is not None]
+    different = [difference for _, _, difference in fits if difference > _TOLERANCE]
+    if different and len(different) >= min(_MIN_STEPS, len(fits)):
+        yield CHECK.finding(
+            first(calls[0].site),
+            f"{calls[0].name} gets a tensor with a gradient and returns one without: the gradient of "
+            f"{worlds.many.size} ranks differs by {100 * max(different):.0f} % from that of one rank for the "
+            "same samples and weights",
+        )
+
+
+CHECK = Check(
+    "SS211",
+    "collective-without-gradient",
+    "error",
+    "a part of the gradient is missing, and which part depends on the number of ranks",
+    "gather with torch.distributed.nn.functional.all_gather or run.gather, which have a gradient",
+    find,
+)

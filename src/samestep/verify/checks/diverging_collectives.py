@@ -1,0 +1,148 @@
+"""A collective that not all ranks call.
+
+What it compares: the collectives of all ranks in their order, with the lines that call them; and the lines that the
+ranks executed since the last collective that they share, which shows the branch that they took differently.
+
+Fault: `if rank == 0: accuracy = evaluate(model, loader)`, where `evaluate` ends with `dist.all_reduce`. Rank 0 waits
+for ranks that are elsewhere.
+
+Repair: call the collective on every rank, and print its result on rank 0 only.
+"""
+
+import signal
+from collections.abc import Iterator
+
+from samestep.findings import Finding, Location
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.control_flow import (
+    Divergence,
+    condition_of,
+    differing_frame,
+    find_branch,
+    find_divergence,
+    frame_inside,
+    in_same_function,
+    is_guarded,
+)
+from samestep.verify.rank_trace import RankTrace
+from samestep.verify.trace_events import SyncPoint
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Report the first collective in which the ranks differ, if the run failed."""
+    world = worlds.many
+    divergence = find_divergence(world.ranks, world.failed)
+    if divergence is None or divergence.is_shape_only or not is_root(world.ranks, divergence):
+        return
+    points = divergence.points
+    gone = [world[rank] for rank, point in points.items() if point is None and world[rank].ending.code is not None]
+    if world.failed and not all(_was_in_collective(worlds, trace) for trace in gone):
+        return  # a rank that has left: another check
+    if all(point is None or point.is_wrapper for point in points.values()):
+        return
+    location, extra, why = locate(world.ranks, divergence)
+    if extra is not None and extra.is_wrapper:
+        return
+    yield CHECK.finding(
+        location,
+        f"the ranks differ in collective {divergence.number + 1}: {describe(world.ranks, divergence)}{why}",
+        evidence=describe_each(world.ranks, divergence),
+        ranks=sorted(points),
+        related=[each for point in points.values() if point and (each := first(point.site)) and each != location],
+    )
+
+
+def is_root(ranks: list[RankTrace], divergence: Divergence) -> bool:
+    """Whether the ranks differ by themselves, and not because one of them has failed with another error."""
+    return not any(
+        divergence.points[trace.rank] is None and trace.ending.error and not is_connection_error(trace)
+        for trace in ranks
+    )
+
+
+def is_connection_error(trace: RankTrace) -> bool:
+    """Whether a rank failed only because another one has left."""
+    text = f"{trace.ending.error}: {trace.ending.message}"
+    words = ("gloo", "Connection", "Timed out", "Wait timeout", "DistBackendError", "NCCL", "TCPStore", "peer")
+    return any(word in text for word in words)
+
+
+def _was_in_collective(worlds: Worlds, trace: RankTrace) -> bool:
+    """Whether a rank has failed in a collective of FSDP, which the script does not call itself."""
+    crash = trace.ending.code == -signal.SIGABRT and "gloo::" in worlds.many.run.outputs.get(trace.rank, "")
+    return crash or (bool(trace.ending.error) and is_connection_error(trace))
+
+
+def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | None, SyncPoint | None, str]:
+    """The line of the call that only some ranks make, the call, and under which condition."""
+    branch = find_branch(ranks, divergence)
+    if branch is not None:
+        trace, line, _ = branch
+        condition = condition_of(line)
+        for rank in (trace.rank, *(each for each in divergence.points if each != trace.rank)):
+            point = divergence.points[rank]
+            inside = frame_inside(point.site, line) if point is not None else None
+            if inside is not None and condition:
+                return inside, point, f"; rank {rank} is there because of `{condition}` at {line}"
+        for point in divergence.points.values():  # a rank has left the function of this one before the call
+            same = [each for each in point.site if in_same_function(each, line)] if point is not None else []
+            if same and condition and len({str(each and each.site) for each in divergence.points.values()}) > 1:
+                return same[0], point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
+        if condition:
+            return line, None, f"; the ranks take different ways at `{condition}`"
+    called = [point for point in divergence.points.values() if point is not None]
+    if len(called) >= 2:
+        candidates = [(differing_frame(a.site, b.site), a) for a in called for b in called if a is not b]
+        guarded = [(each, point) for each, point in candidates if each is not None and is_guarded(each)]
+        if guarded:
+            return guarded[0][0], guarded[0][1], ""
+    point = next(iter(called), None)
+    return (first(point.site) if point else None), point, ""
+
+
+def describe(ranks: list[RankTrace], divergence: Divergence) -> str:
+    """What each rank called, in one line."""
+    parts = list[str]()
+    for rank, point in divergence.points.items():
+        parts.append(f"rank {rank} {_describe(ranks[rank], point)}{_difference(divergence, point)}")
+    return ", ".join(parts)
+
+
+def _difference(divergence: Divergence, point: SyncPoint | None) -> str:
+    """In what a call differs from that of another rank at the same line: the batch that it belongs to, or the root."""
+    others = [each for each in divergence.points.values() if each is not None]
+    if point is None or len({(each.name, first(each.site)) for each in others}) == len(others):
+        return ""
+    if len({each.batches for each in others}) > 1:
+        return f" for batch {point.batches}"
+    return f" with root {point.root}" if len({each.root for each in others}) > 1 else ""
+
+
+def _describe(trace: RankTrace, point: SyncPoint | None) -> str:
+    if point is not None:
+        return f"calls {point.name} at {first(point.site)}"
+    if trace.ending.error:
+        return f"fails at {first(trace.ending.site)}"
+    if trace.ending.code is not None:
+        return "has ended"
+    return f"is at {trace.position}"
+
+
+def describe_each(ranks: list[RankTrace], divergence: Divergence) -> list[str]:
+    """What each rank called, a line each, with its source."""
+    lines = list[str]()
+    for rank, point in divergence.points.items():
+        location = first(point.site) if point is not None else ranks[rank].position
+        source = f": {location.source}" if location is not None and location.source else ""
+        lines.append(f"rank {rank} {_describe(ranks[rank], point)}{_difference(divergence, point)}{source}")
+    return lines
+
+
+CHECK = Check(
+    "SS301",
+    "collective-on-some-ranks",
+    "error",
+    "the ranks wait for each other until the timeout, or exchange data that does not belong together",
+    "call the collective on every rank, in the same order; do only output under a condition on the rank",
+    find,
+)

@@ -1,0 +1,108 @@
+"""Samples that no rank reads.
+
+What it compares: the samples of all ranks together with those that one rank reads, in complete epochs. The end of a
+training epoch may be dropped, up to one global batch, in a single epoch or with `drop_last=True`.
+
+Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, or slices of
+`len(dataset) // world_size` samples whose remainder no rank evaluates.
+
+Repair: let the sampler take rank and number of replicas from the process group, and divide the remainder too.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.messages import format_list
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.duplicated_data import loader_location, sample_lists
+from samestep.verify.rank_trace import RankTrace, WorldTrace
+from samestep.verify.source import sharding_statement
+from samestep.verify.trace_events import Epoch, LoaderInfo, Role
+
+_ROLES: tuple[Role, ...] = ("train", "eval")
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Compare the samples of all ranks with those of one, then those of ranks on different nodes."""
+    for world in (worlds.many, worlds.nodes):
+        if world is None or len(world.ranks) < 2:
+            continue
+        found = _too_many_replicas(world)
+        for role in _ROLES:
+            if found is None and worlds.one is not None and worlds.one.ranks:
+                found = _compare(worlds, world, worlds.one[0], role)
+        if found is not None:
+            yield found
+            return
+
+
+def _too_many_replicas(world: WorldTrace) -> Finding | None:
+    """A sampler that divides the data between more ranks than there are."""
+    for epoch in world[0].epochs_of("train"):
+        replicas = (epoch.loader.distributed or {}).get("replicas", 0)
+        if replicas > world.size:
+            return CHECK.finding(
+                first(epoch.loader.sampler_site),
+                f"the sampler divides the data between {replicas} ranks, but there are {world.size}: "
+                f"{replicas - world.size} of {replicas} parts are read by no rank",
+            )
+    return None
+
+
+def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> Finding | None:
+    reference = _complete(one, role)
+    epochs = [_complete(trace, role) for trace in world.ranks]
+    if not reference or not all(epochs) or reference[0].loader.replacement:
+        return None
+    lists = sample_lists([each[0] for each in epochs])
+    by_content = lists[0] != epochs[0][0].samples
+    expected = set(reference[0].contents if by_content else reference[0].samples)
+    union = set[str]().union(*((epoch.contents if by_content else epoch.samples) for each in epochs for epoch in each))
+    missing = expected - union
+    count = min(len(each) for each in epochs)
+    drops = any(_drops_tail(each[0].loader) for each in epochs)
+    batch = (reference[0].loader.batch_size or 1) if role == "train" and (count < 2 or drops) else 0
+    if len(missing) <= batch or not union <= expected:
+        return None
+    loader = epochs[0][0].loader
+    shown = format_list(sorted(sorted(missing), key=len), 4)
+    where = " if every rank is on a separate node" if world.name == "nodes" else ""
+    what = "training" if role == "train" else "evaluation"
+    sampler = first(loader.sampler_site)
+    is_named = loader.distributed and sampler is not None and "Sampler" in sampler.source
+    location = sampler if is_named else None
+    return CHECK.finding(
+        location or sharding_statement(worlds.files, worlds.executed()) or loader_location(worlds, loader),
+        f"{len(missing)} of {len(expected)} samples are read by no rank in {count} epoch{'s' * (count > 1)} of "
+        f"{what}{where}: {shown}",
+        evidence=[_describe_sampler(each[0]) for each in epochs if each[0].loader.distributed],
+    )
+
+
+def _drops_tail(loader: LoaderInfo) -> bool:
+    return loader.drop_last or bool((loader.distributed or {}).get("drop_last"))
+
+
+def _complete(trace: RankTrace, role: Role) -> list[Epoch]:
+    found = [epoch for epoch in trace.epochs_of(role) if epoch.is_complete and epoch.batches]
+    return [
+        epoch
+        for epoch in found
+        if epoch.batches[0].indices is not None and epoch.loader.dataset == found[0].loader.dataset
+    ]
+
+
+def _describe_sampler(epoch: Epoch) -> str:
+    values = epoch.loader.distributed or {}
+    return f"DistributedSampler(num_replicas={values['replicas']}, rank={values['rank']})"
+
+
+CHECK = Check(
+    "SS104",
+    "missing-samples",
+    "error",
+    "the model never sees these samples, or the metric leaves them out",
+    "let DistributedSampler read rank and number of replicas from the process group, and give the remainder to a rank "
+    "too",
+    find,
+)

@@ -1,0 +1,75 @@
+"""The metric of one rank's samples is reported as everyone's.
+
+What it compares: which samples each rank evaluates between two steps, whether the ranks communicate before the next
+step, and which ranks print numbers that depend on what was evaluated, other than those that one rank prints. Times,
+counts and epochs do not depend on it. If every rank evaluates the whole set, or all ranks print, nothing is reported.
+
+Fault: `DataLoader(val_set, sampler=DistributedSampler(val_set))`, then `if rank == 0: print(correct / total)`. The
+number covers half of the samples.
+
+Repair: `dist.all_reduce` of the sum and of the count, `run.mean(...)`, or torchmetrics, which synchronizes by itself.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.findings import Finding, Location
+from samestep.verify.check import Check, Worlds, first, reports
+from samestep.verify.rank_trace import RankTrace
+from samestep.verify.source import Function, function_at
+from samestep.verify.trace_events import Evaluation
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Look for evaluations of shards without communication."""
+    ranks = worlds.many.ranks
+    if len(ranks) < 2 or any(trace.of("trainer") for trace in ranks):
+        return
+    for evaluations in zip(*(trace.evaluations for trace in ranks), strict=False):
+        if len({each.step for each in evaluations}) > 1 or any(
+            each.collectives or each.gathers for each in evaluations
+        ):
+            continue
+        samples = [_samples(trace, each) for trace, each in zip(ranks, evaluations, strict=True)]
+        if not all(samples) or any(a & b for a in samples for b in samples if a is not b):
+            continue
+        printed = [list(reports(worlds, rank, each)) for rank, each in enumerate(evaluations)]
+        wrong = [site for site, is_same in printed[0] if not is_same]
+        if not wrong or any(printed[1:]):
+            continue
+        counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(samples))
+        yield CHECK.finding(
+            _result(evaluations[0]) or first(wrong[0]),
+            f"rank 0 reports a result of {len(samples[0])} of {sum(map(len, samples))} evaluated samples after "
+            f"step {evaluations[0].step}: the ranks evaluate different samples ({counts}) and do not communicate",
+            ranks=[0],
+            related=[each for call in evaluations[0].calls[:1] if (each := first(call.site))],
+        )
+        return
+
+
+def _result(evaluation: Evaluation) -> Location | None:
+    """The statement by which the function that evaluates returns its result."""
+    location = first(evaluation.calls[0].site)
+    function = function_at(location) if location is not None else None
+    if location is None or not isinstance(function, Function):
+        return None
+    returns = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return replace(location, line=returns[-1].lineno) if returns else None
+
+
+def _samples(trace: RankTrace, evaluation: Evaluation) -> set[str]:
+    """The samples of an evaluation, by loader or by the rows that the modules got."""
+    by_loader = {sample for epoch in evaluation.epochs for sample in trace.epochs[epoch].samples}
+    return by_loader or {row for call in evaluation.calls if call.rows > 1 for row in call.hashes}
+
+
+CHECK = Check(
+    "SS401",
+    "one-shard-metric",
+    "error",
+    "the reported metric covers a part of the data, and which part depends on the number of ranks",
+    "reduce the sum and the count over all ranks before you divide and report",
+    find,
+)

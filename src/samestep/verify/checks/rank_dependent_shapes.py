@@ -1,0 +1,100 @@
+"""A rank has batches of another shape.
+
+What it compares: the shapes of the training batches within an epoch. It is reported if every rank has one shape in the
+whole epoch, but not all ranks the same; batches of variable length differ within a rank.
+
+Fault: a callback under `@rank_zero_only`, or code under `if rank == 0:`, that changes the resolution of the dataset.
+The other ranks keep the old one.
+
+Repair: change the state on every rank, and print on rank 0 only.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from samestep.findings import Finding, Location
+from samestep.verify.check import Check, Worlds
+from samestep.verify.source import Function, function_at, name_of, statement_at
+
+_MIN_BATCHES = 2
+_OUTPUT = (
+    "print", "log", "write", "save", "dump", "warn", "info", "debug", "close", "flush", "barrier", "add_scalar",
+    "makedirs", "mkdir", "tqdm", "bar", "plot", "append", "remove", "unlink", "broadcast", "wait", "hist",
+)  # fmt: skip
+_DECORATORS = ("rank_zero_only", "on_main_process", "on_local_main_process", "main_process_only", "master_only")
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Compare the shapes of the batches, epoch by epoch."""
+    ranks = worlds.many.ranks
+    for number, epochs in enumerate(zip(*(trace.epochs_of("train") for trace in ranks), strict=False)):
+        shapes = [{str([each[1:] for each in batch.shapes]) for batch in epoch.batches} for epoch in epochs]
+        if any(len(epoch.batches) < _MIN_BATCHES for epoch in epochs) or any(len(each) != 1 for each in shapes):
+            continue
+        if len(set[str]().union(*shapes)) > 1:
+            location = one_rank_change(worlds)
+            if location is None:  # the data of the ranks has different shapes
+                return
+            text = ", ".join(f"rank {trace.rank}: {min(each)}" for trace, each in zip(ranks, shapes, strict=True))
+            yield CHECK.finding(
+                location,
+                f"the ranks train on batches of different shapes from epoch {number} on ({text})",
+                ranks=[trace.rank for trace, each in zip(ranks, shapes, strict=True) if each != shapes[0]],
+            )
+            return
+
+
+def one_rank_change(worlds: Worlds) -> Location | None:
+    """The line that changes state on some ranks only, by the lines that not all ranks have executed.
+
+    If a decorator keeps its function from the other ranks, it is the line of the decorator. Of a function that only
+    some ranks call, it is the line of the call.
+    """
+    ranks = worlds.many.ranks
+    for trace in ranks:
+        others = set[tuple[str, int]].intersection(*(each.executed for each in ranks if each is not trace))
+        own = [Location(*each) for each in sorted(trace.executed - others)]
+        changes = [each for each in own if (node := statement_at(each)) is not None and _changes_state(node, each.file)]
+        guards = [guard for each in changes if (guard := _guard(each)) is not None]
+        inside = [each for each in changes if _is_in_common_function(each, others)]
+        if guards or inside or changes:
+            return (guards or inside or changes)[0]
+    return None
+
+
+def _is_in_common_function(location: Location, executed: set[tuple[str, int]]) -> bool:
+    """Whether other ranks have executed the function of a line too, without this line."""
+    function = function_at(location)
+    if not isinstance(function, Function):
+        return True
+    body = (node.lineno for node in function.body)
+    return any((location.file, line) in executed for line in body)
+
+
+def _changes_state(statement: ast.stmt, file: str) -> bool:
+    """Whether a statement assigns an attribute or an item, or calls something for its effect, other than output."""
+    if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    return not any(word in ast.unparse(statement.value.func).lower() for word in _OUTPUT)
+
+
+def _guard(location: Location) -> Location | None:
+    """The decorator that keeps a function from other ranks."""
+    function = function_at(location)
+    for decorator in function.decorator_list if isinstance(function, Function) else ():
+        if name_of(decorator) in _DECORATORS:
+            return Location(location.file, decorator.lineno, name_of(decorator))
+    return None
+
+
+CHECK = Check(
+    "SS110",
+    "state-changed-on-some-ranks",
+    "error",
+    "the ranks train on different data, and the result depends on which rank has which",
+    "change state on every rank; do only output, such as printing and saving, on rank 0",
+    find,
+)

@@ -1,0 +1,47 @@
+"""A rank does not come to a collective.
+
+What it compares: which collectives the ranks have called when they stop making progress. It is reported if a rank has
+neither called the collective in which the others wait, nor ended.
+
+Fault: rank 0 alone downloads, evaluates or converts for longer than the timeout, or waits for input.
+
+Repair: do long work before the process group is created, or raise its timeout.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.control_flow import find_divergence
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Report ranks that run while others wait."""
+    world = worlds.many
+    if not (world.run.hung or world.run.timed_out):
+        return
+    divergence = find_divergence(world.ranks)
+    if divergence is None:
+        return
+    elsewhere = [rank for rank, point in divergence.points.items() if point is None and world[rank].ending.code is None]
+    waiting = {rank: point for rank, point in divergence.points.items() if point is not None}
+    if not elsewhere or not waiting:
+        return
+    rank, point = elsewhere[0], next(iter(waiting.values()))
+    position = world[rank].position
+    yield CHECK.finding(
+        position,
+        f"rank {rank} does not come to {point.name} at {first(point.site)}, in which rank {min(waiting)} waits: it is "
+        f"at {position}",
+        ranks=elsewhere,
+    )
+
+
+CHECK = Check(
+    "SS306",
+    "rank-elsewhere",
+    "error",
+    "the other ranks wait until the timeout, and the run fails",
+    "find out what keeps this rank at its line, or give the process group a longer timeout",
+    find,
+)

@@ -1,0 +1,64 @@
+"""A large frozen model on every rank.
+
+What it compares: the size of modules without trainable parameters that every rank calls with the size of what is
+trained. It is reported from four times the size on, if the copies take memory at all: from 2 MiB on. verify runs small
+models in place of large ones, so it cannot compare the size with the memory of a GPU: ignore this warning if the copies
+fit.
+
+Fault: a teacher of 120 GB that each of four ranks on a node loads.
+
+Repair: `run.teacher(...)` with a placement: sharded over the ranks, served by one of them, or one copy in host memory.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.messages import format_bytes
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.source import assigned, calls_at, name_of
+
+_TIMES = 4
+_MIN_BYTES = 2 * 2**20
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Look for frozen modules that all ranks hold."""
+    ranks = worlds.many.ranks
+    if len(ranks) < 2:
+        return
+    trace = ranks[0]
+    trained = max((module["bytes"] for module in trace.modules.values() if module["trainable"]), default=0)
+    for number, module in trace.modules.items():
+        is_large = module["bytes"] >= max(_MIN_BYTES, _TIMES * trained)
+        if module["trainable"] or not is_large or not trained:
+            continue
+        calls = [call for step in trace.steps for call in step.calls if call.module == number]
+        calls += [call for call in trace.frozen_calls if call.module == number]
+        is_everywhere = all(
+            any(
+                other["class"] == module["class"] and other["bytes"] == module["bytes"]
+                for other in each.modules.values()
+            )
+            for each in ranks
+        )
+        if calls and is_everywhere:
+            location = first(calls[0].site)
+            call = next((each for each in calls_at(location) if name_of(each) != "no_grad"), None) if location else None
+            yield CHECK.finding(
+                assigned(location, call.func) if location and call else location,
+                f"{module['class']} with {format_bytes(module['bytes'])} of frozen weights is on every rank, "
+                f"{module['bytes'] / trained:.0f} times the size of the model that is trained: {len(ranks)} copies",
+                ranks=range(len(ranks)),
+            )
+            return
+
+
+CHECK = Check(
+    "SS701",
+    "replicated-frozen-model",
+    "warning",
+    "the memory of N ranks holds N copies of weights that never change",
+    "shard the model over the ranks, let one rank serve the others, or keep one copy per node: run.teacher(..., "
+    "placement=...)",
+    find,
+)

@@ -1,0 +1,84 @@
+"""Every epoch has the same order.
+
+What it compares: the order of the samples in consecutive epochs of training, on each rank. Data that is read in its own
+order, without shuffling, is not reported.
+
+Fault: a `DistributedSampler(dataset, shuffle=True)` whose `set_epoch` is never called. It shuffles with the same seed
+in each epoch.
+
+Repair: `sampler.set_epoch(epoch)` at the beginning of each epoch.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding, Location
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.rank_trace import RankTrace
+from samestep.verify.source import epoch_loop, find_calls
+from samestep.verify.trace_events import Epoch, LoaderInfo
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Compare the order of consecutive epochs."""
+    for trace in worlds.many:
+        by_dataset = dict[str, list[Epoch]]()
+        for epoch in trace.epochs_of("train"):
+            by_dataset.setdefault(epoch.loader.dataset, []).append(epoch)
+        for epochs in by_dataset.values():
+            orders = [epoch.samples for epoch in epochs]
+            if len(orders) < 2 or len(orders[0]) < 4 or _is_sorted(orders[0]) or _is_unshuffled(epochs[0].loader):
+                continue
+            if all(order and order[: len(orders[0])] == orders[0][: len(order)] for order in orders[1:]):
+                found = _describe(worlds, trace, epochs)
+                if found is not None:
+                    yield found
+                    return
+
+
+def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding | None:
+    loader, text = epochs[0].loader, f"epochs 0 to {len(epochs) - 1} have the same order of samples on every rank"
+    calls = [
+        Location(file, call.lineno)
+        for file in worlds.files
+        for call in find_calls(file, ["set_epoch"])
+        if (file, call.lineno) in worlds.executed()
+    ]
+    if loader.distributed is not None:
+        sampler = loader.sampler_site
+        return CHECK.finding(
+            epoch_loop(epochs[1].site) or first(epochs[1].site),
+            f"{text}: DistributedSampler.set_epoch() {_was_called(trace.of('set_epoch'))}",
+            related=[sampler[0]] if sampler else [],
+        )
+    if calls:
+        return CHECK.finding(
+            first(loader.site), f"{text}, although the script calls set_epoch at {calls[0]}", related=calls[:1],
+            repair="let set_epoch reach what draws the order: persistent data workers keep a copy of the dataset",
+        )  # fmt: skip
+    return None
+
+
+def _was_called(calls: list[dict[str, object]]) -> str:
+    return f"was called {len(calls)} times, with the same number" if calls else "was never called"
+
+
+def _is_unshuffled(loader: LoaderInfo) -> bool:
+    """Whether the loader keeps the order of its dataset on purpose: with `shuffle=False`."""
+    if loader.distributed is not None:
+        return not loader.distributed["shuffle"]
+    return loader.sampler == "SequentialSampler" and loader.batch_sampler == "BatchSampler" and not loader.is_iterable
+
+
+def _is_sorted(samples: list[str]) -> bool:
+    numbers = [int(sample) for sample in samples if sample.isdecimal()]
+    return len(numbers) == len(samples) and numbers == sorted(numbers)
+
+
+CHECK = Check(
+    "SS102",
+    "same-order-every-epoch",
+    "error",
+    "every epoch replays the same batches in the same order, so the data is not shuffled after the first one",
+    "call sampler.set_epoch(epoch) at the beginning of every epoch",
+    find,
+)

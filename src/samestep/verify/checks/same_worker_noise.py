@@ -1,0 +1,46 @@
+"""Data workers that draw the same random numbers.
+
+What it compares: the random numbers that the data workers of a rank draw, in their order.
+
+Fault: `np.random.seed(42)` in `worker_init_fn`: all workers, in all epochs, augment with the same numbers.
+
+Repair: `np.random.seed(torch.initial_seed() % 2**32 + rank)`, since torch gives every worker another seed.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.verify.check import Check, Worlds, first
+
+_MIN_DRAWS = 8
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Compare the draws of the data workers of each rank."""
+    workers = [each for each in worlds.many.workers if len(each.draws) >= _MIN_DRAWS]
+    for one in workers:
+        for other in workers:
+            if (
+                one.rank == other.rank
+                and one.number < other.number
+                and one.draws[:_MIN_DRAWS] == other.draws[:_MIN_DRAWS]
+            ):
+                same = min(len(one.draws), len(other.draws))
+                seeds = [site for value, site in one.seeds if site and any(value == each for each, _ in other.seeds)]
+                yield CHECK.finding(
+                    first(seeds[-1] if seeds else one.site),
+                    f"data workers {one.number} and {other.number} of rank {one.rank} draw the same random numbers "
+                    f"(the first {same} draws are compared)",
+                    related=one.site[:1],
+                )
+                return
+
+
+CHECK = Check(
+    "SS113",
+    "same-worker-noise",
+    "error",
+    "samples of different workers are augmented alike, so there is less variety than it seems",
+    "seed each worker differently: torch.initial_seed() differs between workers; add the rank",
+    find,
+)

@@ -1,0 +1,210 @@
+"""The gradient is not the mean over the ranks.
+
+What it compares: the gradients that the optimizer applies with the mean of the gradients of the ranks before they are
+exchanged, parameter by parameter, and with the gradient of one rank for the same samples and weights. A common factor,
+as from clipping, is allowed, and so are differences by the rounding of the type. What the script does with gradients
+that DDP has averaged, and what a communication hook does, is not compared, if all ranks apply the same gradients.
+
+Fault: `dist.all_reduce(p.grad)` without a division by the number of ranks, an all-reduce of some of the parameters, or
+the last backward pass of an accumulation inside of `no_sync()`.
+
+Repair: divide by `world_size` after a sum, exchange every parameter, and leave `no_sync()` for the last micro-batch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from samestep.findings import Finding, Location
+from samestep.messages import format_list
+from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.bypassed_wrapper import is_bypassed
+from samestep.verify.checks.per_rank_mean import loss_location
+from samestep.verify.checks.unsynchronized_parameters import parameter_name
+from samestep.verify.gradient_fit import (
+    applied_by_all,
+    comparable_steps,
+    fit_factor,
+    fit_mean,
+    is_local_sgd,
+    median_factor,
+    rounding,
+    rounding_of,
+)
+from samestep.verify.rank_trace import RankTrace
+from samestep.verify.source import find_calls, function_at
+from samestep.verify.trace_events import OptimizerStep
+
+_TOLERANCE = 2e-3
+_SCALE = 0.01  # from which on a gradient is a multiple of another one
+_MIN_STEPS = 2
+
+
+def find(worlds: Worlds) -> Iterator[Finding]:
+    """Compare applied gradients with the mean over the ranks, and then with one rank."""
+    ranks = worlds.many.ranks
+    if len(ranks) < 2 or is_bypassed(ranks[0]) or any(trace.of("join") for trace in ranks) or is_local_sgd(ranks):
+        return
+    factors = list[tuple[OptimizerStep, float]]()
+    references = {steps[0].number: reference for steps, reference in comparable_steps(worlds)}
+    for steps in zip(*(trace.steps for trace in ranks), strict=False):
+        fits = fit_mean(steps)
+        if not fits:
+            continue
+        common = median_factor(fits)
+        wrong = [
+            number
+            for number, (_, mean) in fits.items()
+            if not _is_close(ranks[0], steps, number, steps[0].applied[number], mean, common)
+        ]
+        wrong = [number for number in wrong if not _is_intended(ranks[0], steps, number, fits[number][1], references)]
+        if wrong:
+            yield _wrong(ranks, steps[0], wrong)
+            return
+        factors.append((steps[0], common))
+    yield from _scaled(worlds, factors)
+
+
+def _is_close(
+    trace: RankTrace, steps: Sequence[OptimizerStep], number: int, value: list[float], mean: list[float], factor: float
+) -> bool:
+    """Whether a gradient is the mean times a factor, but for rounding."""
+    difference = math.dist(value, [factor * each for each in mean])
+    allowed = _TOLERANCE * math.hypot(*value) + abs(factor) * rounding_of(trace, steps, number)
+    return difference <= allowed
+
+
+def _is_intended(
+    trace: RankTrace,
+    steps: Sequence[OptimizerStep],
+    number: int,
+    mean: list[float],
+    references: dict[int, OptimizerStep],
+) -> bool:
+    """Whether all ranks apply the same gradient, which the script has made of the right one.
+
+    DDP has averaged it before the script changed it, a communication hook has, or one rank applies the same.
+    """
+    applied = steps[0].applied[number]
+    if any(not _is_close(trace, steps, number, step.applied.get(number, []) or mean, applied, 1) for step in steps):
+        return False
+    if number in trace.covered and trace.of("comm_hook"):
+        return True
+    exchanged = steps[0].exchanged.get(number)
+    if exchanged is not None and _is_close(trace, steps, number, exchanged, mean, 1):
+        return True
+    reference = references.get(steps[0].number)
+    return (
+        reference is not None
+        and number in reference.applied
+        and _is_close(trace, steps, number, applied, reference.applied[number], 1)
+    )
+
+
+def _wrong(ranks: list[RankTrace], step: OptimizerStep, numbers: list[int]) -> Finding:
+    names = format_list([parameter_name(ranks[0], number) for number in numbers], 3)
+    location, why, repair = _cause(ranks[0], step)
+    return CHECK.finding(
+        location,
+        f"the gradients of {len(numbers)} of {len(step.applied)} parameters ({names}) are not the mean over the ranks "
+        f"in step {step.number}{why}",
+        ranks=range(len(ranks)),
+        repair=repair,
+    )
+
+
+def _cause(trace: RankTrace, step: OptimizerStep) -> tuple[Location | None, str, str]:
+    """The line of the fault, what it does, and its repair."""
+    if step.clip_site:
+        return (
+            first(step.clip_site), ": they are clipped before they are complete",
+            "clip once per step, after the last backward pass and after the gradients were exchanged",
+        )  # fmt: skip
+    if step.backwards and step.backwards[-1].syncs and not any(step.backwards[-1].syncs):
+        return (
+            no_sync_location(step) or first(step.backwards[-1].site),
+            ": the last backward pass before the step is inside of no_sync()",
+            "leave no_sync() for the last micro-batch before every optimizer step, also at the end of an epoch",
+        )
+    return _exchange_location(trace, step), "", ""
+
+
+def no_sync_location(step: OptimizerStep) -> Location | None:
+    """The statement that calls no_sync in the function of the backward pass."""
+    location = first(step.backwards[-1].site)
+    function = function_at(location) if location is not None else None
+    calls = find_calls(location.file, ["no_sync"], function) if location is not None else []
+    return Location(location.file, calls[0].lineno, location.function) if location is not None and calls else None
+
+
+def _scaled(worlds: Worlds, factors: list[tuple[OptimizerStep, float]]) -> Iterator[Finding]:
+    """Report gradients that are a multiple of the mean over the ranks, or of the gradient of one rank."""
+    ranks = worlds.many.ranks
+    plain = [(step, factor) for step, factor in factors if not step.is_clipped]
+    sums = [
+        (step, factor)
+        for step, factor in plain
+        if abs(factor / len(ranks) - 1) < max(_TOLERANCE, rounding(ranks[0], step))
+    ]
+    compared = [
+        (steps[0], fit)
+        for steps, reference in comparable_steps(worlds)
+        if not steps[0].is_clipped and (fit := _fit_reference(ranks[0], steps, reference)) is not None
+    ]
+    scaled = [
+        (step, factor)
+        for step, (factor, error) in compared
+        if error < _TOLERANCE and abs(factor - 1) > max(_SCALE, rounding(ranks[0], step))
+    ]
+    if len(sums) >= _MIN_STEPS and len(sums) == len(plain) and (not compared or scaled):
+        step, factor = sums[0]
+        yield CHECK.finding(
+            _exchange_location(ranks[0], step),
+            f"the applied gradients are {factor:.3g} times the mean over {len(ranks)} ranks in each of {len(sums)} "
+            "steps: they are summed and not divided",
+            ranks=range(len(ranks)),
+            repair="divide the gradients by the number of ranks after the all-reduce, or use DDP",
+        )
+    elif len(scaled) >= _MIN_STEPS and len(scaled) == len(compared) and _is_constant([factor for _, factor in scaled]):
+        step, factor = scaled[0]
+        yield CHECK.finding(
+            loss_location(worlds, step),
+            f"the gradient of {len(ranks)} ranks is {factor:.3g} times that of one rank for the same samples and "
+            f"weights, in each of {len(scaled)} compared steps",
+            ranks=range(len(ranks)),
+            repair="DDP averages the gradients: let the loss be the mean over the samples of a rank, without the "
+            "number of ranks",
+        )
+
+
+def _is_constant(values: list[float]) -> bool:
+    return max(values) - min(values) < 0.01 * abs(values[0])
+
+
+def _fit_reference(
+    trace: RankTrace, steps: Sequence[OptimizerStep], reference: OptimizerStep
+) -> tuple[float, float] | None:
+    """The factor between the gradients of the ranks and that of one rank, over all parameters, and the error."""
+    by_all = applied_by_all(trace, steps)
+    numbers = [number for number in reference.applied if number in by_all]
+    if not numbers:
+        return None
+    applied = [value for number in numbers for value in by_all[number]]
+    return fit_factor(applied, [value for number in numbers for value in reference.applied[number]])
+
+
+def _exchange_location(trace: RankTrace, step: OptimizerStep) -> Location | None:
+    """The line that exchanges gradients by hand, or else that of the backward pass."""
+    calls = [call for call in trace.collectives if call.step == step.number and call.name in ("all_reduce", "reduce")]
+    if calls and not trace.covered:
+        return first(calls[-1].site)
+    return first(step.backwards[-1].site) if step.backwards else first(step.site)
+
+
+CHECK = Check(
+    "SS205",
+    "wrong-gradient",
+    "error",
+    "the step depends on the number of ranks, or each rank takes another step",
+    "exchange the gradients of every parameter in every step, and divide their sum by the number of ranks; or use DDP",
+    find,
+)

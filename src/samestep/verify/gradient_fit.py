@@ -1,0 +1,152 @@
+"""Compare gradients of several ranks with those of one rank by their sketches."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from samestep.verify.check import Worlds
+from samestep.verify.rank_trace import RankTrace
+from samestep.verify.trace_events import OptimizerStep
+
+_EPS = 2.0**-23  # of float32
+_ROUNDINGS = 6  # of a gradient: in its sum over samples, micro-batches and ranks
+_SKETCH_SIZE = 2.0  # the norm of a sketch of four numbers is twice that of the tensor
+
+
+def is_local_sgd(ranks: list[RankTrace]) -> bool:
+    """Whether the weights of the ranks differ in some steps, and are equal again later: the script averages them."""
+    differ = [
+        any(step.weights != steps[0].weights for step in steps)
+        for steps in zip(*(trace.steps for trace in ranks), strict=False)
+        if len({step.optimizer for step in steps}) == 1 and not any(step.is_sharded for step in steps)
+    ]
+    return True in differ[1:] and not differ[0] and False in differ[differ.index(True) :]
+
+
+def fit_factor(value: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """The factor by which `value` is a multiple of `reference`, and the relative error that remains."""
+    a, b = np.array(value), np.array(reference)
+    scale = float(b @ b)
+    if scale == 0.0:
+        return 0.0, float(np.linalg.norm(a) > 0)
+    factor = float(a @ b) / scale
+    return factor, float(np.linalg.norm(a - factor * b) / (np.linalg.norm(a) or 1.0))
+
+
+def same_samples(steps: Sequence[OptimizerStep], reference: OptimizerStep) -> bool:
+    """Whether the ranks together used the samples of one rank in a step, as often."""
+    return bool(_samples([reference])) and _samples(steps) == _samples([reference])
+
+
+def _samples(steps: Sequence[OptimizerStep]) -> Counter[str]:
+    found = Counter(sample for step in steps for batch in step.batches for sample in batch.samples)
+    return found or Counter(row for step in steps for call in step.calls if call.rows > 1 for row in call.hashes)
+
+
+def comparable_steps(
+    worlds: Worlds, with_batchnorm: bool = False
+) -> Iterator[tuple[tuple[OptimizerStep, ...], OptimizerStep]]:
+    """Steps that the ranks and one rank made with the same samples and weights, and without random numbers."""
+    if worlds.one is None or not worlds.one.ranks or len(worlds.many.ranks) < 2 or is_local_sgd(worlds.many.ranks):
+        return
+    copied = {event["name"] for event in worlds.one[0].of("replay") if event["copied"]}
+    for steps in zip(*(trace.steps for trace in worlds.many), strict=False):
+        number = steps[0].number
+        if number >= len(worlds.one[0].steps) or f"step-{number}" not in copied:
+            continue
+        reference = worlds.one[0].steps[number]
+        is_known = all(step.sharded <= worlds.many[0].row_sharded for step in steps)
+        if any(step.rng_changes for step in (*steps, reference)) or not is_known or not same_samples(steps, reference):
+            continue
+        has_batchnorm = any(
+            worlds.many[0].modules.get(call.module, {}).get("batchnorm") for step in steps for call in step.calls
+        )
+        if with_batchnorm or not has_batchnorm:
+            yield steps, reference
+
+
+def why_not_comparable(worlds: Worlds) -> str:
+    """Why no step of the ranks can be compared with one of one rank."""
+    if worlds.one is None or not worlds.one.ranks or not worlds.one[0].steps:
+        return "one rank made no step"
+    pairs = list(zip(worlds.many[0].steps, worlds.one[0].steps, strict=False))
+    if any(not step.sharded <= worlds.many[0].row_sharded for step, _ in pairs):
+        return "the weights are sharded on several dimensions"
+    if all(step.rng_changes for step, _ in pairs):
+        return "every step draws random numbers"
+    if is_local_sgd(worlds.many.ranks):
+        return "the ranks average their weights, not their gradients"
+    numbers = range(min(len(pairs), *(len(trace.steps) for trace in worlds.many)))
+    if not any(same_samples([trace.steps[n] for trace in worlds.many], worlds.one[0].steps[n]) for n in numbers):
+        return "the steps have other samples than those of one rank with the same global batch"
+    if any(True for _ in comparable_steps(worlds, with_batchnorm=True)):
+        return "the model has BatchNorm, whose statistics are those of the samples of each rank"
+    return "the weights of the ranks could not be copied to one rank: its parameters have other names or shapes"
+
+
+def rounding(trace: RankTrace, step: OptimizerStep) -> float:
+    """The relative difference that rounding explains, by the least precise type of the parameters of a step."""
+    return _ROUNDINGS * max((trace.eps.get(number, _EPS) for number in step.applied), default=_EPS)
+
+
+def rounding_of(trace: RankTrace, steps: Sequence[OptimizerStep], number: int) -> float:
+    """The norm of the difference of two sketches of a parameter's gradient that rounding explains.
+
+    It is relative to the gradients of the ranks, which are larger than their mean if they cancel each other.
+    """
+    size = sum(step.norms.get(number, 0.0) for step in steps) / len(steps)
+    return _SKETCH_SIZE * _ROUNDINGS * trace.eps.get(number, _EPS) * size
+
+
+def fit_mean(steps: Sequence[OptimizerStep]) -> dict[int, tuple[float, list[float]]]:
+    """For each parameter, the factor between the applied gradient and the mean over the ranks, and the mean."""
+    found = dict[int, tuple[float, list[float]]]()
+    if any(step.sharded for step in steps):
+        return found
+    for number, applied in steps[0].applied.items():
+        known = [step.local[number] for step in steps if number in step.local]
+        if len(known) < len(steps):
+            continue
+        mean = [sum(values) / len(steps) for values in zip(*known, strict=True)]
+        if any(mean):
+            found[number] = fit_factor(applied, mean)[0], mean
+    return found
+
+
+def median_factor(fits: dict[int, tuple[float, list[float]]]) -> float:
+    """The factor of most parameters."""
+    return sorted(factor for factor, _ in fits.values())[len(fits) // 2]
+
+
+def applied_by_all(trace: RankTrace, steps: Sequence[OptimizerStep]) -> dict[int, list[float]]:
+    """Sketches of the applied gradients: of sharded ones, the sum of those of their parts."""
+    found = dict(steps[0].applied)
+    for number in trace.row_sharded & found.keys():
+        parts = [step.applied[number] for step in steps if number in step.applied]
+        found[number] = [sum(values) for values in zip(*parts, strict=True)]
+    return found
+
+
+def fit_weights(
+    trace: RankTrace, steps: Sequence[OptimizerStep], reference: OptimizerStep
+) -> tuple[list[float], float, float] | None:
+    """The weights of the ranks whose sum is the gradient of one rank, the error, and the difference of the applied one.
+
+    Both are relative to the gradient of one rank. None if the gradients are not known.
+    """
+    by_all = applied_by_all(trace, steps)
+    numbers = [
+        number for number in reference.applied if all(number in step.local for step in steps) and number in by_all
+    ]
+    if not numbers:
+        return None
+    target = np.concatenate([reference.applied[number] for number in numbers])
+    locals_ = np.stack([np.concatenate([step.local[number] for number in numbers]) for step in steps], axis=1)
+    applied = np.concatenate([by_all[number] for number in numbers])
+    size = float(np.linalg.norm(target))
+    if size == 0.0 or not np.isfinite(target).all() or not np.isfinite(locals_).all():
+        return None
+    weights, *_ = np.linalg.lstsq(locals_, target, rcond=None)
+    error = float(np.linalg.norm(locals_ @ weights - target)) / size
+    return [float(weight) for weight in weights], error, float(np.linalg.norm(applied - target)) / size
