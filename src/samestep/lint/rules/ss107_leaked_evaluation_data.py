@@ -1,0 +1,101 @@
+"""Samples that one rank trains on and another one evaluates.
+
+A random split must be the same on all ranks. If it is drawn from a generator whose seed depends on the rank, or from
+Python's or NumPy's generator without a seed, every rank has another split, and the model has trained on samples that
+the metric counts.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, random_split
+
+dist.init_process_group("gloo")
+torch.manual_seed(7 + dist.get_rank())
+dataset = list(range(64))
+train_set, val_set = random_split(dataset, [48, 16])  # SS107
+loader = DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set))
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, random_split
+
+dist.init_process_group("gloo")
+torch.manual_seed(7 + dist.get_rank())
+dataset = list(range(64))
+train_set, val_set = random_split(dataset, [48, 16], generator=torch.Generator().manual_seed(7))
+loader = DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set))
+```
+
+Source: TensorAuto/OpenTau#498, Lightning-AI/pytorch-lightning#7728, Lightning-AI/pytorch-lightning#18638.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event
+from samestep.lint.rule import Analysis, Rule
+
+_SEEDS_ALL = ("seed_everything", "set_seed")
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for splits that differ between ranks."""
+    for event in analysis.of("split"):
+        if event.rank_guard is not None or "uncalled" in event.contexts:
+            continue
+        generator = event.generator
+        is_drawn = generator is not None and generator.constant is not None and "random_split" not in event.name
+        if generator is not None and generator.differs:
+            reasons = [f"{taint.text} ({taint.location})" for taint in generator.taints[:2]]
+            yield _finding(event, [*reasons, "the generator of the split depends on it"])
+        elif generator is None or generator.constant is None or (is_drawn and "train_test_split" not in event.name):
+            yield from _of_global_generator(analysis, event)
+
+
+def _of_global_generator(analysis: Analysis, event: Event) -> Iterator[Finding]:
+    library = _library(event.name)
+    seeds = [each for each in analysis.of("seed") if each.order < event.order and _seeds(each, library)]
+    if seeds and seeds[-1].value.differs:
+        taints = seeds[-1].value.taints
+        reasons = [f"{taint.text} ({taint.location})" for taint in taints[:2]]
+        yield _finding(event, [*reasons, f"the seed of the split depends on it ({seeds[-1].location})"], seeds[-1])
+    elif not seeds and library != "torch":
+        yield _finding(event, [f"nothing seeds {library}, so each process draws other numbers"])
+
+
+def _finding(event: Event, evidence: list[str], seed: Event | None = None) -> Finding:
+    return RULE.finding(
+        event.location,
+        "every rank draws its own split into training and evaluation data",
+        evidence=evidence,
+        related=[seed.location] if seed is not None else [],
+    )
+
+
+def _library(name: str) -> str:
+    if name.startswith(("torch", "random_split")):
+        return "torch"
+    return "random" if name.startswith("random.") else "numpy"
+
+
+def _seeds(event: Event, library: str) -> bool:
+    """Whether a seed is that of a library."""
+    if "worker_init" in event.contexts:
+        return False
+    return event.which.startswith(library) or event.which.rpartition(".")[2] in _SEEDS_ALL
+
+
+RULE = Rule(
+    "SS107",
+    "leaked-evaluation-data",
+    "error",
+    "the model has trained on samples that the metric counts, so the metric is too good",
+    "use the same seed on all ranks: `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+    find,
+)

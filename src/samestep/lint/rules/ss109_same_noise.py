@@ -1,0 +1,120 @@
+"""All ranks draw the same random numbers.
+
+`torch.manual_seed(42)` on every rank gives all ranks the same stream. Noise that the training step draws for its
+samples is then the same on every rank: a step of N ranks sees as many different draws as one rank.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(42)  # SS109
+dataset = torch.arange(64.0).reshape(64, 1)
+loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    noise = torch.randn_like(x)
+    optimizer.zero_grad()
+    (model(x + noise) - noise).square().mean().backward()
+    optimizer.step()
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(42)
+dataset = torch.arange(64.0).reshape(64, 1)
+loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(42 + dist.get_rank())
+for x in loader:
+    noise = torch.randn_like(x)
+    optimizer.zero_grad()
+    (model(x + noise) - noise).square().mean().backward()
+    optimizer.step()
+```
+
+Source: huggingface/accelerate#236, Robbyant/lingbot-vla-v2#41.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event
+from samestep.lint.loader_loops import is_data_parallel, training_loops
+from samestep.lint.rule import Analysis, Rule
+from samestep.lint.values import ContainerValue, Value
+
+_SEEDS_ALL = ("seed_everything", "set_seed")
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for noise of the training step whose seed is the same on all ranks."""
+    if analysis.of("samestep") or not is_data_parallel(analysis):
+        return
+    for event in analysis.of("draw"):
+        if not _is_noise_of_step(analysis, event) or not _has_rows(event):
+            continue
+        if event.generator is not None and event.generator.constant is not None:
+            continue
+        library = "numpy" if event.name.startswith("numpy") else "torch"
+        seeds = [each for each in analysis.of("seed") if each.order < event.order and _seeds(each, library)]
+        if analysis.of("trainer"):
+            seeds = [each for each in analysis.of("seed") if _seeds(each, library)]
+        if seeds and not any(each.value.differs for each in seeds) and seeds[-1].rank_guard is None:
+            yield RULE.finding(
+                seeds[-1].location,
+                "this seed is the same on all ranks, and the training step draws its noise from it",
+                evidence=[f"`{event.name}` draws the noise of each sample ({event.location})"],
+                related=[event.location],
+            )
+            return
+
+
+def _is_noise_of_step(analysis: Analysis, event: Event) -> bool:
+    if event.rank_guard is not None or not event.is_grad or "dataset" in event.contexts:
+        return False
+    if "hook:training_step" in event.contexts:
+        return True
+    loops = {id(loop) for _, loop, _ in training_loops(analysis)}
+    return any(id(loop) in loops for loop in event.loops)
+
+
+def _has_rows(event: Event) -> bool:
+    """Whether there is a draw for each sample: the shape comes from the batch. Ranks may have to agree on a number."""
+    if event.name.endswith("_like"):
+        return True
+    return any(_is_from_batch(value) for value in event.arguments)
+
+
+def _is_from_batch(value: Value) -> bool:
+    values = [value, *value.values()] if isinstance(value, ContainerValue) else [value]
+    return any(taint.kind == "data" for each in values for taint in each.taints)
+
+
+def _seeds(event: Event, library: str) -> bool:
+    if "worker_init" in event.contexts:
+        return False
+    return event.which.startswith(library) or event.which.rpartition(".")[2] in _SEEDS_ALL
+
+
+RULE = Rule(
+    "SS109",
+    "same-noise",
+    "error",
+    "the noise of the ranks is not independent: a step of N ranks sees as many different draws as one rank",
+    "add the rank to the seed after the model is built: `torch.manual_seed(seed + rank)`",
+    find,
+)

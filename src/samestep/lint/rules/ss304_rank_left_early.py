@@ -1,0 +1,141 @@
+"""A rank leaves a loop before the others.
+
+Early stopping on the validation loss of this rank's own samples, or on its own clock, ends the loop on one rank. The
+others wait in the next backward pass or collective for a rank that never comes.
+
+Bad:
+
+```python
+import torch.distributed as dist
+from torch.nn import Linear
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def train(dataset):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(Linear(4, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+    for x, y in loader:
+        loss = mse_loss(model(x), y)
+        if loss.item() < 0.01:  # SS304
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+```
+
+Good:
+
+```python
+import torch.distributed as dist
+from torch.nn import Linear
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def train(dataset):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(Linear(4, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+    for x, y in loader:
+        loss = mse_loss(model(x), y)
+        largest = loss.detach().clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if largest.item() < 0.01:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+```
+
+Source: Lightning-AI/pytorch-lightning#5865, Project-MONAI/tutorials#1461.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event, Guard, Loop
+from samestep.lint.rank_decisions import (
+    comes_from_reduce,
+    exchanging_loops,
+    is_about_sizes,
+    is_matched,
+    own_loops,
+    reads_clock,
+)
+from samestep.lint.rule import Analysis, Rule, explain
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for ways out of loops that ranks take at different times."""
+    loops = exchanging_loops(analysis)
+    reported = set[int]()
+    for event in _exits(analysis):
+        loop = _left_loop(event, loops)
+        guard = _guard(event, loop) if loop is not None else None
+        if loop is None or guard is None or id(guard.node) in reported or "join" in event.contexts:
+            continue
+        if is_matched(analysis, event, analysis.of(event.kind)):
+            continue
+        reported.add(id(guard.node))
+        needed = loops[id(loop)]
+        why = explain(guard) if guard.differs else [f"`{guard.text}` reads the clock of each process"]
+        yield RULE.finding(
+            guard.location,
+            "a rank leaves this loop alone, and the others wait for it",
+            evidence=[*why, f"the loop needs all ranks ({needed.location})"],
+            related=[event.location, needed.location],
+        )
+
+
+def _exits(analysis: Analysis) -> list[Event]:
+    """`break`, `return`, and exits with the status 0; the launcher ends all ranks if one fails."""
+    exits = [
+        event
+        for event in analysis.of("call")
+        if event.name in ("sys.exit", "exit", "quit") and _is_success(event.arguments)
+    ]
+    return [*analysis.of("break", "return"), *exits]
+
+
+def _is_success(arguments: list[object]) -> bool:
+    return not arguments or getattr(arguments[0], "constant", 1) in (0, None)
+
+
+def _left_loop(event: Event, loops: dict[int, Event]) -> Loop | None:
+    around = list(own_loops(event))
+    if event.kind == "break":
+        around = around[:1]
+    return next((loop for loop in around if id(loop) in loops), None)
+
+
+def _guard(event: Event, loop: Loop) -> Guard | None:
+    """The innermost condition inside of the loop in which the ranks differ."""
+    for guard in reversed(event.guards):
+        is_inside = guard.location.file == loop.location.file and guard.location.line > loop.location.line
+        if not is_inside or guard.kind not in ("if", "case") or guard.location.function != loop.location.function:
+            continue
+        if comes_from_reduce(guard.taints) or is_about_sizes(guard):
+            continue
+        if guard.differs or (reads_clock(guard) and not guard.is_negated):
+            return guard
+    return None
+
+
+RULE = Rule(
+    "SS304",
+    "rank-left-early",
+    "error",
+    "the other ranks wait for it until the timeout",
+    "decide together: `dist.all_reduce` the value before the decision, or `dist.broadcast` the decision of rank 0",
+    find,
+)

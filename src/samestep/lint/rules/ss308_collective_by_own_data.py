@@ -1,0 +1,81 @@
+"""A collective under a condition on this rank's own data.
+
+The accuracy of a rank's own validation samples, its own loss, or the content of its own batch is not the same on all
+ranks. If a condition on it decides whether a collective is called, some ranks call it and others do not.
+
+Bad:
+
+```python
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def check(dataset):
+    dist.init_process_group("nccl")
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False))
+    smallest = min(x.min().item() for x in loader)
+    if smallest < 0:
+        dist.barrier()  # SS308
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def check(dataset):
+    dist.init_process_group("nccl")
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False))
+    smallest = torch.tensor(min(x.min().item() for x in loader))
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    if smallest.item() < 0:
+        dist.barrier()
+```
+
+Source: Lightning-AI/pytorch-lightning#5865, Lightning-AI/pytorch-lightning#19045.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.rank_decisions import (
+    collective_name,
+    collectives,
+    comes_from_reduce,
+    data_guard,
+    is_matched,
+    leaves_loop,
+)
+from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for collectives that depend on values of one rank."""
+    found = collectives(analysis)
+    for event in found:
+        guard = data_guard(event)
+        if guard is None or comes_from_reduce(guard.taints) or is_matched(analysis, event, found):
+            continue
+        if leaves_loop(analysis, guard):
+            continue
+        location = call_in_guard(event, guard)
+        where = f" (in {event.location.function}, line {event.location.line})" if location != event.location else ""
+        yield RULE.finding(
+            location,
+            f"`{collective_name(event)}`{where} is called only if this rank's own data says so",
+            evidence=explain(guard),
+            related=[guard.location, event.location],
+        )
+
+
+RULE = Rule(
+    "SS308",
+    "collective-by-own-data",
+    "error",
+    "ranks that decide differently wait for each other until the timeout",
+    "reduce the value over all ranks before the condition, or broadcast the decision of rank 0",
+    find,
+)

@@ -1,0 +1,136 @@
+"""The metric of one rank's samples is reported as everyone's.
+
+With a DistributedSampler, or a loader that Accelerate or Fabric prepared, each rank evaluates its own part of the
+data. What rank 0 prints without a reduction covers its part only, and the part depends on the number of ranks.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@torch.no_grad()
+def evaluate(model, dataset):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(model)
+    correct, total = torch.tensor(0), torch.tensor(0)
+    for x, y in DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False, drop_last=True)):
+        correct += (model(x).argmax(1) == y).sum()
+        total += len(y)
+    accuracy = correct / total  # SS401
+    if dist.get_rank() == 0:
+        print(f"accuracy {accuracy:.3f}")
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@torch.no_grad()
+def evaluate(model, dataset):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(model)
+    correct, total = torch.tensor(0), torch.tensor(0)
+    for x, y in DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False, drop_last=True)):
+        correct += (model(x).argmax(1) == y).sum()
+        total += len(y)
+    dist.all_reduce(correct)
+    dist.all_reduce(total)
+    accuracy = correct / total
+    if dist.get_rank() == 0:
+        print(f"accuracy {accuracy:.3f}")
+```
+
+Source: Lightning-AI/pytorch-lightning#2398, huggingface/accelerate#226.
+"""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from samestep.findings import Finding, Location
+from samestep.lint.events import Event
+from samestep.lint.rank_decisions import evaluation_taint, metric_origin, rank_guard, sharded_evaluation
+from samestep.lint.rule import Analysis, Rule
+from samestep.lint.values import ContainerValue, ServiceValue, TensorValue, Value
+
+_LOGGING: Final = frozenset({
+    "info", "warning", "debug", "log", "log_metrics", "add_scalar", "add_scalars", "write", "print", "dump",
+    "log_metric", "rank_zero_info", "writerow", "report",
+})  # fmt: skip
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for output on one rank of values that come from its own evaluation samples."""
+    loaders = sharded_evaluation(analysis)
+    if not loaders or analysis.uses_samestep:
+        return
+    texts = {id(event.node): event for event in analysis.of("text")}
+    evaluating = {
+        (each.location.file, each.location.function) for each in analysis.of("loop") if each.loop.loader is not None
+    }
+    reported = set[tuple[str, int]]()
+    for event in analysis.of("print", "call"):
+        if not _is_output(event) or not _is_on_one_rank(event):
+            continue
+        for value in _values(event, texts):
+            origin, taint = metric_origin(value), evaluation_taint(value.taints, loaders)
+            if origin is None or taint is None:
+                continue
+            location = _location(origin, event, evaluating)
+            if (location.file, location.line) in reported:
+                continue
+            reported.add((location.file, location.line))
+            yield RULE.finding(
+                location,
+                "the metric covers the samples of one rank, and is reported for all",
+                evidence=[f"{taint.text} ({taint.location})", f"one rank reports it ({event.location})"],
+                related=[event.location],
+            )
+
+
+def _location(origin: TensorValue, event: Event, evaluating: set[tuple[str, str]]) -> Location:
+    """The quotient, if it is where the samples are read; a mean that a meter computes is reported where it is used."""
+    found = origin.location
+    if found is None or ((found.file, found.function) not in evaluating and found.function != event.location.function):
+        return event.location
+    return found
+
+
+def _is_output(event: Event) -> bool:
+    return event.kind == "print" or str(event.name).rpartition(".")[2] in _LOGGING
+
+
+def _is_on_one_rank(event: Event) -> bool:
+    if rank_guard(event) is not None:
+        return True
+    owner = event.data.get("owner")
+    return isinstance(owner, ServiceValue) and owner.kind in ("accelerator", "fabric")
+
+
+def _values(event: Event, texts: dict[int, Event]) -> Iterator[Value]:
+    """What is written, also inside of f-strings and dictionaries."""
+    inside = [texts[id(node)] for node in ast.walk(event.node) if id(node) in texts]
+    passed: list[Value] = [*event.arguments, *(part for text in inside for part in text.parts)]
+    for value in passed:
+        yield value
+        if isinstance(value, ContainerValue):
+            yield from value.values()
+
+
+RULE = Rule(
+    "SS401",
+    "one-shard-metric",
+    "error",
+    "the reported metric covers a part of the data, and which part depends on the number of ranks",
+    "`dist.all_reduce` the sum and the count before the division; `accelerator.gather_for_metrics`; torchmetrics",
+    find,
+)

@@ -1,0 +1,88 @@
+"""The best checkpoint is chosen by the metric of one rank.
+
+If a condition on the validation loss of a rank's own samples decides whether a checkpoint is written, the checkpoint
+that is kept is the best one for a part of the data, and the ranks disagree about it.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@torch.no_grad()
+def keep_best(model, dataset, best):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(model)
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False, drop_last=True))
+    loss = sum(model(x).mean() for x in loader)
+    if loss < best and dist.get_rank() == 0:  # SS405
+        torch.save(model.module.state_dict(), "best.pt")
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@torch.no_grad()
+def keep_best(model, dataset, best):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(model)
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False, drop_last=True))
+    loss = sum(model(x).mean() for x in loader)
+    dist.all_reduce(loss)
+    if loss < best and dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), "best.pt")
+```
+
+Source: Lightning-AI/pytorch-lightning#5865.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event, Guard
+from samestep.lint.rank_decisions import evaluation_taint, sharded_evaluation
+from samestep.lint.rule import Analysis, Rule, explain
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for files that are written because of a rank's own evaluation."""
+    loaders = sharded_evaluation(analysis)
+    if not loaders or analysis.uses_samestep:
+        return
+    reported = set[int]()
+    for event in analysis.of("write"):
+        guard = _guard(event, set(loaders))
+        if guard is not None and id(guard.node) not in reported:
+            reported.add(id(guard.node))
+            yield RULE.finding(
+                guard.location,
+                "a rank's own metric decides whether this checkpoint is the best",
+                evidence=[*explain(guard), f"it is written here ({event.location})"],
+                related=[event.location],
+            )
+
+
+def _guard(event: Event, loaders: set[tuple[str, int]]) -> Guard | None:
+    for guard in reversed(event.guards):
+        if guard.kind == "if" and evaluation_taint(guard.taints, loaders) is not None:
+            return guard
+    return None
+
+
+RULE = Rule(
+    "SS405",
+    "best-by-own-metric",
+    "error",
+    "the checkpoint that is kept is the best for a part of the data, and depends on the number of ranks",
+    "`dist.all_reduce` the sum and the count of the metric before the comparison",
+    find,
+)

@@ -1,0 +1,91 @@
+"""Several ranks write to the same file.
+
+Every rank runs the whole script. A `torch.save`, a log or an archive that is extracted without a condition on the
+rank is written by all ranks at the same time: rows appear twice or are lost, and a checkpoint may be corrupt.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+torch.save(model.module.state_dict(), "model.pt")  # SS501
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+if dist.get_rank() == 0:
+    torch.save(model.module.state_dict(), "model.pt")
+```
+
+Source: pytorch/tutorials#3065, pytorch/vision#8707, open-mmlab/mmpretrain#273.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event
+from samestep.lint.file_access import is_on_all_ranks, is_shared, path_text
+from samestep.lint.rule import Analysis, Rule, explain
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for files that all ranks write."""
+    for event in analysis.of("write"):
+        yield from _once_per_node(event)
+        if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
+            continue
+        if _is_before_ranks(analysis, event):
+            continue
+        yield RULE.finding(
+            event.location,
+            f"every rank writes `{path_text(event)}`",
+            evidence=[f"`{event.how}` has no condition on the rank", *_launch(analysis)],
+            severity="warning" if "download" in event.how or "FileHandler" in event.how else None,
+        )
+
+
+def _once_per_node(event: Event) -> Iterator[Finding]:
+    """A write under a condition on the local rank alone: one process of each node does it."""
+    guards = [guard for guard in event.guards if guard.depends_on_rank]
+    taints = [taint for guard in guards for taint in guard.taints if taint.kind == "rank"]
+    is_local = bool(taints) and all(taint.is_local for taint in taints) and guards[-1].kind == "if"
+    if is_local and not guards[-1].is_negated and is_shared(event.path) and "uncalled" not in event.contexts:
+        yield RULE.finding(
+            event.location,
+            f"one rank of every node writes `{path_text(event)}`",
+            evidence=explain(guards[-1]),
+            severity="note",
+            repair="use the rank among all ranks, `if dist.get_rank() == 0:`, if the nodes share the folder",
+        )
+
+
+def _is_before_ranks(analysis: Analysis, event: Event) -> bool:
+    """Whether the process that starts the ranks writes, before `spawn`."""
+    spawns = analysis.of("spawn")
+    return bool(spawns) and event.order < spawns[0].order and not any("spawn" in name for name in event.contexts)
+
+
+def _launch(analysis: Analysis) -> list[str]:
+    found = analysis.of("init_group", "accelerator", "fabric", "trainer", "spawn", "wrap")
+    return [f"the script runs on several ranks ({found[0].location})"] if found else []
+
+
+RULE = Rule(
+    "SS501",
+    "file-written-by-several-ranks",
+    "error",
+    "the writes interleave: rows appear twice or are lost, and a checkpoint may be corrupt",
+    "write on rank 0 only: `if dist.get_rank() == 0:`",
+    find,
+)

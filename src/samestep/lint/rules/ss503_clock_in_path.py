@@ -1,0 +1,71 @@
+"""A folder or file that is named after the clock of each process.
+
+Every rank reads its own clock, so the names differ if the ranks start a moment apart. The parts of a checkpoint are
+then scattered over several folders.
+
+Bad:
+
+```python
+import os
+import time
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+folder = f"runs/{time.strftime('%Y-%m-%d-%H-%M-%S')}"  # SS503
+os.makedirs(folder, exist_ok=True)
+```
+
+Good:
+
+```python
+import os
+import time
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+names = [f"runs/{time.strftime('%Y-%m-%d-%H-%M-%S')}"]
+dist.broadcast_object_list(names, src=0)
+os.makedirs(names[0], exist_ok=True)
+```
+
+Source: TensorAuto/OpenTau#396, Lightning-AI/pytorch-lightning#3071.
+"""
+
+from collections.abc import Iterator
+
+from samestep.findings import Finding, Location
+from samestep.lint.file_access import is_on_all_ranks
+from samestep.lint.rule import Analysis, Rule
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for paths that several ranks use and that depend on a clock."""
+    seen = set[Location]()
+    spawns = analysis.of("spawn")
+    for event in analysis.of("write", "folder"):
+        clock = event.path.clock
+        if clock is None or clock in seen or not is_on_all_ranks(event):
+            continue
+        if spawns and event.order < spawns[0].order:
+            continue
+        seen.add(clock)
+        what = "creates a folder" if event.kind == "folder" else "writes a file"
+        yield RULE.finding(
+            clock,
+            f"every rank {what} that is named after its own clock",
+            evidence=[f"the path is used here, on all ranks ({event.location})"],
+            related=[event.location],
+        )
+
+
+RULE = Rule(
+    "SS503",
+    "clock-in-path",
+    "error",
+    "the files of a run are scattered over folders whose names differ between ranks",
+    "let rank 0 choose the name, `names = [name]; dist.broadcast_object_list(names, src=0)`, or use an argument or the "
+    "id of the job",
+    find,
+)

@@ -1,0 +1,170 @@
+"""Accumulated losses that are not divided once by their number.
+
+`loss.backward()` adds to the gradient. After four micro-batches it is the sum of four means, four times that of one
+large batch, unless each loss is divided by four. Accelerate divides by itself if it knows the number of micro-batches:
+a script that divides too divides twice, and a plain `loss.backward()` under Accelerate is not divided.
+
+Bad:
+
+```python
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("nccl")
+model = DDP(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    for i in range(4):
+        model.require_backward_grad_sync = i == 3
+        x, y = torch.randn(16, 8), torch.randn(16, 1)
+        loss = F.mse_loss(model(x), y)
+        loss.backward()  # SS602
+    optimizer.step()
+    optimizer.zero_grad()
+```
+
+Good:
+
+```python
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("nccl")
+model = DDP(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    for i in range(4):
+        model.require_backward_grad_sync = i == 3
+        x, y = torch.randn(16, 8), torch.randn(16, 1)
+        loss = F.mse_loss(model(x), y) / 4
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+```
+
+Source: karpathy/nanoGPT#168, huggingface/accelerate#641, huggingface/diffusers#10553.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from samestep.findings import Finding
+from samestep.lint.events import Event
+from samestep.lint.module_trees import exchanges
+from samestep.lint.rule import Analysis, Rule
+from samestep.lint.training_steps import Accumulation, Factor, accumulation_option, accumulations, factors
+from samestep.lint.values import MethodValue, TensorValue, Value, options_of
+
+_SCALING = ("div_", "mul_", "true_divide_")
+
+
+def find(analysis: Analysis) -> Iterator[Finding]:
+    """Look for accumulated losses, and for what they are divided by."""
+    if not _scales_gradients(analysis):
+        for group in accumulations(analysis):
+            yield from _undivided(analysis, group)
+    yield from _divided_twice(analysis)
+    yield from _without_framework(analysis)
+
+
+def _scales_gradients(analysis: Analysis) -> bool:
+    """Whether the script divides the gradients instead of the loss."""
+    for event in analysis.of("in_place", "assign_attribute"):
+        owners = [each for each in options_of(event.owner) if isinstance(each, TensorValue)]
+        if event.kind == "in_place" and event.name in _SCALING and any(each.content == "gradient" for each in owners):
+            return not exchanges(analysis, "gradient") or not event.value or not event.value.is_world
+        if event.kind == "assign_attribute" and event.name == "grad" and any(each.content for each in owners):
+            return True
+    return any("foreach_div" in event.name or "foreach_mul" in event.name for event in analysis.of("call"))
+
+
+def _is_mean(event: Event) -> bool:
+    losses = [each for each in options_of(event.loss) if isinstance(each, TensorValue)]
+    return bool(losses) and all(each.is_mean for each in losses)
+
+
+def _is_divided(event: Event, count: object) -> bool:
+    """Whether the loss may be divided by the number of micro-batches, also if only under a condition."""
+    return any(_may_divide(factor, count) for each in options_of(event.loss) for factor in factors(each))
+
+
+def _undivided(analysis: Analysis, group: Accumulation) -> Iterator[Finding]:
+    event = group.backward
+    if not _is_mean(event) or accumulation_option(analysis) is not None:
+        return
+    count = group.count.value if isinstance(group.count, ast.Constant) else None
+    same = [each for each in analysis.of("backward") if each.node is event.node]  # an event per value that it may be
+    if count == 1 or any(_is_divided(each, count) for each in same):
+        return
+    where = "after the loop" if group.is_inner else "after several of them"
+    yield RULE.finding(
+        event.location,
+        "the loss of a micro-batch is a mean, and the gradients of several are added without a division",
+        evidence=[f"the optimizer takes a step {where} ({group.step.location})"],
+        related=[group.step.location],
+    )
+
+
+def _may_divide(factor: Factor, count: object) -> bool:
+    """Whether a factor may be the number of micro-batches: not a weight, such as 0.5, that is written as a number."""
+    constant = factor.operand.constant
+    if not factor.operand.is_known or not isinstance(constant, int | float) or not isinstance(count, int):
+        return not isinstance(factor.operand, TensorValue) or factor.operation == "/"
+    if factor.operation == "/":
+        return constant == count
+    return abs(constant * count - 1) < 1e-6
+
+
+def _divided_twice(analysis: Analysis) -> Iterator[Finding]:
+    option = accumulation_option(analysis)
+    for event in analysis.of("backward"):
+        if option is None or event.via != "accelerator":
+            continue
+        for factor in factors(event.loss):
+            if factor.operation == "/" and factor.location is not None and _is_same(factor.operand, option):
+                yield RULE.finding(
+                    factor.location,
+                    "the loss is divided here, and `accelerator.backward` divides it again",
+                    evidence=[f"the Accelerator knows the number of micro-batches ({option.location})"],
+                    related=[event.location],
+                    repair="remove the division, or leave `gradient_accumulation_steps` out of `Accelerator(...)`",
+                )
+
+
+def _is_same(value: Value, option: Value) -> bool:
+    if value is option or (value.is_known and value.constant == option.constant):
+        return True
+    if isinstance(value, MethodValue):
+        name = option.attribute if isinstance(option, MethodValue) else ""
+        return value.attribute in (name, "gradient_accumulation_steps")
+    return False
+
+
+def _without_framework(analysis: Analysis) -> Iterator[Finding]:
+    option = accumulation_option(analysis)
+    for event in analysis.of("backward"):
+        if option is None or event.via != "tensor" or "accumulate" not in event.contexts:
+            continue
+        if _is_mean(event) and not _is_divided(event, option.constant):
+            yield RULE.finding(
+                event.location,
+                "`loss.backward()` does not divide the loss by the number of micro-batches",
+                evidence=[f"the Accelerator accumulates ({option.location})"],
+                repair="`accelerator.backward(loss)`, which divides by the number of micro-batches",
+            )
+
+
+RULE = Rule(
+    "SS602",
+    "accumulation-scale",
+    "error",
+    "the effective learning rate and the threshold of clipping change with the number of micro-batches",
+    "`(loss / accumulation_steps).backward()`",
+    find,
+)
