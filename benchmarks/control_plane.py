@@ -1,20 +1,23 @@
 """The cost of the control plane: how long N ranks take to start and to step, compared with hand-written DDP.
 
-    python benchmarks/control_plane.py [--nproc 8 32 64 128] [--rounds 3] [--phases]
+    python benchmarks/control_plane.py [--nproc 8 32 64 128] [--rounds 3] [--limit 420] [--phases]
     python benchmarks/control_plane.py --store [--nproc 1024 4096]
 
 Each contender starts N processes with gloo and one thread each, as torchrun does, imports what it needs and trains a
 small model, so that what remains is the cost of starting, connecting and stepping together. Contenders take turns, and
-ratios are medians over the rounds. "first" is the time from the start of the processes to the end of the first
-optimizer step on the last rank, "step" the median time of a step on rank 0 after that. A start of one rank comes first,
-so that the bytecode of all modules exists, as after an installation. With --phases, the seconds of
-rank 0 until it has imported, connected, wrapped the model, and stepped. With --store, the requests and the
-seconds that the store needs for one check of N waiting ranks, which happens once per one to five seconds.
+ratios are medians over the rounds: by default 3 with up to 32 ranks, 1 with more, which also take fewer steps. "first"
+is the time from the start of the processes to the end of the first optimizer step on the last rank, "step" the median
+time of a step on rank 0 after that. A start of one rank comes first, so that the bytecode of all modules exists, as
+after an installation. With --phases, a line whenever all ranks have finished a phase, and the seconds of rank 0 until
+it has imported, connected, wrapped the model, stepped once, and stepped to the end. All starts of one number of ranks
+together may take --limit seconds. With --store, the requests and the seconds that the store needs for one check of N
+waiting ranks, which happens once per one to five seconds.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import socket
 import statistics
@@ -24,9 +27,15 @@ import tempfile
 import time
 from pathlib import Path
 
-WIDTH, ROWS, WARM, TIMED = 64, 8, 40, 160
+WIDTH, ROWS = 64, 8
+MANY = 32  # with more ranks than this, fewer steps and rounds
 BYTECODE = str(Path(tempfile.gettempdir()) / "samestep-bytecode")
-PHASES = ("import", "connect", "wrap", "first step")
+PHASES = ("import", "connect", "wrap", "first step", "all steps")
+
+
+def step_counts(ranks: int) -> tuple[int, int]:
+    """How many steps come before those that are timed, and how many are timed."""
+    return (40, 160) if ranks <= MANY else (10, 40)
 
 
 def train_with_ddp(mark) -> list[float]:
@@ -45,7 +54,7 @@ def train_with_ddp(mark) -> list[float]:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     mark("wrap")
-    data = TensorDataset(torch.randn(ROWS * dist.get_world_size() * (WARM + TIMED), WIDTH))
+    data = TensorDataset(torch.randn(ROWS * dist.get_world_size() * sum(step_counts(dist.get_world_size())), WIDTH))
     ends = []
     for (x,) in DataLoader(data, ROWS, sampler=DistributedSampler(data)):
         model(x).square().mean().backward()
@@ -74,7 +83,7 @@ def train_with_samestep(mark) -> list[float]:
         model = run.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         mark("wrap")
-        data = run.shard(TensorDataset(torch.randn(ROWS * ranks * (WARM + TIMED), WIDTH)), num_workers=0)
+        data = run.shard(TensorDataset(torch.randn(ROWS * ranks * sum(step_counts(ranks)), WIDTH)), num_workers=0)
         ends = []
         for epoch in data.epochs(1):
             for step in epoch:
@@ -89,19 +98,23 @@ def train_with_samestep(mark) -> list[float]:
 
 
 def run_rank(contender: str, folder: Path) -> None:
-    marks = {}
-    train = train_with_ddp if contender == "ddp" else train_with_samestep
-    ends = train(lambda phase: marks.setdefault(phase, time.monotonic()))
-    result = {"marks": marks, "ends": ends, "cpu": time.process_time()}
-    (folder / os.environ["RANK"]).write_text(json.dumps(result))
+    marks, rank = {}, os.environ["RANK"]
+
+    def mark(phase: str) -> None:
+        marks[phase] = time.monotonic()
+        (folder / f"{rank} {phase}").touch()
+
+    ends = (train_with_ddp if contender == "ddp" else train_with_samestep)(mark)
+    mark("all steps")
+    (folder / rank).write_text(json.dumps({"marks": marks, "ends": ends, "cpu": time.process_time()}))
     os._exit(0)  # gloo may abort a process that ends while its threads run
 
 
-def start(contender: str, ranks: int) -> dict[str, object]:
+def start(contender: str, ranks: int, deadline: float = math.inf, phases: bool = False) -> dict[str, object]:
     """Run one contender on N ranks; returns its times in seconds."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as free, tempfile.TemporaryDirectory() as name:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port, folder = free.getsockname()[1], Path(name)
         free.close()
         since, processes = time.monotonic(), []
         for rank in range(ranks):
@@ -121,11 +134,14 @@ def start(contender: str, ranks: int) -> dict[str, object]:
             }
             command = [sys.executable, Path(__file__).resolve(), "--rank-of", contender, folder]
             processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=folder))
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise SystemExit(f"{contender} on {ranks} ranks: exit codes {sorted(set(codes))}")
-        results = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
-    ends = results[0]["ends"][WARM:]
+        try:
+            wait(contender, folder, processes, deadline, phases)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+    ends = results[0]["ends"][step_counts(ranks)[0] :]
     marks = [since, *(results[0]["marks"][phase] for phase in PHASES)]
     return {
         "first": max(result["marks"]["first step"] for result in results) - since,
@@ -135,12 +151,36 @@ def start(contender: str, ranks: int) -> dict[str, object]:
     }
 
 
-def compare(ranks: int, rounds: int, phases: bool) -> None:
+def wait(contender: str, folder: Path, processes: list[subprocess.Popen], deadline: float, phases: bool) -> None:
+    """Wait until all ranks have ended; with `phases`, print when all of them have finished each phase."""
+    since, ranks, left = time.monotonic(), len(processes), list(PHASES)
+    while None in (codes := [process.poll() for process in processes]) or left:
+        done = {phase: len(list(folder.glob(f"* {phase}"))) for phase in left}
+        while left and done[left[0]] == ranks:
+            phase, seconds = left.pop(0), time.monotonic() - since
+            if phases:
+                print(f"     {ranks} ranks, {contender}: {phase} after {seconds:.1f} s", flush=True)
+        if any(codes):
+            raise SystemExit(f"{contender} on {ranks} ranks: exit codes {sorted({code for code in codes if code})}")
+        if time.monotonic() > deadline:
+            shown = ", ".join(f"{count} of them {phase}" for phase, count in done.items())
+            raise TimeoutError(f"{contender} on {ranks} ranks did not end before the limit ({shown})")
+        time.sleep(0.2)
+
+
+def compare(ranks: int, rounds: int, limit: float, phases: bool) -> None:
     """Let the contenders take turns, and print the ratios."""
-    times = {"ddp": [], "samestep": []}
-    for turn in range(rounds):
-        for contender in sorted(times, reverse=bool(turn % 2)):
-            times[contender].append(start(contender, ranks))
+    times, deadline = {"ddp": [], "samestep": []}, time.monotonic() + limit
+    try:
+        for turn in range(rounds):
+            for contender in sorted(times, reverse=bool(turn % 2)):
+                times[contender].append(start(contender, ranks, deadline, phases))
+    except TimeoutError as error:
+        print(f"{ranks:4d} ranks: {error}", flush=True)
+    complete = min(map(len, times.values()))  # a round that the limit has ended does not count
+    if not complete:
+        return
+    times = {contender: rows[:complete] for contender, rows in times.items()}
     median = {
         (contender, what): statistics.median(each[what] for each in times[contender])
         for contender in times
@@ -191,7 +231,8 @@ def measure_store(ranks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, nargs="+", help="numbers of ranks")
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each contender")
+    parser.add_argument("--rounds", type=int, help="starts of each contender")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds for all starts of one number of ranks")
     parser.add_argument("--phases", action="store_true", help="also print what rank 0 spends its start on")
     parser.add_argument("--store", action="store_true", help="measure one check of many waiting ranks instead")
     parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
@@ -209,7 +250,7 @@ def main() -> None:
     for contender in ("ddp", "samestep"):
         start(contender, 1)
     for ranks in args.nproc or (8, 32, 64, 128):
-        compare(ranks, args.rounds, args.phases)
+        compare(ranks, args.rounds or (3 if ranks <= MANY else 1), args.limit, args.phases)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,7 @@ class Rows:
 
 
 def checkpointed_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    from samestep.planner.model_parts import checkpointable_classes
+    from samestep.planner.traced_model import checkpointable_classes
 
     return checkpointable_classes(model, ())
 

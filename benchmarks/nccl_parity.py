@@ -2,7 +2,7 @@
 
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/nccl_parity.py
 
-NCCL 2.30 and newer accepts several ranks per GPU with that variable; each rank runs as a node of its own. The model has
+NCCL 2.30 and newer accepts several ranks per GPU with that variable; each rank runs as a separate node. The model has
 dropout and attention dropout, its inputs get noise, its loss is contrastive over all ranks, and everything is float64.
 """
 

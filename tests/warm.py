@@ -10,14 +10,16 @@ import faulthandler
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import get_all_start_methods, get_context, set_forkserver_preload, set_start_method
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,8 +31,9 @@ STACK_SIGNAL = signal.SIGRTMIN  # SIGUSR1 and SIGUSR2 ask a run to save and stop
 START_SECONDS = 120.0  # an import of torch on a busy machine
 # One process imports these, and every rank is forked from it: a start takes 0.3 CPU seconds instead of 4. None of them
 # starts a thread, except OpenBLAS, which survives a fork. The last line is what DDP and FSDP import when first used.
-PRELOADED = ["torch", "torch.distributed", "samestep.training.run", "samestep.loggers.tensorboard", "tensorboard"]
-PRELOADED += ["transformers.modeling_outputs"]
+PRELOADED = ["torch", "torch.distributed", "samestep.training.run", "samestep.loggers.run_files", "tensorboard"]
+PRELOADED += ["transformers.modeling_outputs", "samestep.checkpoint.restore"]
+PRELOADED += ["samestep.cli.main", "samestep.cli.run_command", "samestep.launch.launcher"]  # of forked launchers
 PRELOADED += ["torch._dynamo", "torch._inductor.config", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 # After a rank has failed, the others get this long to fail by themselves. Then the failed process is killed, as a
 # launcher would do, and the others get the second time to notice.
@@ -121,8 +124,6 @@ def die_with_parent() -> None:
 
 def seed_differently() -> None:
     """Give the generators of each rank a state of its own, as in processes that are not forked from one."""
-    import random
-
     import numpy
 
     random.seed()
@@ -175,7 +176,6 @@ def destroy_group() -> None:
 @contextmanager
 def job_environment(job: Job) -> Iterator[None]:
     """Set the variables and the folder of a job and turn warnings into errors; then restore everything, RNGs too."""
-    import random
     import warnings
 
     import numpy
@@ -410,7 +410,16 @@ def torchrun_variables(rank: int, size: int, nodes: int, port: int) -> dict[str,
 
 
 def free_port() -> int:
-    """Find a port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Find a port that no other test and no outgoing connection takes before the caller does.
+
+    The ports of this worker of pytest follow each other, below those that Linux gives to outgoing connections.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    while True:
+        port = 12000 + 2000 * worker + next(_PORT_NUMBERS) % 2000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+_PORT_NUMBERS = count(random.SystemRandom().randrange(2000))  # another pytest may run on this machine

@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OPEN, CLOSE = "<!-- tree -->", "<!-- /tree -->"
 INDENT = "  "
+SITE = "sitecustomize.py"
+ON_PYTHON_PATH = "A folder for PYTHONPATH, not a package: Python runs the file in it when it starts."
 
 # Folders with one line for all their files.
 FOLDERS = {
@@ -38,13 +40,14 @@ def first_line(module: Path) -> str:
 
 def entries(package: Path, depth: int) -> Iterator[tuple[str, str]]:
     """Walk a package: its own line, its modules, then its subpackages."""
-    yield f"{INDENT * depth}{package.name}/", first_line(package / "__init__.py")
+    own = package / "__init__.py"
+    yield f"{INDENT * depth}{package.name}/", first_line(own) if own.exists() else ON_PYTHON_PATH
     for module in sorted(package.glob("*.py")):
         if module.name != "__init__.py":
             yield f"{INDENT * (depth + 1)}{module.name}", first_line(module)
     for inner in sorted(package.iterdir()):
         if inner.is_dir() and any(inner.glob("*.py")):
-            if not (inner / "__init__.py").exists():
+            if not (inner / "__init__.py").exists() and [path.name for path in inner.glob("*.py")] != [SITE]:
                 raise TreeError(f"{inner.relative_to(ROOT)}/ has no __init__.py: add one that says what it is for")
             yield from entries(inner, depth + 1)
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LISTS = ("wording.py", "test_wording.py")  # files that contain the words to look for
 ALLOWED = 60  # a few are right in their place: a quotation, a name of another package
 CODE = ("src", "recipes", "benchmarks", "tools", "tests")
+EXCLUDED = ("tests/corpus",)  # scripts as people write them
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 
 # A word of an identifier -> what the field calls it.
@@ -153,7 +154,7 @@ def scan(root: Path) -> list[Occurrence]:
     """Scan a checkout of samestep."""
     found: list[Occurrence] = []
     for path in (path for folder in CODE for path in sorted((root / folder).rglob("*.py"))):
-        if path.name not in LISTS:
+        if path.name not in LISTS and not path.relative_to(root).as_posix().startswith(EXCLUDED):
             found += scan_code(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
     for page in (root / name for name in PAGES):
         for path in sorted(page.rglob("*.md")) if page.is_dir() else [page] if page.exists() else []:

@@ -17,14 +17,14 @@ _HOMES = {
     "sample_rng": "samestep.data.sample_rng",
     "sample_numpy_rng": "samestep.data.sample_rng",
     "epoch_setting": "samestep.data.sample_rng",
-    "read_metrics": "samestep.loggers.jsonl",
+    "read_metrics": "samestep.loggers.run_files",
 }
 
 if TYPE_CHECKING:
     from samestep.data.sample_rng import epoch_setting, sample_numpy_rng, sample_rng
     from samestep.environment.world import World
     from samestep.errors import SamestepError
-    from samestep.loggers.jsonl import read_metrics
+    from samestep.loggers.run_files import read_metrics
     from samestep.messages import SamestepWarning
     from samestep.training.run import Run
     from samestep.training.shard import Shard

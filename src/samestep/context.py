@@ -17,6 +17,7 @@ from samestep.distributed.collectives import PaddingFilter
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.metric_sync import MetricSync, StepCallback
 from samestep.distributed.once import Per, once
+from samestep.distributed.step_times import StepTimes
 from samestep.environment.world import World
 from samestep.errors import ConfigError
 from samestep.loggers.loggers import Loggers
@@ -101,6 +102,8 @@ class RunContext:
         self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
+        self.times = StepTimes(self.comm, self.device)
+        """What the steps of this rank are spent on."""
         self.randomness = ModelRandomness(
             self.config.seed, self.world.rank, self.device, self.warn_once, always=self.config.compile
         )

@@ -3,13 +3,14 @@
 import inspect
 import json
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,36 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:  # they take most of a second to import
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 GAMMA_DRAWS = torch._standard_gamma, torch._sample_dirichlet  # pyright: ignore[reportPrivateUsage]
 """What torch.distributions draws for Gamma, Beta, Dirichlet, Chi2 and StudentT."""
+
+
+def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
+    """Whether a tensor is sharded."""
+    return _is_instance(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp(module: object) -> "TypeIs[FSDPModule]":
+    """Whether `fully_shard` was called for a module."""
+    return _is_instance(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def is_fsdp1(module: object) -> bool:
+    """Whether a module is a FullyShardedDataParallel."""
+    return _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def _is_instance(value: object, module: str, name: str) -> bool:
+    """Whether a value is an instance of a class; without its module, which takes long to import, there is none."""
+    return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
 def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
@@ -135,7 +161,21 @@ def after_this_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))
 
 
-def reduce_unused_as_zeros(model: FSDPModule) -> None:
+def around_reduction(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around the callbacks in which DDP and FSDP wait for the gradients of other ranks.
+
+    To be called when this backward pass begins: DDP and FSDP queue their callbacks later.
+    """
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+
+    def first() -> None:
+        before()
+        queue(after)
+
+    queue(first)
+
+
+def reduce_unused_as_zeros(model: "FSDPModule") -> None:
     """Let ranks that did not use a parameter reduce zeros for it; before torch 2.13 the other ranks hang."""
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
@@ -143,7 +183,7 @@ def reduce_unused_as_zeros(model: FSDPModule) -> None:
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
             groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has a single group
             for group in [state._fsdp_param_group] if groups is None else groups:
@@ -224,6 +264,12 @@ def vmap_randomness() -> str | None:
     transforms = functorch.get_interpreter_stack() or ()
     inner = [each for each in transforms if each.key() == functorch.TransformType.Vmap]
     return functorch.CVmapInterpreterPtr(inner[-1]).randomness().name.lower() if inner else None
+
+
+def is_entered(mode: TorchFunctionMode) -> bool:
+    """Whether a torch function mode is entered, also after an exception that came between."""
+    modes: Any = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    return any(each is mode for each in modes)
 
 
 def is_compiled(module: nn.Module) -> bool:

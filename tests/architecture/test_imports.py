@@ -13,14 +13,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "samestep"
 COMMAND = str(Path(sys.executable).with_name("samestep"))
 
-TORCH_FREE = ("environment", "planner", "launch", "lint", "cli", "errors", "messages", "disk")
+TORCH_FREE = ("hang", "environment", "planner", "launch", "lint", "cli", "errors", "messages", "disk")
 # Modules of these packages that need torch when they are imported: name -> why.
 NEEDS_TORCH = {
     "samestep.environment.gpus": "asks torch which GPUs there are",
     "samestep.launch.agent": "is torch's elastic agent",
     "samestep.launch.launcher": "runs the agent",
     "samestep.planner.step_recorder": "follows tensors",
-    "samestep.planner.model_parts": "walks modules",
     "samestep.planner.calibration": "times kernels",
     "samestep.planner.trace": "traces a model",
     "samestep.planner.step_timing": "times steps",

@@ -102,7 +102,8 @@ def options(command: click.Command) -> set[str]:
 
 def arguments(words: list[str]) -> list[str]:
     """Return the words that belong to the command itself: those before the script or recipe."""
-    script = next((at for at, word in enumerate(words) if word.endswith(".py") or word in recipes()), len(words))
+    is_script = (word == "--" or word.endswith(".py") or word in recipes() for word in words)
+    script = next((at for at, found in enumerate(is_script) if found), len(words))
     return words[:script]
 
 

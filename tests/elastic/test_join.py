@@ -34,6 +34,7 @@ def start_saver(seconds: float, written: Path) -> "subprocess.Popen[str]":
     return process
 
 
+@pytest.mark.slow
 def test_running_ranks_save_and_are_not_waited_for_longer_than_needed(tmp_path: Path):
     ranks = [start_saver(seconds, tmp_path / f"{seconds}") for seconds in (0.5, 2.0)]
     signals = SignalHandler(shutdown_timeout=1, grace_period=60)

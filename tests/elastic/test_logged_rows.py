@@ -27,6 +27,7 @@ def rows_at_the_moment_of_saving(folder: str) -> list[int]:
     return [int(record["step"]) for record in records if "train/loss" in record]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_step_before_a_checkpoint_is_logged_when_the_checkpoint_is_published(ranks, tmp_path, size):
     for steps in ranks(size, rows_at_the_moment_of_saving, str(tmp_path / "out")):

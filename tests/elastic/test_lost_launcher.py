@@ -59,6 +59,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", [False, True], ids=["direct", "through a shell"])
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID=lab", "SLURM_PROCID=3"])
 def test_a_rank_exits_when_its_launcher_is_killed(tmp_path: Path, mark: str, name: str, shell: bool):
@@ -70,6 +71,7 @@ def test_a_rank_exits_when_its_launcher_is_killed(tmp_path: Path, mark: str, nam
     assert message.endswith("start the job again to resume\n")
 
 
+@pytest.mark.slow
 def test_a_process_started_by_a_shell_outlives_it(tmp_path: Path, mark: str):
     parent = start_parent(tmp_path, "RANK=3", shell=False)
     kill(parent)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from tests.elastic.kills import Launch, audited_world_sizes, largest_weight_difference, launch
 from tests.elastic.nodes import Nodes
 from tests.launch.launched import start, wait_for
+from tests.warm import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +36,7 @@ def finish(launched: Launch, node: str) -> None:
 def test_after_a_rank_is_killed_both_nodes_resume(tmp_path: Path, undisturbed: Path):
     """The launcher of the killed rank counts a restart; the other one may only see that the nodes changed."""
     out = tmp_path / "out"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     rendezvous = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=5")
     options = ("--nproc-per-node", "1", "--max-restarts", "5", *rendezvous)
     for name in "ab":
@@ -99,9 +97,7 @@ SAVES_ON_SIGTERM = """
 
 def test_a_third_node_joins_although_only_one_launcher_has_seen_it(tmp_path: Path):
     """The launcher that sees a new node first asks its ranks to save; the ranks of the other node save with them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     rendezvous = ("--nnodes", "2:3", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1")
     started = [start(tmp_path, SAVES_ON_SIGTERM, *rendezvous, "--nproc-per-node", "1", "train.py") for _ in range(2)]
     try:

@@ -13,6 +13,7 @@ from samestep.distributed.process_group import connect_store, rendezvous
 from samestep.environment.world import World, read_world
 from samestep.errors import WorldError
 from samestep.launch.rendezvous import RendezvousOptions, can_listen, choose_rendezvous, serve_own_endpoint
+from tests.warm import free_port
 
 
 @pytest.fixture
@@ -82,11 +83,6 @@ def second_of_two(port: int) -> World:
     return read_world({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def test_a_rank_waits_until_rank_0_listens():
     port = free_port()
     served: list[dist.TCPStore] = []
@@ -101,6 +97,7 @@ def test_a_rank_waits_until_rank_0_listens():
     assert results[0] == "value"
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_never_listens_is_reported_with_its_address():
     port = free_port()
     message = f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port} within 0.2 s: check that rank 0 has started, that"

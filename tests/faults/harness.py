@@ -15,8 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import get_all_start_methods, get_context, set_forkserver_preload, set_start_method
 from pathlib import Path
 from textwrap import dedent
@@ -80,6 +82,28 @@ def check(fault: Fault, folder: Path) -> Ended:
     return ended
 
 
+def check_together(faults: list[Fault], folder: Path) -> None:
+    """Check faults at the same time: while one waits for a timeout, it uses no core."""
+
+    def check_one(number: int, fault: Fault) -> BaseException | None:
+        own = folder / str(number)
+        own.mkdir()
+        try:
+            check(fault, own)
+        except BaseException as error:  # noqa: BLE001  # raised below, with those of the others
+            error.add_note(f"the fault: {fault.name}")
+            return error
+        return None
+
+    possible = [fault for fault in faults if fault.why_not is None]
+    with ThreadPoolExecutor(max(1, len(possible))) as pool:
+        errors = [error for error in pool.map(check_one, range(len(possible)), possible) if error is not None]
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {len(possible)} faults", errors)
+    if len(possible) < len(faults):
+        pytest.skip(", ".join({fault.why_not or "" for fault in faults} - {""}) + ": some faults were not tested")
+
+
 def run_command(fault: Fault, folder: Path) -> Ended:
     """Run a command line in a new session."""
     since = time.monotonic()
@@ -100,7 +124,7 @@ def run_script(fault: Fault, folder: Path) -> Ended:
     """Run a script as ranks that torchrun would have started."""
     script = folder / "train.py"
     script.write_text(dedent(fault.script))
-    set_forkserver_preload(PRELOADED)
+    _start_fork_server()
     context, port, since = get_context("forkserver"), free_port(), time.monotonic()
     processes, outputs = [], [folder / f"output-{rank}" for rank in range(fault.ranks)]
     for rank, output in enumerate(outputs):
@@ -121,6 +145,15 @@ def run_script(fault: Fault, folder: Path) -> Ended:
     texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
     assert not hung, f"{len(hung)} rank(s) did not end in {seconds:.0f} s\n" + "\n".join(texts)
     return Ended([process.exitcode or 0 for process in processes], texts, seconds)
+
+
+@cache
+def _start_fork_server() -> None:
+    """Start the process that has imported torch, once: this takes minutes on a busy machine, and is not timed."""
+    set_forkserver_preload(PRELOADED)
+    process = get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
 
 
 def _run_as_main(script: str, folder: str, environment: dict[str, str], output: str) -> None:

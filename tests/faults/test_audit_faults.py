@@ -640,6 +640,7 @@ LEDGERS = [
 ]
 
 
+@pytest.mark.slow
 @cases(LEDGERS)
 def test_the_audit_of_a_damaged_ledger_ends_with_its_verdict(fault, tmp_path, monkeypatch, capsys):
     """In this process, since a hundred processes would take a minute."""
@@ -874,6 +875,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @cases(RUNS)
 def test_ranks_that_disagree_about_the_data_end_with_the_sentence(fault, tmp_path):
     check(fault, tmp_path)
@@ -912,6 +914,7 @@ def verdict(capsys, folder: Path, *lines: str) -> tuple[int, str]:
     return code, " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", ["run", "run/saved", "elsewhere"])
 def test_a_killed_run_is_incomplete_until_it_is_resumed(tmp_path, capsys, checkpoints):
     resume(tmp_path, "os._exit(7)", checkpoints, code=7, ranks=1)

@@ -185,6 +185,7 @@ def test_a_save_that_ends_in_the_middle_leaves_a_valid_checkpoint(fault, tmp_pat
     check(fault, tmp_path)
 
 
+@pytest.mark.slow
 @cases(FAULTS)
 def test_a_fault_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)

@@ -70,6 +70,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.slow
 @cases(STREAMS)
 def test_a_stream_that_fails_ends_no_command_with_a_traceback(fault: Fault, tmp_path: Path):
     check(fault, tmp_path)
@@ -231,6 +232,7 @@ HOMES = [
 ]
 
 
+@pytest.mark.slow
 @cases(HOMES)
 def test_a_home_that_cannot_be_used_is_named(fault: Fault, tmp_path: Path):
     check(fault, tmp_path)

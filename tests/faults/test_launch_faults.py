@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.elastic.conftest import NEEDED
-from tests.faults.harness import Fault, cases, check
+from tests.faults.harness import Fault, cases, check, check_together
 from tests.launch.launched import MARK, variable, wait_for
 
 pytestmark = pytest.mark.slow  # nearly every entry starts real commands
@@ -156,15 +156,18 @@ def service(answer: Callable[[socket.socket], object]) -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_another_service_at_the_port_of_rank_0_is_noticed(name, tmp_path):
-    with service(SERVICES[name]) as port:
-        says = (
-            f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not "
-            rf"answer like a store of torch \((no answer|torch says: \S.*)\): set MASTER_PORT"
-        )
-        environment = {**TWO, "MASTER_PORT": str(port)}
-        check(Fault(name, says, script=RUN, environment=environment), tmp_path)
+def wrong_service(name: str, port: int) -> Fault:
+    says = (
+        f"WorldError: the process that listens at 127.0.0.1:{port} is not rank 0 of this job, since it does not "
+        rf"answer like a store of torch \((no answer|torch says: \S.*)\): set MASTER_PORT"
+    )
+    return Fault(name, says, script=RUN, environment={**TWO, "MASTER_PORT": str(port)})
+
+
+def test_another_service_at_the_port_of_rank_0_is_noticed(tmp_path):
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(service(answer)) for name, answer in SERVICES.items()}
+        check_together([wrong_service(name, port) for name, port in ports.items()], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["HTTP", "silent"])
@@ -199,9 +202,8 @@ NO_NETWORK = [
 ]  # fmt: skip
 
 
-@cases(privileged(NO_NETWORK))
-def test_without_a_way_to_rank_0_the_cause_is_named(fault, tmp_path):
-    check(fault, tmp_path)
+def test_without_a_way_to_rank_0_the_cause_is_named(tmp_path):
+    check_together(privileged(NO_NETWORK), tmp_path)
 
 
 def write_targets(folder: Path) -> None:
@@ -720,18 +722,6 @@ def test_a_rank_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["--rdzv-conf is_host=0 --rdzv-endpoint 127.0.0.1:PORT",
-                                     "--node-rank 1 --master-addr 127.0.0.1 --master-port PORT"])  # fmt: skip
-@pytest.mark.parametrize("name", ["HTTP", "silent"])
-def test_another_service_at_the_endpoint_of_the_launchers_is_noticed(name, options, tmp_path):
-    with service(SERVICES[name]) as port:
-        arguments = options.replace("PORT", str(port)).split()
-        says = f"the process that listens at 127.0.0.1:{port} is not a launcher, since it does not answer like a store"
-        fault = command_line(name, "run", "--nnodes", "2", *arguments, "broken.py", says=says)
-        check(replace(fault, prepare=lambda folder: (folder / "broken.py").touch()), tmp_path)
-
-
 WITHOUT_TIMEOUT = dedent(RUN.replace(", start_timeout=2", ""))
 HANGS = [
     Fault("a host name that does not resolve", "rank 1 cannot reach rank 0: the host name no-such-host.invalid cannot",
@@ -748,18 +738,27 @@ HANGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@cases(privileged(HANGS))
-def test_what_once_hung_ends_with_the_default_timeouts(fault, tmp_path):
-    check(fault, tmp_path)
+def wrong_endpoint(port: int, options: str) -> Fault:
+    """A launcher that finds another service at the endpoint of its rendezvous."""
+    says = f"the process that listens at 127.0.0.1:{port} is not a launcher, since it does not answer like a store"
+    fault = command_line(
+        options, "run", "--nnodes", "2", *options.replace("PORT", str(port)).split(), "x.py", says=says
+    )
+    return replace(fault, prepare=lambda folder: (folder / "x.py").touch())
 
 
-@pytest.mark.slow
-def test_a_silent_service_at_the_port_of_rank_0_is_noticed_with_the_default_timeouts(tmp_path):
-    with service(stay_silent) as port:
-        environment = {**TWO, "MASTER_PORT": str(port)}
-        says = f"the process that listens at 127.0.0.1:{port} is not rank 0 of this job"
-        check(Fault("", says, script=WITHOUT_TIMEOUT, environment=environment), tmp_path)
+def test_what_once_hung_and_a_wrong_service_are_noticed_with_the_default_timeouts(tmp_path):
+    with service(stay_silent) as silent, service(answer_http) as http:
+        says = f"the process that listens at 127.0.0.1:{silent} is not rank 0 of this job"
+        environment = {**TWO, "MASTER_PORT": str(silent)}
+        rank = Fault("a silent service at the port of rank 0", says, script=WITHOUT_TIMEOUT, environment=environment)
+        launchers = [
+            wrong_endpoint(port, options)
+            for port in (silent, http)
+            for options in ("--rdzv-conf is_host=0 --rdzv-endpoint 127.0.0.1:PORT",
+                            "--node-rank 1 --master-addr 127.0.0.1 --master-port PORT")
+        ]  # fmt: skip
+        check_together([*privileged(HANGS), rank, *launchers], tmp_path)
 
 
 @cases([

@@ -1,5 +1,7 @@
 """Mistakes in a training script: the exit code and the sentence."""
 
+import pytest
+
 from tests.faults.harness import Fault, cases, check
 
 FAULTS = [
@@ -28,6 +30,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @cases(FAULTS)
 def test_a_fault_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)

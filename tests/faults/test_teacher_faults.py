@@ -1,5 +1,7 @@
 """Teachers whose weights, options, caches or servers are wrong: the exit code and the sentence."""
 
+import pytest
+
 from tests.faults.harness import Fault, cases, check
 from tests.faults.trainings import training
 
@@ -134,6 +136,7 @@ write(Module())
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @cases(FAULTS)
 def test_a_fault_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)

@@ -94,23 +94,23 @@ with Run(global_batch=4) as run:
 ]  # fmt: skip
 
 
-def alone(body: str, before: str = "", ranks: int = 2) -> str:
-    """A script in which rank 0 alone makes a call of torch, and the wait of rank 1 ends first."""
+def alone(body: str, before: str = "", strategy: str = "ddp", longer: int = 6) -> str:
+    """A script in which rank 0 alone makes a call of torch; `longer` is its timeout."""
     return training(f"""
 {before}
-with Run(global_batch=4, start_timeout=30, step_timeout=6 if os.environ["RANK"] == "1" else 100) as run:
+with Run(global_batch=4, start_timeout=30, step_timeout=6 if os.environ["RANK"] == "1" else {longer}) as run:
     def each(done):
         if done == 2:
             {body}
 
-    train(run, folder=None, each=each)
+    train(run, folder=None, each=each, strategy="{strategy}")
 """)
 
 
-def in_body(call: str, before: str = "", after: str = "run.barrier()") -> str:
-    """A script in which rank 1 alone makes a call directly in the body of `with Run`, and its wait ends first."""
+def in_body(call: str, before: str = "", after: str = "run.barrier()", longer: int = 10) -> str:
+    """A script in which rank 1 alone makes a call directly in the body of `with Run`; `longer` is rank 0's timeout."""
     return training(f"""
-seconds = 6 if os.environ["RANK"] == "1" else 100
+seconds = 10 if os.environ["RANK"] == "1" else {longer}
 with Run(global_batch=4, start_timeout=seconds) as run:
     {before}
     if not run.is_main:
@@ -120,12 +120,12 @@ with Run(global_batch=4, start_timeout=seconds) as run:
 
 
 def line(script: str, text: str) -> int:
-    """The number of the line of a script that contains this text."""
-    (found,) = [number for number, each in enumerate(script.splitlines(), 1) if text in each]
+    """The number of the last line of a script that contains this text."""
+    *_, found = [number for number, each in enumerate(script.splitlines(), 1) if text in each]
     return found
 
 
-ALL_REDUCE = in_body("dist.all_reduce(torch.ones(5))")
+ALL_REDUCE = in_body("dist.all_reduce(torch.ones(5))", longer=100)
 ALL_GATHER = in_body("dist.all_gather([torch.empty(5), torch.empty(5)], torch.ones(5))",
                      'model = run.wrap(nn.Linear(1, 4), "fsdp")', "model(torch.ones(2, 1))")  # fmt: skip
 COLLECTIVES = [
@@ -134,14 +134,88 @@ COLLECTIVES = [
           ALL_REDUCE, 2),
     Fault("all_reduce of torch on one rank, next to DDP", r"rank 0 .* at train\.py:\d+ in all_reduce", 1,
           alone("if run.is_main: dist.all_reduce(torch.ones(5))"), 2),
+    Fault("all_reduce of torch on one rank, next to DDP with a shorter timeout", r"rank 0 .*:\d+ in all_reduce", 1,
+          alone("if run.is_main: dist.all_reduce(torch.ones(5))", longer=100), 2),
+    Fault("all_reduce of torch on one rank, next to steps of FSDP", r"rank 0 .* at train\.py:\d+ in all_reduce", 1,
+          alone("if run.is_main: dist.all_reduce(torch.ones(5))", strategy="fsdp"), 2),
     Fault("all_gather of torch on one rank, next to FSDP",
-          rf"rank 1 failed: .* at train\.py:{line(ALL_GATHER, 'dist.all_gather')} in all_gather", 1, ALL_GATHER, 2),
+          rf"rank 1 .* at train\.py:{line(ALL_GATHER, 'dist.all_gather')} in all_gather", 1, ALL_GATHER, 2),
     Fault("broadcast of torch on one rank, then run.mean", r"rank 0 .* at train\.py:\d+ in broadcast", 1,
           alone("if run.is_main: dist.broadcast(torch.ones(3), 0)\n            run.mean([1])"), 2),
     Fault("barrier of torch on one rank, in a group of the script", r"rank 0 .* at train\.py:\d+ in barrier", 1,
           alone("if run.is_main: dist.barrier()\n            run.barrier()", 'dist.init_process_group("gloo")'), 2),
     Fault("an all_reduce of torch on one rank that is not waited for", "step 3/4", 0,
           alone("if run.is_main: run.work = dist.all_reduce(torch.ones(5), async_op=True)"), 2),
+]  # fmt: skip
+
+
+def launched(strategy: str, rank: int = 0) -> Fault:
+    """The same under `samestep run`, whose report begins with this rank and its line: as a hang or the first failure.
+
+    It is a failure if the launcher had no time to look at the ranks before the timeout.
+    """
+    script = alone(f"if run.rank == {rank}: dist.all_reduce(torch.ones(5))", strategy=strategy)
+    called = line(script, "dist.all_reduce")
+    hang = (
+        r"samestep: ranks 0 and 1 wait for each other for \d+ s: they are in different collectives\. "
+        rf"rank {rank} [^:]* waits in all_reduce #\d+ \(5 elements\), called from train\.py:{called}: "
+        rf".* ended because of it; [^<]*: \S+ rank {rank} pid \d+ [^<]*<- the cause"
+    )
+    failure = (
+        rf"\d of 2 rank\(s\) on \S+ failed; [^<]*: \S+ rank {rank} pid [^<]*<- first failure .* "
+        rf"rank {rank} on .*train\.py\", line {called}, in each"
+    )
+    return Fault(
+        f"all_reduce of torch on rank {rank} alone, next to {strategy}, in the report of samestep run",
+        f"{hang}|{failure}",
+        command="samestep run --nproc-per-node 2 train.py",
+        prepare=lambda folder: (folder / "train.py").write_text(script),
+    )  # fmt: skip
+
+
+def passes(differs: str, strategy: str = "fsdp", before: str = "pass") -> str:
+    """A script with steps of two micro-batches, in which rank 1 alone does something after a backward pass."""
+    return training(f"""
+with Run(global_batch=4, start_timeout=60, step_timeout=60) as run:
+    model = run.wrap(nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1)), "{strategy}")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in run.shard(data(), micro_batch=1, num_workers=0).epochs(1):
+        for step in epoch:
+            differs = step.number == 2 and not run.is_main
+            {before}
+            for x, y in step:
+                loss = step.mean((model(x) - y).flatten())
+                if differs: {differs}
+                loss.backward()
+            if not differs: optimizer.step()
+            optimizer.zero_grad()
+""")
+
+
+AGAIN = passes("loss.backward(retain_graph=True)")
+LEFT_OUT = passes("continue")
+BACKWARD = rf"train\.py:{line(AGAIN, '                loss.backward()')}"
+PASSES = [
+    Fault("one rank alone makes another backward pass with FSDP",
+          rf"step 2: rank 1 runs a backward pass at {BACKWARD} after forward and backward, and rank 0 ends the "
+          rf"micro-batch \(the loop calls backward\(\) at train\.py:{line(AGAIN, 'differs: loss')}, {BACKWARD}\)", 1,
+          AGAIN, 2),
+    Fault("one rank alone makes another backward pass with zero2",
+          rf"step 2: rank 1 runs a backward pass at {BACKWARD} after forward and backward, and rank 0 ends", 1,
+          passes("loss.backward(retain_graph=True)", "zero2"), 2),
+    Fault("one rank alone leaves out a backward pass with FSDP",
+          rf"step 2: rank 1 ends the micro-batch at train\.py:{line(LEFT_OUT, 'for x, y in step:')} after "
+          rf"forward, and rank 0 runs a backward pass at {BACKWARD} \(the loop calls backward\(\) at {BACKWARD}\)", 1,
+          LEFT_OUT, 2),
+    Fault("one rank alone calls the model again with FSDP",
+          r"step 2: rank 1 calls the model at train\.py:\d+ after forward, and rank 0 runs a backward", 1,
+          passes("model(x)"), 2),
+    Fault("one rank alone leaves the loop over the micro-batches with FSDP",
+          r"step 2: rank 1 has left the loop over the micro-batches early \(break, return or an exception\) at "
+          r"train\.py:\d+ after forward, and rank 0 runs a backward pass", 1, passes("break"), 2),
+    Fault("one rank alone skips a step with FSDP",
+          r"step 2: rank 1 skips the micro-batches of the step at train\.py:\d+, and rank 0 calls the model",
+          1, passes("pass", before="if differs: continue"), 2),
 ]  # fmt: skip
 
 
@@ -284,6 +358,7 @@ with Run(global_batch=4, start_timeout=60) as run:
 FAULTS = [*WORKERS, *RUNS, *DATASETS, *STEPS]
 
 
+@pytest.mark.slow
 @cases(FAULTS)
 def test_a_fault_ends_with_its_sentence(fault, tmp_path):
     check(fault, tmp_path)
@@ -292,4 +367,16 @@ def test_a_fault_ends_with_its_sentence(fault, tmp_path):
 @pytest.mark.slow
 @cases(COLLECTIVES)
 def test_a_collective_of_torch_on_one_rank_is_named(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+@pytest.mark.slow
+@cases([launched("ddp"), launched("ddp", rank=1), launched("fsdp")])
+def test_the_report_of_equal_timeouts_begins_with_the_rank_that_called_a_collective_alone(fault, tmp_path):
+    check(fault, tmp_path)
+
+
+@pytest.mark.slow
+@cases(PASSES)
+def test_a_pass_of_a_sharded_model_that_differs_on_one_rank_is_named(fault, tmp_path):
     check(fault, tmp_path)

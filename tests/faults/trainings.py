@@ -22,9 +22,10 @@ def data(samples=16):
     return TensorDataset(x, 2 * x)
 
 
-def train(run, model=None, optimizer=torch.optim.SGD, dataset=None, epochs=1, folder=OUT, each=None, **options):
+def train(run, model=None, optimizer=torch.optim.SGD, dataset=None, epochs=1, folder=OUT, each=None, strategy=None,
+          **options):
     """Train with steps of a batch of 4, save after each, and call `each` with the number of steps done."""
-    model = run.wrap(nn.Linear(1, 1) if model is None else model)
+    model = run.wrap(nn.Linear(1, 1) if model is None else model, strategy)
     optimizer = optimizer(model.parameters(), lr=0.1)
     shard = run.shard(data() if dataset is None else dataset, **options.pop("data", {}))
     checkpoint = folder and run.checkpoint(folder, model=model, optimizer=optimizer, data=shard, **options)

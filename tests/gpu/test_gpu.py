@@ -23,11 +23,12 @@ DEVICE = torch.device("cuda")
 class Block(nn.Module):
     """Attention and an MLP."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        drop = [nn.Dropout(dropout)] if dropout else []
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), *drop, nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
@@ -38,9 +39,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A small transformer over sequences of vectors."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
+        self.blocks, self.head = nn.ModuleList(Block(dropout) for _ in range(2)), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
         for block in self.blocks:

@@ -3,6 +3,7 @@
 NCCL 2.30 and newer lets ranks share a GPU, so these tests need one GPU only: docs/gpu_tests.md says how to run them.
 """
 
+import json
 import os
 import re
 import signal
@@ -11,18 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from samestep import Run
+from samestep import Run, read_metrics
 from samestep.data.audit import audit
 from samestep.environment.gpus import nccl_version
 from samestep.training.preemption import StoppedEarly
+from tests.gpu.test_gpu import CLASSES, LENGTH, WIDTH, Net
+from tests.gpu.test_no_sync import STEPS, steady_steps
 from tests.launch.launched import start
 from tests.ranks.teachers import Teacher, tokens, write_teacher
 
-WIDTH, CLASSES, LENGTH, SAMPLES = 16, 5, 4, 50
-EPOCHS = 2  # of five steps: 12 samples at a time, the last step has two
+SAMPLES, EPOCHS = 50, 2  # of five steps: 12 samples at a time, the last step has two
 TIMEOUT = 200
 
 
@@ -40,33 +42,6 @@ def _nccl(_on_a_gpu_in_a_separate_folder, request):
     ranks = request.node.callspec.params.get("size", 2) if hasattr(request.node, "callspec") else 2
     if reason := missing_for(ranks):
         pytest.skip(reason)
-
-
-class Block(nn.Module):
-    """Attention and an MLP with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
-        x = x + scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return x + self.mlp(x)
-
-
-class Net(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(1))
 
 
 class Interrupted(Exception):
@@ -90,7 +65,7 @@ def train(folder, strategy=None, fail_at=None, signal_at=None):
         with Run(global_batch=12, seed=3, precision="fp64", folder=folder, ledger=True) as run:
             assert run.size == 1 or run._comm.backend == "nccl"
             torch.manual_seed(5 + run.rank)  # every rank gets the weights of rank 0
-            model = run.wrap(Net(), None if run.size == 1 else strategy)
+            model = run.wrap(Net(dropout=0.2), None if run.size == 1 else strategy)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             shard = run.shard(data(), shuffle=True, micro_batch=2, num_workers=0)
             run.checkpoint(folder, model=model, optimizer=optimizer, train=shard).every(steps=3)
@@ -165,6 +140,24 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_resumes(ranks, tmp_path, 
         assert difference(state, single[0]) < 1e-12
 
 
+def train_steadily(folder, precision):
+    return steady_steps(folder, precision, clip=True)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 0.05)])
+def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, precision, tolerance):
+    (single,) = ranks(1, train_steadily, tmp_path / "single", precision, timeout=TIMEOUT)
+    first, second = ranks(2, train_steadily, tmp_path / "run", precision, timeout=TIMEOUT)
+    assert first == second
+    assert first == pytest.approx(single, abs=tolerance)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(STEPS))
+    assert [record["train/loss"] for record in records] == pytest.approx(first, rel=1e-6)
+    assert [record["value"] for record in records] == list(range(STEPS))
+    assert all("norm" in record for record in records)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["backend"] == "nccl"
+
+
 def teach(path, placement):
     """The outputs of a teacher for the rows of this rank, on the CPU."""
     with Run(global_batch=4, precision="fp32") as run:
@@ -202,12 +195,12 @@ def test_a_run_works_in_a_plain_nccl_group_of_the_script(ranks, tmp_path, single
 
 
 SCRIPT = """
-import os, signal, time
+import os, signal, sys, time
 import torch
 from torch import nn
 from samestep import Run
 
-with Run(global_batch=8, step_timeout=20) as run:
+with Run(global_batch=8, step_timeout=20, folder="run") as run:
     assert run._comm.backend == "nccl"
     model = run.wrap(nn.Linear(8, 8), "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -219,12 +212,16 @@ with Run(global_batch=8, step_timeout=20) as run:
                 step.mean(model(x).square().sum(1)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step.number == 2:
+                run.log({"value": 1.0}, now=True)  # opens metrics.jsonl, so that the run has a summary
 """
+FAULT_LINE = f"train.py:{1 + SCRIPT.splitlines().index('                    {fault}')}"
+WATCHDOG_SECONDS = 400  # torch's default: up to 80 after the timeout, then 30 until the launcher kills the other rank
 
 
-def run_with(folder, fault):
+def run_with(folder, fault, seconds=TIMEOUT, **env):
     script = SCRIPT.replace("{fault}", fault)
-    return start(folder, script, "--nproc-per-node", "2", "train.py").finish(TIMEOUT)
+    return start(folder, script, "--nproc-per-node", "2", "train.py", env=env).finish(seconds)
 
 
 def test_a_rank_that_raises_is_the_one_that_is_reported(tmp_path):
@@ -242,10 +239,39 @@ def test_a_killed_rank_is_the_one_that_is_reported(tmp_path):
     assert not ended.left
 
 
-def test_a_sleeping_rank_is_named_with_its_line(tmp_path):
+def test_a_sleeping_rank_is_named_with_its_line_and_the_summary_says_failed(tmp_path):
     ended = run_with(tmp_path, "time.sleep(150)")
     assert ended.code != 0
-    line = 1 + SCRIPT.splitlines().index("                    {fault}")
-    assert f"train.py:{line}" in ended.err, ended.err
-    assert "rank 1" in ended.err
+    summary = f"samestep: rank 1 is holding up rank 0 for .*\n(.*\n)*?.*it is at {re.escape(FAULT_LINE)}: time.sleep"
+    assert len(re.findall(summary, ended.err)) == 2, ended.err  # before the timeout, and in the report of the failure
+    assert re.search(r"rank 1 +pid \d+ +ended by the launcher  <- the cause\n  rank 0 +pid \d+ +victim: ", ended.err)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert not ended.left
+
+
+def test_without_the_flight_recorder_rank_0_says_that_the_run_may_hang_before_nccl_ends_it(tmp_path):
+    off = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_FR_BUFFER_SIZE": "0"}  # the older and the newer name
+    ended = run_with(tmp_path, "time.sleep(350)", WATCHDOG_SECONDS, **off)
+    assert ended.code != 0
+    notice = re.search(r"samestep: the run may hang: rank\(s\) 0 have called more collectives over NCCL .*", ended.err)
+    assert notice is not None, ended.err
+    assert f"rank 1 is at {FAULT_LINE}" in notice[0], ended.err
+    assert not ended.left
+
+
+def test_process_groups_that_the_script_destroys_inside_of_a_run_are_named(tmp_path):
+    script = SCRIPT.replace(" and run.rank == 1", "").replace("{fault}", "torch.distributed.destroy_process_group()")
+    script = script.replace("                step.mean(", "                run.barrier()\n                step.mean(")
+    ended = start(tmp_path, script, "--nproc-per-node", "2", "train.py").finish(TIMEOUT)
+    assert ended.code == 1, ended.err
+    assert re.search(r"CommunicationError: run\.barrier at train\.py:16 was called after dist\.destroy_p", ended.err)
+    assert not ended.left
+
+
+def test_a_rank_that_calls_sys_exit_while_the_other_waits_for_it_is_the_cause(tmp_path):
+    ended = run_with(tmp_path, "sys.exit(0)")
+    assert ended.code == 1, ended.err
+    report = ended.err[ended.err.rindex("samestep: rank 1 is holding up rank 0") :]  # that of the failure
+    assert "is leaving its run" in report, ended.err
+    assert re.search(r"  rank 1 +pid \d+ .*  <- the cause\n  rank 0 +pid \d+ +victim: ", report), ended.err
     assert not ended.left

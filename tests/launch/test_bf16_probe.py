@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.environment.bf16_probe import Bf16Support, probe_bf16
+from samestep.environment.hardware import Bf16Support, probe_bf16
 
 SUM = "echo 262144.0"
 ILL = "kill -ILL $$"

@@ -15,7 +15,7 @@ from samestep.errors import LaunchError
 
 OPTIONS = (
     "--folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, "
-    "--node-rank, --nproc-per-node, --precision, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, "
+    "--node-rank, --nproc-per-node, --on-hang, --precision, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, "
     "--show-ranks, --standalone, --time-limit, --verbose"
 )
 KNOWN = ", ".join(COMMANDS)
@@ -67,6 +67,14 @@ MISTAKES = [
         "run --time-limit soon ok.py",
         "--time-limit soon is not a time limit: pass hours, minutes and seconds as in 4:00:00",
     ),
+    (
+        "run --on-hang restart ok.py",
+        "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop",
+    ),
+    ("hang nowhere", "there is no folder nowhere: pass the folder of a run, which `samestep run` prints at its start"),
+    ("hang lab", "lab is not the folder of a run that `samestep run` has started: pass the one that it prints at its"),
+    ("hang 2000000000", "there is no process 2000000000 on this machine: run `samestep hang` on the machine of the"),
+    ("hang", "no run in HERE/runs is running: pass the folder that `samestep run` prints at its start, as in"),
     ("run --grace -1 ok.py", "--grace must be an integer from 0 to 10000000, got -1"),
     ("run --show-ranks some ok.py", "Invalid value for '--show-ranks': 'some' is not one of 'first', 'all'."),
     ("run --master-port PORT ok.py", "port PORT is in use (by "),
@@ -177,9 +185,9 @@ NUMBERS_IN_TEXT = {
     "--ranks": "1,2",
 }
 TEXTS = {
-    "--account", "--blocks", "--constraint", "--env", "--gpus", "--job-name", "--local-addr", "--master-addr",
-    "--optimizer", "--part", "--partition", "--qos", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id",
-    "--sbatch", "--setup",
+    "--account", "--blocks", "--constraint", "--env", "--explain", "--gpus", "--job-name", "--local-addr",
+    "--master-addr", "--optimizer", "--part", "--partition", "--qos", "--rdzv-backend", "--rdzv-conf",
+    "--rdzv-endpoint", "--rdzv-id", "--sbatch", "--select", "--ignore", "--output", "--setup",
 }  # fmt: skip
 RANGES = (" must be ", "pass a number", "pass N or", "pass hours", "at most", "is more than", "is longer than")
 ARGUMENTS = {"plan": ["m:build"], "jobs": [], "recipe run": ["saliency"]}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import samestep
 from samestep.errors import LaunchError
 from samestep.launch.failure_report import (
     Failure,
@@ -64,11 +65,70 @@ def test_the_root_cause_is_the_first_rank_that_failed_by_itself(failures: list[F
     assert sort_by_cause(failures)[0].rank == root
 
 
-@pytest.mark.parametrize(
-    "message", ["Connection reset by peer", "Broken pipe", "torch.distributed.DistNetworkError: x"]
+ALONE = (
+    'Traceback (most recent call last):\n  File "/home/me/train.py", line 16, in <module>\n'
+    "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
 )
-def test_a_lost_peer_is_recognized_by_the_error_message(message: str):
-    assert is_lost_peer(f"Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: {message}")
+IN_PASS = ALONE.replace("Runtime", '  File "/lib/python3.11/site-packages/torch/_tensor.py", line 623\nRuntime')
+
+
+@pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGKILL])
+def test_a_rank_that_the_agent_ended_while_it_left_after_its_exception_can_be_the_first(code: int):
+    first, second = failure(1, output=IN_PASS), failure(0, code, 130.0, output=ALONE)
+    assert sort_by_cause([first, second]) == [second, first]
+    report = format_report([first, second], 2, "here", Path("logs"), several_nodes=False)
+    assert report.splitlines()[:3] == [
+        "samestep: 2 of 2 rank(s) on here failed; logs of all ranks: logs",
+        "  rank 0    pid 1000     ended by the launcher after an exception  <- first failure",
+        "  rank 1    pid 1001     exit code 1",
+    ]
+    assert report.endswith(f"rank 0 on here, ended by the launcher after an exception:\n{ALONE}")
+    assert second.exit_code == 1
+
+
+def test_a_rank_that_the_agent_ended_after_it_was_stopped_or_lost_a_peer_is_not_the_first():
+    stopped = "Traceback (most recent call last):\nsamestep.training.preemption.StoppedEarly: saved step 4"
+    for output in (stopped, MISSING):
+        ended, own = failure(0, -signal.SIGTERM, output=output), failure(1, time=101.0, output=OWN)
+        assert sort_by_cause([ended, own]) == [own, ended]
+    report = format_report([failure(0, -signal.SIGTERM, output=stopped), own], 2, "here", Path(), False)
+    assert "rank 0    pid 1000     ended by the launcher after the first failure (SIGTERM)" in report
+    report = format_report([ended, own], 2, "here", Path(), False)
+    assert "rank 0    pid 1000     ended by the launcher after an exception, lost the connection to" in report
+
+
+C10D = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "message", "expected"),
+    [
+        ("a.py", "torch.distributed.DistNetworkError: x", True),
+        ("a.py", "samestep.errors.RankMissing: rank 0 waits", True),
+        ("a.py", "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:7051: Connection reset by peer", True),
+        ("a.py", "torch.distributed.DistBackendError: NCCL error: Connection refused", True),
+        (C10D, "RuntimeError: Broken pipe", True),
+        ("a.py", "ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("a.py", "BrokenPipeError: [Errno 32] Broken pipe", False),
+        ("/torch/distributed/checkpoint/filesystem.py", "RuntimeError: upload: Connection reset by peer", False),
+        ("/torch/distributed/distributed_c10d.py", "ValueError: x", False),
+    ],
+)
+def test_a_lost_peer_is_recognized_by_a_message_of_torch_distributed(file: str, message: str, expected: bool):
+    frames = f'  File "b.py", line 1, in main\n  File "{file}", line 2, in call\n    source\n'
+    traceback = f"Traceback (most recent call last):\n{frames}{message}"
+    assert is_lost_peer(traceback) is expected
+    assert is_lost_peer("\n".join(f"[rank0]: {line}" for line in traceback.splitlines())) is expected
+    assert is_lost_peer(f"{traceback}\n/x.py:3: UserWarning: leaked\n  warnings.warn('leaked')") is expected
+
+
+def test_a_lost_data_worker_is_not_a_lost_peer():
+    """torch notices that a data worker was killed while it receives a batch."""
+    frames = (
+        '  File "/python3.11/multiprocessing/connection.py", line 395, in _recv\n    chunk = read(handle, remaining)'
+    )
+    message = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    assert not is_lost_peer(f"Traceback (most recent call last):\n{frames}\n{message}")
 
 
 def test_words_in_a_source_line_do_not_count_as_a_lost_peer():
@@ -238,6 +298,60 @@ def test_a_rank_that_the_watchdog_of_nccl_aborted_is_not_the_cause():
     assert "rank 1    pid 1001     exit code 1  <- first failure" in report
     assert "rank 0    pid 1000     killed by SIGABRT: NCCL waited too long for another rank\n" in report
     assert failure(0, code=-signal.SIGABRT, output="free(): invalid pointer").kind == "failed"
+
+
+MISMATCH = [
+    "step 1",
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 72 vs 18. Received "
+    "data size doesn't match expected size. Is there a distributed collective mismatch in your code?",
+    "Fatal Python error: Aborted",
+]
+STACK = [
+    "Thread 0x00007f6fe097f6c0 (most recent call first):",
+    '  File "/opt/lib/python3.11/threading.py", line 331 in wait',
+    "Current thread 0x00007f7002ff9b80 (most recent call first):",
+    *['  File "/opt/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward'] * 30,
+    f'  File "{Path(samestep.__file__).parent}/parallel/draw_rules.py", line 405 in rule',
+    '  File "/home/me/train.py", line 25 in <module>',
+    "Extension modules: numpy._core._multiarray_umath, torch._C (total: 23)",
+]
+
+
+def test_after_a_crash_the_message_of_native_code_and_the_line_of_the_script_are_shown(tmp_path: Path):
+    files = write_logs(tmp_path, "\n".join([*MISMATCH, *STACK]))
+    output, is_traceback = read_last_output(files, crashed=True)
+    assert not is_traceback
+    assert output.splitlines() == [*MISMATCH, '  File "/home/me/train.py", line 25 in <module>']
+
+
+def test_a_rank_that_gloo_aborted_because_ranks_made_different_calls_is_not_the_cause():
+    victim = failure(0, code=-signal.SIGABRT, time=100, output="\n".join(MISMATCH))
+    cause = failure(1, time=105, output=OWN)
+    assert sort_by_cause([victim, cause]) == [cause, victim]
+    ending = "killed by SIGABRT: gloo got data of another collective: ranks made different calls"
+    report = format_report([victim, cause], 2, "here", Path("logs"), several_nodes=False)
+    assert f"rank 0    pid 1000     {ending}\n" in report
+    alone = format_report(
+        [victim, failure(1, code=-signal.SIGTERM, time=100)], 2, "here", Path("logs"), several_nodes=False
+    )
+    assert f"rank 0    pid 1000     {ending}  <- first failure" in alone
+    assert "may have waited" not in alone
+
+
+def timeout(*files: str) -> str:
+    frames = "".join(f'  File "{file}", line 1, in wrapper\n' for file in files)
+    return f"Traceback (most recent call last):\n{frames}RuntimeError: [gloo/buffer.cc:78] Timed out waiting 5000ms"
+
+
+def test_of_ranks_that_timed_out_the_one_in_a_collective_of_the_script_comes_first():
+    torch = "/opt/lib/python3.11/site-packages/torch"
+    collective = f"{torch}/distributed/c10d_logger.py", f"{torch}/distributed/distributed_c10d.py"
+    cause = failure(0, time=101, output=timeout("/home/me/train.py", *collective))
+    for frames in ((f"{torch}/autograd/graph.py",), (f"{torch}/distributed/fsdp/collectives.py", *collective)):
+        victim = failure(1, time=100, output=timeout("/home/me/train.py", *frames))
+        assert sort_by_cause([victim, cause]) == [cause, victim]
+        assert sort_by_cause([victim, failure(0, time=101, output=OWN)])[0].rank == 0
 
 
 def test_terminal_colors_are_removed(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from samestep.environment.bf16_probe import Bf16Support
+from samestep.environment.hardware import Bf16Support
 from samestep.errors import LaunchError
 from samestep.launch import agent
 from samestep.launch.job import Job, choose_variables, count_processes, folder_name
@@ -324,6 +324,7 @@ def test_a_service_that_is_not_etcd_is_named(backend: str, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 def test_a_join_timeout_is_also_the_time_to_wait_for_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch):
     resolve, attempts = socket.getaddrinfo, []
 

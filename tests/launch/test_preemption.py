@@ -189,7 +189,7 @@ def test_a_rank_that_saves_on_sigterm_does_not_wait_for_a_failed_rank(tmp_path: 
             raise ValueError("no such label")
         while rank == "0" or not received:
             time.sleep(0.1)
-        raise ConnectionError("Connection closed by peer")
+        raise RuntimeError("[pair.cc:553] Connection closed by peer")
     """
     three = ["--nproc-per-node", "3", "--folder", "kept", "train.py"]
     ended = start(tmp_path, script, *three, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}).finish(80)

@@ -309,7 +309,7 @@ def test_a_failed_rendezvous_is_reported_in_one_line(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0,read_timeout=1")
-    ended = start(tmp_path, "", *options, *TRAIN).finish()
+    ended = start(tmp_path, "", *options, *TRAIN, fresh=True).finish()
     assert (ended.code, ended.err.count("\n")) == (2, 2)
     last = ended.err.splitlines()[-1]
     assert last.startswith(f"samestep: the launchers of 2 node(s) did not find each other at {endpoint} (Rendezvous")

@@ -56,8 +56,8 @@ STILL_WORK = {
     Shard: {"__len__", "state_dict", "load_state_dict", "steps_left"},
     Stream: {"state_dict", "load_state_dict"},
     Step: {"__len__", "close", "record_loss"},
-    Checkpoint: {"wait", "on_run_end", "on_step_end", "on_sync", "save_before_exit", "save_seconds", "sync_value",
-                 "wants_sync"},
+    Checkpoint: {"wait", "on_run_end", "on_step_end", "on_sync", "on_sync_table", "save_before_exit", "save_seconds",
+                 "sync_table", "sync_value", "wants_sync"},
     Teacher: {"close", "describe", "summary"},
 }  # fmt: skip
 

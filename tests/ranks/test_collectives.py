@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from samestep import Run
 from samestep.distributed import process_group
@@ -362,8 +363,6 @@ def test_start_and_close_work_without_with(ranks):
 
 
 def use_existing_group(backends):
-    import torch.distributed as dist
-
     dist.init_process_group(backends)
     with Run(global_batch=8) as run:
         total, rows = run.sum(run.rank + 1), run.gather(torch.tensor([run.rank])).tolist()
@@ -381,8 +380,6 @@ def test_an_existing_process_group_is_used_and_kept(ranks, backends):
 
 def open_store_beside_a_group(addresses):
     """The timeout of the store that a Run uses in the group of a script, if MASTER_ADDR is each of these."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     try:
         rank = dist.get_rank()
@@ -400,6 +397,7 @@ def test_the_store_beside_a_group_has_the_start_timeout(ranks):
     assert ranks(2, open_store_beside_a_group, ["127.0.0.1"] * 2) == [2.5, 2.5]
 
 
+@pytest.mark.slow
 def test_all_ranks_raise_if_rank_0_cannot_open_the_store_beside_a_group(ranks):
     for error in ranks(2, open_store_beside_a_group, ["no.such.host.invalid", "127.0.0.1"]):
         assert "rank 0 cannot open a store at " in error
@@ -409,8 +407,6 @@ def test_all_ranks_raise_if_rank_0_cannot_open_the_store_beside_a_group(ranks):
 
 
 def connect_to_a_host_that_is_not_rank_0(listening):
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     world = replace(read_world(), address="127.0.0.1" if dist.get_rank() == 0 else "no.such.host.invalid")
     try:
@@ -423,6 +419,7 @@ def connect_to_a_host_that_is_not_rank_0(listening):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_reach_the_store_beside_a_group_names_host_and_port(ranks, tmp_path):
     first, second = ranks(2, connect_to_a_host_that_is_not_rank_0, tmp_path)
     assert first == 2.5
@@ -435,8 +432,6 @@ def test_a_rank_that_does_not_reach_the_store_beside_a_group_names_host_and_port
 
 
 def start_in_a_group_without_open_files():
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     before, process_group.allow_open_files = process_group.allow_open_files, lambda needed: f"{needed} files"
     try:
@@ -519,7 +514,7 @@ def test_a_rank_that_exits_while_others_wait_for_it_says_so(ranks, where, others
 def run_on_simulated_gpus(gpus, fields):
     """A run whose ranks report these GPUs, while they compute on the CPU; returns the backend and the warnings."""
     before = lifecycle.describe_rank
-    lifecycle.describe_rank = lambda world, *rest: RankDevice(world.rank, world.node, gpus[world.rank], **fields)
+    lifecycle.describe_rank = lambda world, *rest: RankDevice(world.rank, gpus[world.rank], **fields)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -547,6 +542,63 @@ def test_ranks_with_and_without_a_gpu_are_an_error_at_the_start(ranks):
         assert "WorldError: a GPU is visible to 1 of 2 ranks, but not to rank 1" in text
 
 
+def start_with_nccl(gpus):
+    """A run with backend="nccl" whose ranks report these GPUs, while torch sees none."""
+    before = lifecycle.describe_rank
+    lifecycle.describe_rank = lambda world, *rest: RankDevice(world.rank, gpus[world.rank], requested="nccl")
+    try:
+        with Run(global_batch=8, backend="nccl", start_timeout=1000):
+            pass
+    finally:
+        lifecycle.describe_rank = before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (["", ""], "backend='nccl' needs a CUDA device and torch sees none on any of the 2 ranks: omit backend to use"),
+        (["GPU-a", ""], "a GPU is visible to 1 of 2 ranks, but not to rank 1"),
+    ],
+)
+def test_nccl_on_a_rank_without_a_gpu_is_an_error_on_all_ranks(ranks, gpus, message):
+    for text in ranks.errors(2, start_with_nccl, gpus):
+        assert f"WorldError: {message}" in text
+
+
+def destroy_groups(ranks_that_do, then):
+    """Destroy the process groups inside of a run, and continue with a collective, or with nothing."""
+    with Run(global_batch=8, step_timeout=1000, start_timeout=1000) as run:
+        run.barrier()
+        if run.rank in ranks_that_do:
+            dist.destroy_process_group()
+        if then == "mean":
+            run.mean([1.0])
+        elif then == "torch":
+            dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("then", "operation"), [("mean", r"run\.mean at test_collectives"), ("end", r".* at test_collectives")]
+)
+def test_a_run_whose_process_groups_the_script_has_destroyed_says_so(ranks, then, operation):
+    message = (
+        rf"{operation}\.py:\d+ was called after dist\.destroy_process_group\(\): the run needs the process groups unt"
+    )
+    for text in ranks.errors(2, destroy_groups, (0, 1), then):
+        assert re.search(rf"CommunicationError: {message}", text)
+    first, second = ranks.errors(2, destroy_groups, (1,), then)
+    assert re.search(rf"CommunicationError: {message}", second)
+    assert re.search(rf"RankMissing: .* but rank 1 failed: CommunicationError: {message}", first)
+
+
+def test_an_error_of_torch_after_its_groups_are_destroyed_gets_a_note(ranks):
+    for text in ranks.errors(2, destroy_groups, (0, 1), "torch"):
+        assert "ValueError: Default process group has not been initialized" in text
+        assert (
+            "the script has called dist.destroy_process_group() inside of `with Run`, which needs the process" in text
+        )
+
+
 def start_while_one_rank_fails(failing):
     def describe_or_fail(world, *rest):
         if world.rank == failing:
@@ -561,6 +613,7 @@ def start_while_one_rank_fails(failing):
         lifecycle.describe_rank = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_before_the_backend_is_chosen_is_named_by_the_other(ranks, failing):
     errors = ranks.errors(2, start_while_one_rank_fails, failing)
@@ -587,6 +640,7 @@ def pauses_in_once():
     return pauses
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_once_soon_after_its_end(ranks):
     # a peer that goes on to the next collective raises if this one still waits in once at two checks, from 1 s on
     _, pauses = ranks(2, pauses_in_once)

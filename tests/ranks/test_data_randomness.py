@@ -201,6 +201,7 @@ def train_stream(workers=0):
     return seen, own, evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2), (3, 1)])
 def test_a_stream_draws_the_same_on_any_ranks_and_workers(ranks, size, workers):
     ((alone, own, evaluated),) = ranks(1, train_stream)
@@ -312,6 +313,7 @@ def train_form(form):
     return train(UsesGlobal("partial") if form == "__getitem__ with a global variable" else CallsFunction(form))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [*FORMS, "__getitem__ with a global variable"])
 def test_transforms_that_a_function_of_the_dataset_uses_are_found(ranks, form):
     alone = merged(ranks(1, train_form, form))

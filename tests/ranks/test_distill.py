@@ -47,6 +47,7 @@ def distill(k, by, micro_batch):
         return [value.detach().clone() for part in parts for value in part.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "by", "micro_batch"), [(None, "mse", None), (3, "cosine", None), (3, "mse", 2)])
 def test_two_ranks_train_the_same_as_one(ranks, k, by, micro_batch):
     (wanted,) = ranks(1, distill, k, by, None)

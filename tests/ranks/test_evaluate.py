@@ -71,12 +71,14 @@ def count(strategy, micro_batch, n=N, batches_only=False):
         return *seen, batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy", "micro_batch"), [(1, None, None), (4, "ddp", 1), (4, "ddp", None)])
 def test_uneven_evaluation_counts_every_sample_once(ranks, size, strategy, micro_batch):
     for total, mean, largest, _ in ranks(size, count, strategy, micro_batch):
         assert (total, mean, largest) == (N, 4.5, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "micro_batch"), [(N, 1), (N, None), (3, None)])
 def test_ranks_call_a_sharded_model_equally_often_and_padding_does_not_count(ranks, n, micro_batch):
     by_rank = ranks(4, count, "fsdp", micro_batch, n)

@@ -258,6 +258,7 @@ def own_labels(run, step, model, one, two, labels):
     return cross_entropy(scores, torch.arange(len(scores)), reduction="none")
 
 
+@pytest.mark.slow
 def test_labels_that_count_from_0_on_every_rank_raise(ranks):
     expected = (
         "the loss compares rows with run.gather(...) and has the labels 0 to 3, but the first row of this rank is row "

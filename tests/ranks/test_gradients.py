@@ -177,6 +177,7 @@ def test_a_second_backward_pass_on_one_rank_in_the_first_step_names_the_rank_and
     assert re.search(where, second), second
 
 
+@pytest.mark.slow
 def test_a_second_backward_pass_on_one_rank_in_a_later_step_ends_all_ranks_with_its_cause(ranks):
     first, second = ranks.errors(2, second_pass_on_rank_1, 1)
     message = "had a second backward pass after one forward pass on rank 1, not in the first step (backward() at"
@@ -314,6 +315,7 @@ def not_finite(strategy, bad, overflow):
         return answers, [str(w.message) for w in given], healthy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
 def test_step_finite_agrees_on_every_rank_and_reports_samples(ranks, size, strategy):
     by_rank = ranks(size, not_finite, strategy, 3, False)

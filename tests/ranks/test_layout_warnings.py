@@ -63,6 +63,7 @@ def test_losses_with_another_number_of_columns_and_no_mask_warn_once(ranks, size
     assert not any(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("collate_fn", "how"),
     [(pad, "mask"), (pad, "row"), (pad_to_9, "plain"), (pad_to_9, "by epoch"), (pad_to_9, "two terms")],
@@ -101,6 +102,7 @@ def evaluate(how):
         return run.mean(batches[0]), run.mean(torch.tensor(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("how", ["mean", "means", "stream"])
 def test_the_mean_of_a_batch_in_an_evaluation_warns_once(ranks, how, size):
@@ -115,6 +117,7 @@ def test_the_mean_of_a_batch_in_an_evaluation_warns_once(ranks, how, size):
     assert not any(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["per sample", "sum and max", "number", "after the loop", "batch of one"])
 def test_other_values_in_an_evaluation_do_not_warn(ranks, how):
     for size in (1, 2):

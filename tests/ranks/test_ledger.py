@@ -53,6 +53,7 @@ def train(folder, epochs, state=None, fail_at=None, save_at=None, stream=False):
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_sample_counts_once_after_failures_and_changes_of_world_size(ranks, tmp_path, stream):
     state = ranks(2, train, tmp_path, 3, None, 5, 3, stream)[0]  # steps 4 and 5 are lost and repeated

@@ -91,6 +91,7 @@ def count(case, strategy, checkpointed):
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
 @pytest.mark.parametrize("case", ["training", "stream", "evaluation", "gather"])

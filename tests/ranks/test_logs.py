@@ -211,6 +211,7 @@ def log_after_a_restart(folder, stop_after):
             run.log({"val/accuracy": epoch.number / 2}, step=epoch.number)
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_a_restart_is_at_the_step_of_an_uninterrupted_run(ranks, tmp_path):
     for stop_after in (1, 2, 3, None):
         ranks(2, log_after_a_restart, tmp_path, stop_after)
@@ -283,6 +284,7 @@ def train_and_record_waits(folder, steps, per_step, interval, late):
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("per_step", "interval"), [(1, 4), (1, 1), (40, 8)])  # 320 values do not fit into a frame
 def test_no_step_waits_for_an_exchange_that_it_has_started(ranks, tmp_path, per_step, interval, late):
@@ -358,3 +360,14 @@ def test_rank_0_writes_its_own_learning_rate_also_if_it_is_a_tensor(ranks, tmp_p
     ranks(2, log_values_of_rank_0, tmp_path)
     found = {name: value for record in read_metrics(tmp_path / "metrics.jsonl") for name, value in record.items()}
     assert (found["tensor"], found["number"], found["mean"]) == (0.1, 0.1, 0.5)
+
+
+def test_several_values_are_printed_like_print_does(tmp_path, capsys):
+    with Run(global_batch=4, folder=tmp_path) as run:
+        run.print("rows", 3, torch.tensor(0.5))
+        run.print(1, None, sep=" | ")
+        run.print()
+        run.log({"value": 1.0}, now=True)
+    out = capsys.readouterr().out
+    assert "rows 3 tensor(0.5000)\n1 | None\n\n" in out
+    assert "rows 3 tensor(0.5000)" in (tmp_path / "log.txt").read_text()

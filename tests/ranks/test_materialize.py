@@ -1,5 +1,6 @@
 """Models on the meta device, and models that only rank 0 holds: the same weights as on one rank, a block at a time."""
 
+import warnings
 import weakref
 from unittest import mock
 
@@ -8,14 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samestep import Run
 from samestep.errors import WrapError
-from samestep.planner.layouts import Layout
-from samestep.planner.memory_model import estimate_memory
-from samestep.planner.model_parts import profile_weights
+from samestep.planner.layouts import Layout, estimate_memory
+from samestep.planner.traced_model import profile_weights
 from tests.unit.plan_examples import cluster
 
 STRATEGIES = ["ddp", "fsdp", "zero2"]
@@ -234,7 +235,10 @@ class Broken(Scaled):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Broken, "ArithmeticError: no such distribution"), (Forgetful, "Forgetful at 'part' does not initialize 'mask'")],
+    [
+        (Broken, "Broken at 'part' cannot initialize itself: reset_parameters() raised ArithmeticError: no such distr"),
+        (Forgetful, "Forgetful at 'part' does not initialize 'mask'"),
+    ],
 )
 def test_a_module_that_fails_to_initialize_itself_ends_all_ranks_with_its_cause(ranks, kind, strategy, message):
     first, second = ranks.errors(2, wrap_on_meta, kind, strategy)
@@ -278,11 +282,141 @@ def test_weights_that_do_not_match_the_model_are_named_on_every_rank(ranks, tmp_
     for text in ranks.errors(2, wrap_with_file, str(tmp_path / "model.safetensors")):
         assert (
             "model.safetensors' does not match Linear: 1 tensor(s) not in the file: bias; 1 tensor(s) only in the "
-            "file: scale; 1 tensor(s) of another shape in the file: weight. Pass the weights of a model with the same"
+            "file: scale; 1 tensor(s) of another shape in the file: weight is (2, 3), in the file (3, 3). Pass the "
+            "weights of a model with the same names, shapes and dtypes"
         ) in text
     for text in ranks.errors(2, wrap_with_file, str(tmp_path / "missing.safetensors")):
         assert "weights= of run.wrap: weights='" in text
         assert "missing.safetensors' does not exist on this machine" in text
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a table that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.rotary = Rotary(3)
+
+
+def wrap_tied(folder, tensors):
+    """Wrap with a file of these tensors; returns the weights of the model."""
+    save_file(tensors, folder / "model.safetensors")
+    with Run(global_batch=2) as run:
+        return {name: full(t) for name, t in run.wrap(Tied(), weights=folder / "model.safetensors").named_parameters()}
+
+
+def test_entries_of_a_tied_weight_must_be_equal(tmp_path):
+    one = torch.arange(9.0).reshape(3, 3)
+    found = wrap_tied(tmp_path, {"first.weight": one, "second.weight": one.clone()})
+    assert found.keys() == {"first.weight"}
+    assert torch.equal(found["first.weight"], one)
+    with pytest.raises(
+        WrapError, match=r"Tied ties 'first.weight' and 'second.weight' to one tensor, but .*safetensor"
+    ):
+        wrap_tied(tmp_path, {"first.weight": one, "second.weight": one + 1})
+
+
+def test_a_file_with_a_buffer_that_the_model_does_not_save_is_read(tmp_path):
+    found = wrap_tied(tmp_path, {"second.weight": torch.ones(3, 3), "rotary.table": torch.ones(5, 3)})
+    assert torch.equal(found["first.weight"], torch.ones(3, 3))
+
+
+def test_whole_numbers_in_a_file_are_not_converted_to_floats(tmp_path):
+    text = (
+        r"1 tensor\(s\) of another kind of dtype in the file: first.weight is torch.float32, in the file torch.int8\."
+    )
+    with pytest.raises(WrapError, match=text):
+        wrap_tied(tmp_path, {"first.weight": torch.ones(3, 3, dtype=torch.int8)})
+    found = wrap_tied(tmp_path, {"first.weight": torch.full((3, 3), 0.5, dtype=torch.float16)})
+    assert torch.equal(found["first.weight"], torch.full((3, 3), 0.5))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod."])
+def test_names_that_differ_by_a_prefix_are_an_error_with_the_repair(tmp_path, prefix):
+    with pytest.raises(WrapError, match=rf"under names that begin with '{prefix}'.*name.removeprefix\('{prefix}'\)"):
+        wrap_tied(tmp_path, {f"{prefix}first.weight": torch.ones(3, 3)})
+
+
+def test_weights_of_a_part_of_the_model_are_an_error_with_the_repair(tmp_path):
+    save_file(nn.Linear(3, 3).state_dict(), tmp_path / "model.safetensors")
+    text = (
+        r"of a part of ModuleDict, whose names begin with 'part.' in the model: add the prefix once, \{'part.' \+ name"
+    )
+    with Run(global_batch=2) as run, pytest.raises(WrapError, match=text):
+        run.wrap(nn.ModuleDict({"part": nn.Linear(3, 3)}), weights=tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("weights", ["", " ", 5])
+def test_weights_must_be_a_path(weights):
+    text = rf"weights={weights!r} of run.wrap is not a path: pass the path of a .safetensors file"
+    with Run(global_batch=2) as run, pytest.raises(WrapError, match=text):
+        run.wrap(nn.Linear(3, 2), weights=weights)
+
+
+def wrap_with_nan(file, strategy):
+    with Run(global_batch=2, start_timeout=60) as run:
+        run.wrap(nn.Linear(2, 4, device="meta"), strategy, weights=file)
+
+
+@pytest.mark.parametrize(("strategy", "reader"), [("ddp", 0), ("fsdp", 1)])
+def test_nan_in_a_file_is_an_error_on_all_ranks(ranks, tmp_path, strategy, reader):
+    weight = torch.tensor([[torch.inf, -torch.inf], [0.0, 1.0], [2.0, 3.0], [4.0, torch.nan]])
+    file = str(tmp_path / "model.safetensors")
+    save_file({"weight": weight, "bias": torch.tensor([torch.inf, -torch.inf, 0.0, 1.0])}, file)
+    errors = ranks.errors(2, wrap_with_nan, file, strategy)
+    message = (
+        "weights= of run.wrap: 1 tensor(s) in the file hold nan: weight. Pass the weights of an earlier checkpoint"
+    )
+    assert all(message in text for text in errors)
+    assert f"failed on rank(s) [{reader}] and not on rank {1 - reader}; rank {reader}: " in errors[1 - reader]
+
+
+def test_only_tensors_that_neither_the_file_nor_the_module_has_are_named(tmp_path):
+    save_file(nn.ModuleDict({"part": Scaled()}).state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"part": Scaled()})
+    text = (
+        r"cannot compute their values: Scaled \(part.mask\), and weights= does not give them, since they are not in a"
+    )
+    with Run(global_batch=2) as run, pytest.raises(WrapError, match=text):
+        run.wrap(model, weights=tmp_path / "model.safetensors")
+    with Run(global_batch=2) as run:
+        assert torch.equal(run.wrap(model_on_cpu(), weights=tmp_path / "model.safetensors")["part"].mask, torch.ones(3))
+
+
+def model_on_cpu():
+    return nn.ModuleDict({"part": Scaled()})
+
+
+def parametrized():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+def hooked():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated in torch
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (parametrized, r"A parametrization, such as weight_norm, has no method that initializes it: pass weights="),
+        (hooked, r"Linear at '0' does not initialize 'weight_g': let its reset_parameters\(\) set all"),
+    ],
+)
+def test_weight_norm_on_the_meta_device_needs_a_file(tmp_path, monkeypatch, build, message):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it first considers compiling
+    with torch.device("meta"):
+        model, same = build(), build()
+    with Run(global_batch=2) as run, pytest.raises(WrapError, match=message):
+        run.wrap(model)
+    expected, inputs = build(), torch.arange(3.0)
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    with Run(global_batch=2) as run:
+        assert torch.equal(run.wrap(same, weights=tmp_path / "model.safetensors")(inputs), expected(inputs))
 
 
 def test_wrapping_inside_of_the_meta_device_raises():

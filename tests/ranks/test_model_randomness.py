@@ -142,6 +142,7 @@ def test_what_a_model_draws_does_not_depend_on_the_ranks(ranks, expected, name, 
         assert_same(result, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [4, 1])
 def test_nor_on_the_micro_batch(ranks, expected, micro_batch):
     assert_same(ranks(1, train, "recurrent", None, micro_batch)[0], expected("recurrent"))

@@ -17,7 +17,7 @@ from tests.ranks.models import TASKS, dataset
 pytestmark = pytest.mark.slow
 
 GLOBAL_BATCH = 7  # divided by neither 2, 3 nor 4
-EPOCHS = 3
+EPOCHS = 2
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 

@@ -59,6 +59,7 @@ def train(folder, strategy, micro_batch, source="shard"):
 LAYOUTS = [(1, None, 2), (2, "ddp", None), (2, "ddp", 2), (3, "ddp", 1), (2, "fsdp", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "strategy", "micro_batch", "source"),
     [*((*layout, "shard") for layout in LAYOUTS), (1, None, 2, "stream"), (2, "ddp", 2, "stream")],
@@ -109,6 +110,7 @@ def translated(ranks, tmp_path_factory):
         return ranks(1, train_on_two_shards, None, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy", "micro_batch"), LAYOUTS)
 def test_two_shards_and_two_optimizers_train_as_on_one_rank(ranks, translated, size, strategy, micro_batch):
     for weights in ranks(size, train_on_two_shards, strategy, micro_batch):

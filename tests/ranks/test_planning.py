@@ -18,8 +18,8 @@ from samestep.environment.world import World
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.model_parts import profile_weights
 from samestep.planner.plan import make_plan
+from samestep.planner.traced_model import profile_weights
 from samestep.training import auto_plan
 
 RNG = torch.Generator().manual_seed(0)
@@ -128,6 +128,7 @@ def test_a_run_in_which_nothing_fits_says_so_and_trains_anyway(ranks):
     assert not plan["chosen"]["fits"]
 
 
+@pytest.mark.slow
 def test_a_given_strategy_is_kept_and_the_rest_is_planned(ranks):
     (_, _, (plan,), log), *_ = ranks(2, train, EXAMPLE, None, "fsdp")
     assert plan["chosen"]["strategy"] == "fsdp"

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from samestep import Run
-from samestep.environment.bf16_probe import probe_bf16
+from samestep.environment.hardware import probe_bf16
 from samestep.nn import ConditioningDropout
 
 CLASSES = 3
@@ -103,6 +103,7 @@ def test_ranks_with_different_precisions_raise(ranks):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_overflow_on_one_rank_drops_the_step_on_all(ranks, strategy):
     for result in ranks(2, train, "fp16", strategy, (1, 4)):

@@ -45,6 +45,7 @@ def wait_for_location(board: StatusBoard) -> str:
     raise AssertionError("no rank has answered in two minutes")
 
 
+@pytest.mark.slow
 def test_a_line_of_an_earlier_wait_is_not_reported_again(boards: Callable[..., list[StatusBoard]], monkeypatch):
     waiting, other = boards(2)
     monkeypatch.setattr(rank_status, "running_line", lambda: "train.py:1 in first")
@@ -146,6 +147,7 @@ def check_all(store: CountingStore, waiting: list[StatusBoard]) -> list[bool]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 4096])
 def test_the_requests_of_a_waiting_rank_do_not_depend_on_the_number_of_ranks(large_world, size):
     store, boards = large_world(size)
@@ -167,6 +169,7 @@ def test_the_requests_of_a_waiting_rank_do_not_depend_on_the_number_of_ranks(lar
     assert not any(board.diverged(board.known) for board in waiting)
 
 
+@pytest.mark.slow
 def test_a_rank_of_thousands_that_has_diverged_is_named_by_all_others(large_world):
     store, boards = large_world(4096)
     for rank, board in enumerate(boards):

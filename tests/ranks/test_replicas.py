@@ -101,6 +101,7 @@ def nudge_buffer(inner, optimizer):
     inner.seen[0] = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "name"),
     [(nudge_weight, "head.weight"), (nudge_moment, "body.bias (exp_avg of AdamW)"), (nudge_buffer, "seen")],
@@ -138,6 +139,7 @@ def test_batchnorm_statistics_and_shards_may_differ_between_ranks(ranks, strateg
     assert first != second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [("step.loss", "weight"), ("plateau", "weight"), ("buffer", "center")])
 def test_a_short_run_does_not_save_replicas_that_differ(ranks, tmp_path, kind, name):
     for text in ranks.errors(2, train_briefly, tmp_path, kind):

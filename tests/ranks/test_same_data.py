@@ -124,6 +124,7 @@ def pass_other_weights():
     train(lambda: list(range(N)), sampling_weights=torch.arange(1.0, N + 1) + rank())
 
 
+@pytest.mark.slow
 def test_options_that_differ_between_ranks_are_an_error(ranks):
     for error in errors(ranks, pass_other_options):
         assert error.endswith(
@@ -160,6 +161,7 @@ class NothingOnRank1(IterableDataset):
         return iter(range(N if rank() == 0 else 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_splits_itself_is_an_error_at_the_first_step(ranks, workers):
     for error in errors(ranks, train, SplitsItself, None, workers, True):
@@ -216,6 +218,7 @@ class ShorterOnRank2(IterableDataset):
         return iter(range(N if rank() < 2 else 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "stream", "message"),
     [
@@ -260,6 +263,7 @@ def train_seeded(folder, seed):
     return train(seeded_by_variable, folder)
 
 
+@pytest.mark.slow
 def test_data_that_changed_between_two_starts_is_an_error_and_never_certified(ranks, tmp_path):
     assert sum(ranks(2, train_seeded, tmp_path, 1)) == N
     assert audit(tmp_path).exactly_once

@@ -78,6 +78,7 @@ def one_per_batch(run, step, x):
     return run.mean(x.float().mean())
 
 
+@pytest.mark.slow
 def test_a_value_that_has_no_rows_raises_in_a_micro_batch_with_padding(ranks):
     text = ranks.errors(2, mean_of, one_per_batch)[1]
     assert (
@@ -87,6 +88,7 @@ def test_a_value_that_has_no_rows_raises_in_a_micro_batch_with_padding(ranks):
     )
 
 
+@pytest.mark.slow
 def test_the_values_of_each_micro_batch_raise_after_the_loop(ranks):
     text = ranks.errors(2, mean_of, None, True)[1]
     assert "the micro-batches of this step have 2 row(s), 1 of them padding, and run.mean, run.sum or run.max" in text

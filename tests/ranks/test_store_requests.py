@@ -49,6 +49,7 @@ def keys_after_each(folder, acts):
     return counts
 
 
+@pytest.mark.slow
 def test_the_store_does_not_grow_with_saves_and_other_collectives(ranks, tmp_path):
     for counts in ranks(2, keys_after_each, tmp_path, 5):
         assert len(set(counts[1:])) == 1, counts

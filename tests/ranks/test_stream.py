@@ -120,6 +120,7 @@ class Restarting(Count):
         self.at = 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_read_to_its_end_does_not_restart(ranks):
     whole = by_step(ranks(1, train, Restarting(12), 5))
     assert len(whole) == 6
@@ -134,6 +135,7 @@ def evaluate(dataset):
         return run.mean(batch.double() for batch in test), run.sum(len(batch) for batch in test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Count, Parts])
 def test_an_evaluation_of_a_stream_is_exact(ranks, kind):
     for size in (1, 3):
@@ -152,6 +154,7 @@ def evaluate_with_noise(dataset, micro_batch):
         return drawn, run.mean((x + test.normal()).double() * test.random() for x in test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Count, Parts])
 def test_the_noise_of_an_evaluation_belongs_to_the_record(ranks, kind):
     ((expected, mean),) = ranks(1, evaluate_with_noise, kind(11), None)

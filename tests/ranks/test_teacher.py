@@ -185,6 +185,7 @@ def open_with_little_memory(weights, placement, dtype):
         run.teacher(TinyLM, weights=weights, placement=placement, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "dtype"), [("gpu", None), ("offload", None), ("cpu", torch.bfloat16)])
 def test_too_little_memory_on_one_rank_is_reported_on_all(ranks, tmp_path, placement, dtype):
     weights = save(tiny_lm(), tmp_path / "teacher.safetensors")

@@ -76,6 +76,7 @@ def test_a_student_trains_the_same_and_each_sample_is_computed_once(ranks, weigh
     assert [rows for _, rows in by_rank] == [rows for _, rows in one_epoch], "nothing is computed in the second"
 
 
+@pytest.mark.slow
 def test_another_world_size_reads_the_cache_and_loads_no_teacher(ranks, weights, cache):
     (wanted,) = ranks(1, train_with_copy, weights)
     ranks(3, train_cached, weights, cache, 1)
@@ -108,6 +109,7 @@ def test_the_rows_of_a_killed_run_are_used_by_the_next(ranks, weights, cache):
     assert ranks(1, train_cached, weights, cache)[0][1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_corrupt_row_is_computed_again_once(ranks, weights, cache, size):
     ranks(1, train_cached, weights, cache, 1)
@@ -267,6 +269,7 @@ def evaluate(path, cache, inner):
         return found, Counted.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [None, "sharded"])
 def test_an_evaluation_of_uneven_parts_is_cached(ranks, weights, cache, inner, tmp_path):
     (((wanted, _), _),) = ranks(1, evaluate, weights, tmp_path / "one", None)

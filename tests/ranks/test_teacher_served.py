@@ -13,9 +13,9 @@ import torch
 
 from samestep import Run
 from samestep.nn import TopK, distill_loss, top_k
+from samestep.teacher.across_ranks import serving_ranks
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.model_files import open_weights
-from samestep.teacher.served import serving_ranks
 from tests.ranks.teachers import CLASSES, Teacher, plain, tokens, train_with, write_teacher
 
 
@@ -46,6 +46,7 @@ def outputs(path, dtype, servers):
         return same, teacher.describe(), [t.name for t in threading.enumerate() if "serve" in t.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, 2)])
 def test_each_rank_gets_the_outputs_of_the_plain_module_for_its_inputs(ranks, weights, size, servers, dtype):
@@ -56,6 +57,7 @@ def test_each_rank_gets_the_outputs_of_the_plain_module_for_its_inputs(ranks, we
         assert "this rank sends its requests to rank " in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("submit", [False, True])
 def test_a_student_trains_the_same_as_with_a_copy(ranks, weights, size, submit):
@@ -233,18 +235,18 @@ def test_a_dead_server_process_is_reported_with_its_exit_code(ranks, weights):
 
 
 def one_server_fails(path):
-    from samestep.teacher import served
+    from samestep.teacher import across_ranks
 
-    load = served.load_for_server
+    load = across_ranks.load_for_server
     with Run(global_batch=4, start_timeout=30, step_timeout=30) as run:
         if run.rank == 1:
-            served.load_for_server = out_of_memory
+            across_ranks.load_for_server = out_of_memory
         try:
             run.teacher(Teacher, weights=path, placement="served", servers=2)
         except Exception as error:  # noqa: BLE001
             return str(error), [t.name for t in threading.enumerate() if t.name.startswith("samestep-teacher")]
         finally:
-            served.load_for_server = load
+            across_ranks.load_for_server = load
 
 
 def out_of_memory(*_):

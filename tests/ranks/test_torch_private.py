@@ -1,7 +1,11 @@
 """Private torch API that samestep uses: these tests fail when torch changes it."""
 
+import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from samestep import Run
+from samestep.hang import rank_probe
 from samestep.torch_private import (
     after_this_backward,
+    around_reduction,
     class_labels,
     collective_counts,
     dispatch_in_graphs,
     ignore_in_ddp,
     is_compiled,
+    is_entered,
     matrix_product_shape,
     nccl_waits,
     no_buffer_broadcast,
@@ -25,6 +32,7 @@ from samestep.torch_private import (
     vmap_randomness,
 )
 from tests.launch.launched import wait_for
+from tests.warm import free_port
 
 
 def time_out(timed_out):
@@ -245,3 +253,101 @@ def part(gradient):
 def test_a_function_called_after_the_backward_pass_sees_reduced_gradients(ranks, strategy, held):
     for seen, after in ranks(2, gradient_after_backward, strategy):
         assert seen == [after] == [[2.0] * held]
+
+
+def start_backward(before, after, _):
+    around_reduction(before, after)
+
+
+def wait_for_gradients(folder, strategy):
+    """Rank 1 begins its backward pass when rank 0 has ended its own and waits; returns what rank 0 sees after that."""
+    seen, file = [], folder / "waiting"
+    with Run(global_batch=2) as run:
+        model = run.wrap(torch.nn.Linear(1, 2, bias=False), strategy)
+        (weight,) = model.parameters()
+        for epoch in run.shard([torch.tensor([1.0]), torch.tensor([3.0])]).epochs(1):
+            for step in epoch:
+                for x in step:
+                    loss = step.mean(model(x).sum(1))
+                    if run.rank == 0:
+                        loss.register_hook(partial(start_backward, file.touch, lambda: seen.append(part(weight.grad))))
+                    since = time.monotonic()
+                    while run.rank == 1 and not file.exists():
+                        assert time.monotonic() - since < 120, "rank 0 waits before it says so"
+                        time.sleep(0.01)
+                    loss.backward()
+        return seen
+
+
+def test_a_function_is_called_before_ddp_waits_for_the_gradients_of_other_ranks(ranks, tmp_path):
+    seen, _ = ranks(2, wait_for_gradients, tmp_path, "ddp")
+    assert seen == [[2.0, 2.0]]
+
+
+SLOW_MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+TWO_RANKS = f"""
+import os, sys
+from samestep import Run
+from samestep.hang import rank_probe
+before = {{name for name in {SLOW_MODULES} if name in sys.modules}}
+child = os.fork()
+os.environ.update(RANK="01"[child == 0], LOCAL_RANK="01"[child == 0], WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+from torch import nn
+with Run(global_batch=2) as run:
+    started = {{name for name in {SLOW_MODULES} if name in sys.modules}}
+    model = run.wrap(nn.Linear(1, 1), "ddp")  # torch itself imports the first two here, with Dynamo
+    wrapped = "torch.distributed.checkpoint" in sys.modules
+assert (before, started, wrapped) == (set(), set(), False), (before, started, wrapped)
+sys.exit(child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_ddp_imports_neither_fsdp_nor_torch_distributed_checkpoint(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", TWO_RANKS]
+    process = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | address, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def record_collectives():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=45))
+    module, world = torch._C._distributed_c10d, getattr(distributed_c10d, rank_probe.WORLD)
+    missing = [name for name in rank_probe.WORLD_FIELDS if not hasattr(world, name)]
+    missing += [name for name in rank_probe.GROUP_METHODS if not hasattr(group, name)]
+    backend = group._get_backend(torch.device("cpu"))
+    missing += [name for name in rank_probe.BACKEND_METHODS if not hasattr(backend, name)]
+    watch = rank_probe._CollectiveWatch()
+    dist.all_reduce(torch.ones(2, 3), group=group)
+    dist.all_reduce(torch.ones(5, dtype=torch.float64))
+    dist.barrier()
+    wait_for(lambda: not any(each["is_pending"] for each in watch.list(None)), 120)  # gloo's thread notes it later
+    progress, collectives = watch.progress(None), watch.list(None)
+    dist.destroy_process_group()
+    return missing, hasattr(module, rank_probe.RECORDERS["gloo"]), progress, collectives[-3:]
+
+
+def test_the_probe_reads_the_collectives_from_the_flight_recorder(ranks):
+    for missing, has_recorder, progress, collectives in ranks(2, record_collectives):
+        assert (missing, has_recorder) == ([], True)
+        assert progress["calls"] >= 3
+        first, second, third = collectives
+        assert (first["name"], first["shapes"], first["dtypes"]) == ("all_reduce", [[2, 3]], ["Float"])
+        assert (first["timeout"], first["ranks"], first["backend"]) == (45, [0, 1], "gloo")
+        assert (second["shapes"], second["dtypes"], second["timeout"]) == ([[5]], ["Double"], 60)
+        assert (third["name"], third["number"] - second["number"]) == ("barrier", 1)
+        assert any(file == __file__ and name == "record_collectives" for file, _, name in third["stack"])
+
+
+def test_the_recorder_of_nccl_is_there_in_torch_with_nccl():
+    assert hasattr(torch._C._distributed_c10d, rank_probe.RECORDERS["nccl"]) == dist.is_nccl_available()
+
+
+def test_an_entered_mode_is_known():
+    outer, inner = TorchFunctionMode(), TorchFunctionMode()
+    with outer:
+        assert (is_entered(outer), is_entered(inner)) == (True, False)
+    assert not is_entered(outer)

@@ -158,6 +158,7 @@ def check_message(text, rank, samples):
     assert "accept the search and its cost: run.wrap(model, unused_parameters='allow')" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), [(1, None), (2, "ddp"), (2, "fsdp")])
 def test_unused_parameters_are_named_with_samples_and_remedies(ranks, size, strategy):
     last = {1: [7], 2: [5, 7]}[size]

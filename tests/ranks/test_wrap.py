@@ -110,6 +110,7 @@ def build_models_that_differ_in_layer(number):
         run.wrap(nn.Sequential(*layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 7, 18])
 def test_the_first_difference_between_long_models_is_named(ranks, number):
     first, _, third = ranks.errors(3, build_models_that_differ_in_layer, number)
@@ -277,6 +278,7 @@ def change_after_wrapping(how):
         one_step(run, model, model, torch.optim.SGD(net[0].parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 def test_a_parameter_changed_after_wrapping_raises_at_the_first_step(ranks):
     for size in (1, 2):
         for text in ranks.errors(size, change_after_wrapping, "replace"):

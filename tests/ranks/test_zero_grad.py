@@ -197,12 +197,14 @@ def of_opposite_ranks(y, x):
     return y.sum(1) * torch.where(x[:, 0] < 0, -1.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_a_rank_that_holds_no_element_does_not_raise(ranks, strategy):
     held = ranks(4, train_without_reset, squares, strategy)
     assert held[3] == 0 < held[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("loss", [no_loss, of_opposite_ranks])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])

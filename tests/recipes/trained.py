@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from samestep import read_metrics
 from samestep.assets import smollm2
+from samestep.loggers.run_files import WAIT_PREFIX
 
 TIMEOUT = 280.0  # seconds; an idle machine needs about 20
 TIMINGS = {"time", "train/samples_per_s", "student/speedup", "untrained/speedup"}
@@ -62,11 +63,14 @@ def small_run(name: str, models: dict[int, Path] | None = None) -> tuple[str, di
 
 
 def train(name: str, folder: Path, options: dict[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Run a recipe's main on a warm rank; return its weights and the last value of each metric that it logged."""
+    """Run a recipe's main on a warm rank; return its weights and the last value of each metric that it logged.
+
+    Without how long ranks waited for others, which one rank alone does not log.
+    """
     import_module(f"recipes.{name}").main(out=folder, **options)
     last: dict[str, float] = {}
     for record in read_metrics(folder / "metrics.jsonl", by_step=True):
-        last |= record
+        last |= {name: value for name, value in record.items() if not name.startswith(WAIT_PREFIX)}
     return torch.load(folder / "weights.pt", weights_only=True), last
 
 

@@ -108,6 +108,7 @@ def test_the_layers_and_epochs_are_independent(masks, probability):
         assert_independent(first, second, probability)
 
 
+@pytest.mark.slow
 def test_the_masks_are_the_same_on_any_number_of_ranks_and_micro_batches(ranks, probability):
     (one,) = ranks(1, dropped, probability)
     for size, micro_batch in ((2, None), (3, None), (1, 4), (2, 1)):
@@ -172,6 +173,7 @@ def shared_by_steps(micro_batch=None):
     return drawn
 
 
+@pytest.mark.slow
 def test_numbers_that_a_step_shares_are_the_same_on_all_ranks_and_independent_between_steps(ranks):
     (one,) = ranks(1, shared_by_steps)
     assert len(one) == EPOCHS * 2 * SAMPLES // 8 * 2

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from samestep import read_metrics
+from samestep.loggers.run_files import WAIT_PREFIX
 from tests.launch.launched import start
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,10 @@ def results(folder: Path) -> tuple[dict[str, torch.Tensor], dict[tuple[int, str]
     weights = torch.load(folder / "weights.pt", weights_only=True)
     records = read_metrics(folder / "metrics.jsonl", by_step=True)
     logged = {
-        (record["step"], name): value for record in records for name, value in record.items() if name not in TIMINGS
+        (record["step"], name): value
+        for record in records
+        for name, value in record.items()
+        if name not in TIMINGS and not name.startswith(WAIT_PREFIX)
     }
     return weights, logged
 

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from tests.launch.launched import LAUNCHERS, wait_for
+from tests.warm import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -152,7 +153,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _write_settings(folder: Path) -> None:
-    control, first, second = _free_ports(3)
+    control, first, second = free_port(), free_port(), free_port()
     settings = SETTINGS.format(
         host=socket.gethostname().partition(".")[0], folder=folder, control=control, first=first, second=second
     )
@@ -162,12 +163,6 @@ def _write_settings(folder: Path) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in servers]
 
 
 def _start(cluster: Cluster, name: str, *command: str) -> None:

@@ -80,6 +80,7 @@ def resume_each(drawn: list[Generation]) -> list[Generation]:
     return run
 
 
+@pytest.mark.slow
 @given(descriptions, st.lists(generations, min_size=1, max_size=5), st.integers(0, 7))
 @settings(max_examples=2 * settings().max_examples)
 def test_a_run_has_no_faults_after_kills_and_changes_of_world_size(description, drawn, evaluate_every):
@@ -115,6 +116,7 @@ def live_counts(paths: list[Path]) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 @given(
     descriptions,
     st.lists(generations, min_size=1, max_size=3),

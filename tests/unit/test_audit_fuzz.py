@@ -64,6 +64,7 @@ def move_records(rng: random.Random, records: np.ndarray) -> np.ndarray:
     return np.concatenate([rest[:at], part, rest[at:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashes", [False, True])
 @pytest.mark.parametrize("change", [change_fields, change_bytes, move_records])
 def test_changed_records_are_never_certified(original, tmp_path, change, hashes):

@@ -130,6 +130,7 @@ sys.stdout = Tee()
 LOST = r"^<string>:\d+: SamestepWarning: standard output cannot be written: %s; training continues, and log.txt has"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "before", "out", "err"),
     [

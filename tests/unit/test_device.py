@@ -29,10 +29,9 @@ def make_world(size, local_rank=0, local_size=None):
     return World(rank=local_rank, size=size, local_rank=local_rank, local_size=local_size or size)
 
 
-def make_ranks(*gpus, nccl=OLD, per_node=None, **fields):
+def make_ranks(*gpus, nccl=OLD, **fields):
     """One rank per GPU name; "" for a rank without one."""
-    per_node = per_node or len(gpus)
-    return [RankDevice(rank, rank // per_node, gpu, nccl, **fields) for rank, gpu in enumerate(gpus)]
+    return [RankDevice(rank, gpu, nccl, **fields) for rank, gpu in enumerate(gpus)]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_the_device_follows_from_the_local_rank_and_the_visible_gpus(world, acce
         (make_ranks("", "", nccl=()), "gloo", "2 ranks on the CPU: no GPU is visible"),
         # torchrun, where every rank sees all GPUs; srun --gpus-per-task=1; CUDA_VISIBLE_DEVICES per rank
         (make_ranks("GPU-a", "GPU-b"), "nccl", "one GPU for each of the 2 ranks"),
-        (make_ranks("GPU-a", "GPU-b", "GPU-c", "GPU-d", per_node=2), "nccl", "one GPU for each of the 4 ranks"),
+        (make_ranks("GPU-a", "GPU-b", "GPU-c", "GPU-d"), "nccl", "one GPU for each of the 4 ranks"),
         (make_ranks("GPU-a", "GPU-b", requested="nccl"), "nccl", "one GPU for each of the 2 ranks"),
         (make_ranks("GPU-a", "GPU-b", requested="gloo"), "gloo", "backend='gloo' was passed to Run"),
         # instances of one GPU
@@ -87,9 +86,9 @@ def test_the_device_follows_from_the_local_rank_and_the_visible_gpus(world, acce
             "gloo",
             "3 ranks share 2 GPU(s): ranks 0, 2 use GPU-a, and NCCL 2.28.9 does not allow it",
         ),
-        # two launchers on one machine count as two nodes, but the GPU is the same
+        # also if two launchers on one machine count as two nodes
         (
-            make_ranks("GPU-a", "GPU-a", per_node=1),
+            make_ranks("GPU-a", "GPU-a"),
             "gloo",
             "2 ranks share 1 GPU(s): ranks 0, 1 use GPU-a, and NCCL 2.28.9 does not allow it",
         ),
@@ -146,10 +145,12 @@ def test_ranks_with_and_without_a_gpu_are_an_error(names, text, requested):
 def test_unusable_backends_are_rejected():
     with pytest.raises(WorldError, match="backend='mpi' is not supported: use 'gloo' or 'nccl'"):
         choose_device(make_world(2), *NONE, "mpi")
-    with pytest.raises(
-        WorldError, match="backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo"
-    ):
-        choose_device(make_world(2), *NONE, "nccl")
+    needs = "backend='nccl' needs a CUDA device and torch sees none"
+    with pytest.raises(WorldError, match=f"{needs}: omit backend"):
+        choose_device(make_world(1), *NONE, "nccl")
+    assert choose_device(make_world(2), *NONE, "nccl") == torch.device("cpu")  # all ranks raise together, later
+    with pytest.raises(WorldError, match=f"{needs} on any of the 2 ranks: omit backend to use gloo"):
+        choose_backend(make_ranks("", "", requested="nccl"))
     with pytest.raises(
         WorldError,
         match=r"backend='nccl' needs one GPU per rank, but 2 ranks share 1 GPU\(s\): ranks 0, 1 use GPU-a, and "
@@ -205,7 +206,7 @@ def test_all_ranks_raise_the_same_error():
 
 
 def test_a_rank_on_the_cpu_has_no_gpu():
-    assert describe_rank(make_world(2, local_rank=1), torch.device("cpu"), "gloo") == RankDevice(1, 0, requested="gloo")
+    assert describe_rank(make_world(2, local_rank=1), torch.device("cpu"), "gloo") == RankDevice(1, requested="gloo")
 
 
 def test_several_ranks_per_gpu_are_allowed_by_a_variable():

@@ -17,9 +17,8 @@ from samestep.data.ledger_reader import read_ledger
 from samestep.disk import AppendFile, describe_os_error
 from samestep.errors import LedgerError
 from samestep.loggers.console import open_console
-from samestep.loggers.jsonl import JsonlLogger, read_metrics
 from samestep.loggers.loggers import Loggers, LogRow
-from samestep.loggers.tensorboard import open_tensorboard
+from samestep.loggers.run_files import JsonlLogger, open_tensorboard, read_metrics
 from samestep.messages import SamestepWarning
 from tests.small_disk import small_disk
 
@@ -120,7 +119,7 @@ def test_records_that_a_full_disk_refuses_at_the_end_are_counted_in_a_warning(di
 def test_tensorboard_curves_are_complete_after_the_disk_was_full(disk, retry_immediately, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr("samestep.loggers.tensorboard._FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("samestep.loggers.run_files._FLUSH_SECONDS", 0.0)
     warned = []
     logger = open_tensorboard(disk.path, warned.append)
     logger.write(0, {"train/loss": 1.0})

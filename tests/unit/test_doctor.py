@@ -12,12 +12,10 @@ import pytest
 from rich.console import Console
 
 from samestep.cli.doctor_command import as_record, print_report
-from samestep.environment.bf16_probe import Bf16Support
 from samestep.environment.diagnosis import RULES, MachineInfo, Problem, diagnose
-from samestep.environment.hardware import Cores, Gpu, GpuLink, Hardware, Software
+from samestep.environment.hardware import Bf16Support, Cores, Gpu, GpuLink, Hardware, SlurmInfo, Software
 from samestep.environment.network import Interface, InterfaceChoice, Network
 from samestep.environment.processes import files_of_launcher
-from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import World
 
 GIB = 2**30

@@ -8,9 +8,17 @@ import psutil
 import pytest
 
 from samestep.environment.gpus import detect_software, parse_links, parse_memory
-from samestep.environment.hardware import Limits, read_hardware, read_limits, usable_cores, usable_memory
+from samestep.environment.hardware import (
+    Limits,
+    SlurmInfo,
+    count_oom_kills,
+    read_hardware,
+    read_limits,
+    read_slurm,
+    usable_cores,
+    usable_memory,
+)
 from samestep.environment.network import Interface, choose_gloo, choose_nccl, read_network
-from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 
 GIB = 2**30
 
@@ -116,6 +124,15 @@ def test_usable_cores_follow_from_affinity_and_quota(installed, affinity, quota,
     assert (cores.usable, cores.installed, cores.reason) == (usable, installed, reason)
 
 
+def test_processes_killed_for_memory_are_counted_in_the_cgroup_or_on_the_system(tmp_path):
+    assert count_oom_kills(tmp_path) == 0
+    write_files(tmp_path, {"proc/vmstat": "oom_kill 9\npgfault 3"})
+    assert count_oom_kills(tmp_path) == 9
+    events = "low 0\noom 5\noom_kill 2\noom_group_kill 0"
+    write_files(tmp_path, {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/memory.events": events})
+    assert count_oom_kills(tmp_path) == 2
+
+
 def test_usable_memory_follows_from_the_cgroup():
     assert usable_memory(64 * GIB, 40 * GIB, Limits()) == (64 * GIB, 40 * GIB)
     assert usable_memory(64 * GIB, 40 * GIB, Limits(None, 8 * GIB, 3 * GIB)) == (8 * GIB, 3 * GIB)
@@ -152,7 +169,7 @@ def test_device_files_of_the_driver_are_counted_and_shm_may_be_missing(tmp_path)
 def test_reading_the_hardware_does_not_import_torch():
     script = (
         "import sys, samestep.environment.hardware, samestep.environment.network\n"
-        "import samestep.environment.slurm_variables, samestep.environment.diagnosis\n"
+        "import samestep.environment.hardware, samestep.environment.diagnosis\n"
         "import samestep.cli.doctor_command\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -105,6 +105,7 @@ def test_a_restart_of_the_same_job_takes_the_lock_over_immediately(tmp_path, oth
         folder_lock.acquire(tmp_path)
 
 
+@pytest.mark.slow
 def test_on_another_host_the_heartbeat_decides(tmp_path):
     write_lock(tmp_path, holder(1, host="elsewhere"))
     stopped = threading.Event()
@@ -172,6 +173,7 @@ def compete(folder, start, answers, finished):
         os._exit(code)  # like a kill: what is locked stays locked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["nothing", "the lock of a killed run", "an empty file", "garbage"])
 def test_of_many_runs_that_start_at_the_same_instant_one_gets_the_folder(tmp_path, monkeypatch, left):
     monkeypatch.setattr(folder_lock, "_TAKEOVER_SECONDS", 0.1)

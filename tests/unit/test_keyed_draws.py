@@ -1,5 +1,6 @@
 """Which rows a draw belongs to, and what is said if that cannot be known."""
 
+import itertools
 import random
 import sys
 
@@ -279,6 +280,47 @@ def warnings_of(body, rows=4, micro_batches=3, model=None, batch_dim=None):
         with randomness.micro_batch("training", step, 0, lambda: torch.arange(rows)):
             body(torch.ones(rows, 3))
     return said
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at_line(number):
+    """Trace the methods that enter and leave a micro-batch; raise at the `number`-th line, as a signal handler may."""
+    lines = itertools.count()
+
+    def trace(frame, event, _):
+        if "model_randomness" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == number:
+            raise Interrupted
+        return trace
+
+    return trace
+
+
+def test_a_run_ends_wherever_a_signal_interrupts_a_micro_batch():
+    """torch raises the death of a data worker from a signal handler, in the middle of anything."""
+    modes_before, interrupted = torch._C._len_torch_function_stack(), True
+    for number in itertools.count():
+        randomness = ModelRandomness(0, 0, torch.device("cpu"), pytest.fail)
+        interrupted = False
+        with randomness.micro_batch("training", 0, 0, lambda: torch.arange(4)):
+            inner = randomness.micro_batch("evaluation", 0, 0, lambda: torch.arange(4))
+            sys.settrace(interrupt_at_line(number))
+            try:
+                with inner:
+                    pass
+            except Interrupted:
+                interrupted = True
+            finally:
+                sys.settrace(None)
+            randomness.close()
+        assert torch._C._len_torch_function_stack() == modes_before, f"line {number}"
+        if not interrupted:
+            break
+    assert number > 50
 
 
 def test_an_unseen_draw_names_its_module():

@@ -14,7 +14,6 @@ import torch
 
 from samestep.errors import LogError
 from samestep.loggers.console import open_console
-from samestep.loggers.jsonl import JsonlLogger, read_metrics
 from samestep.loggers.loggers import (
     Loggers,
     LogRow,
@@ -23,8 +22,14 @@ from samestep.loggers.loggers import (
     check_metric_value,
     write_summary,
 )
-from samestep.loggers.tensorboard import open_tensorboard
-from samestep.loggers.text_log import TextLog, format_number, format_record
+from samestep.loggers.run_files import (
+    JsonlLogger,
+    TextLog,
+    format_number,
+    format_record,
+    open_tensorboard,
+    read_metrics,
+)
 from samestep.messages import format_bytes, format_duration
 
 
@@ -224,7 +229,7 @@ def test_a_killed_writer_loses_no_record_that_it_had_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import sys, pathlib\n"
-        "from samestep.loggers.jsonl import JsonlLogger\n"
+        "from samestep.loggers.run_files import JsonlLogger\n"
         "logger = JsonlLogger(pathlib.Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    logger.write(step, {'train/loss': 1 / (step + 1)})\n"
@@ -283,7 +288,7 @@ def test_a_missing_metrics_file_raises(tmp_path):
 
 
 def test_reading_metrics_does_not_import_torch(tmp_path):
-    script = "import sys, samestep.loggers.jsonl; sys.exit('torch' in sys.modules)"
+    script = "import sys, samestep.loggers.run_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import samestep.disk
 import samestep.loggers.console
 import samestep.loggers.loggers
-import samestep.loggers.text_log
+import samestep.loggers.run_files
 import samestep.messages
 from samestep.messages import SamestepWarning, WarnOnce, info, info_to, warn
 
@@ -70,7 +70,7 @@ def test_the_users_logging_receives_info_messages_and_its_settings_are_restored(
     [
         samestep.messages,
         samestep.disk,
-        samestep.loggers.text_log,
+        samestep.loggers.run_files,
         samestep.loggers.loggers,
         samestep.loggers.console,
     ],

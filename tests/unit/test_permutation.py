@@ -56,6 +56,7 @@ def test_a_shuffled_epoch_has_every_index_once(n: int) -> None:
     assert np.array_equal(np.sort(indices), np.arange(n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1000, TABLE_LIMIT, TABLE_LIMIT + 1, LARGE])
 def test_seeds_and_epochs_have_different_orders(n: int) -> None:
     orders = [

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.cli.plan_command import gpu_hours, memory_bar, plan_rows, speed_ups, what_if_rows
 from samestep.data.partition import Partition
 from samestep.errors import PlanError
 from samestep.messages import format_seconds
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.layouts import Layout, PlanOptions, gradient_flows_through_frozen, layouts
-from samestep.planner.memory_model import estimate_memory
+from samestep.planner.layouts import Layout, PlanOptions, estimate_memory, gradient_flows_through_frozen, layouts
 from samestep.planner.model_profile import MeasuredTime, Op
 from samestep.planner.plan import make_plan, resolve_precision
-from samestep.planner.plan_report import gpu_hours, memory_bar, plan_rows, speed_ups, what_if_rows
 from samestep.planner.time_model import (
     collective_seconds,
     compute_seconds,

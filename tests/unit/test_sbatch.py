@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli.main import main
-from samestep.environment.slurm_variables import port_of
-from samestep.environment.world import cache_folder
+from samestep.environment.world import cache_folder, port_of
 from samestep.errors import LaunchError
 from samestep.launch import job, rendezvous, sbatch, slurm
 from samestep.launch.job import read_time_limit

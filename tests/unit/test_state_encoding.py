@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.checkpoint.state_encoding import decode, encode, tensor_names
+from samestep.checkpoint.parts import decode, encode, tensor_names
 from samestep.errors import CheckpointError
 
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports dynamo, which sets an environment variable

@@ -260,6 +260,7 @@ def steps_by_shards(ranks: list[list[StreamStep]]) -> list[dict[int, object]]:
     return steps
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(1, 12), st.integers(1, 7))
 def test_by_shards_every_world_size_has_the_same_global_batches(lengths, global_batch, size):
     alone = steps_by_shards(world(lambda: Shards(lengths), 1, global_batch))

@@ -7,8 +7,7 @@ import pytest
 
 from samestep.errors import PlanError
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.plan_report import teacher_rows
-from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, compare_placements
+from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, compare_placements, teacher_rows
 from tests.unit.plan_examples import GIB, cluster
 
 TEN = {"gpu", "cpu", "balanced", "sequential", "offload", "disk", "sharded", "served", "cached", "custom"}

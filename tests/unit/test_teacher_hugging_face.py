@@ -80,7 +80,8 @@ def test_old_names_that_from_pretrained_accepts_are_accepted(run, tmp_path, kind
     assert not set(load_file(folder / "model.safetensors")) & set(state)
     plain = type(made).from_pretrained(folder).eval()
     assert torch.equal(plain(input_ids=TOKENS)[0], made.eval()(input_ids=TOKENS)[0])
-    for placement, more in (("disk", {}), ("balanced", {}), ("served", {"inner": "process"})):
+    served = [("served", {"inner": "process"})] if kind == "Bert" else []  # its process imports transformers again
+    for placement, more in (("disk", {}), ("balanced", {}), *served):
         teacher = run.teacher(folder, placement=placement, **more)
         assert torch.equal(teacher(input_ids=TOKENS)[0], plain(input_ids=TOKENS)[0])
 

@@ -12,7 +12,8 @@ from samestep import Run
 from samestep.environment.world import World
 from samestep.errors import TeacherError
 from samestep.planner.cluster_spec import parse_cluster_spec
-from samestep.planner.teacher_costs import Placement, TeacherSetup, explain_placement
+from samestep.planner.layouts import Placement
+from samestep.planner.teacher_costs import TeacherSetup, explain_placement
 from samestep.planner.teacher_costs import choose_placement as best_placement
 from samestep.teacher.frozen_model import FrozenModel
 from samestep.teacher.model_files import open_weights

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from samestep import Run
 from samestep.environment.world import World
 from samestep.errors import TeacherError
+from samestep.teacher.across_ranks import Endpoint, ServedOutputs, connect_to
 from samestep.teacher.options import TeacherOptions
-from samestep.teacher.served import Endpoint, ServedOutputs, connect_to
 from samestep.teacher.server import (
     DISCONNECTED,
     Connection,

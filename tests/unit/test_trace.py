@@ -111,6 +111,7 @@ def test_momentum_of_sgd_needs_as_much_memory_as_the_weights():
     assert (profile.optimizer, profile.optimizer_state) == ("SGD", profile.weights)
 
 
+@pytest.mark.slow
 def test_tied_weights_count_once():
     tied = trace_model(words, precision="fp32")
     untied = trace_model(lambda: words(tied=False), precision="fp32")
@@ -123,6 +124,7 @@ def test_a_model_larger_than_memory_can_be_traced():
     assert profile.method == "traced without memory"
 
 
+@pytest.mark.slow
 def test_a_model_may_be_converted_and_tied_while_it_is_built():
     def build():
         model = Words().bfloat16()
@@ -167,6 +169,7 @@ def test_the_trace_predicts_the_memory_of_real_tensors(precision, checkpointed, 
     assert predicted == pytest.approx(real, rel=0.002 if target == "cpu" else 0.02)  # rounding is not linear
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_needs_less_memory_and_more_flops():
     profile = trace_model(lambda: words(depth=8), precision="fp32")
     assert profile.checkpointed_activations is not None

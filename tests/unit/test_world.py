@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from samestep.environment.slurm_variables import expand_nodes, expand_tasks, in_step, port_of
 from samestep.environment.world import (
     World,
+    expand_nodes,
+    expand_tasks,
     export,
+    in_step,
     launch_name,
+    port_of,
     read_environ,
     read_world,
     run_folder,

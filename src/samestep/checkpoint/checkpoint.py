@@ -1,9 +1,8 @@
 """Checkpoints of a run, saved on request, every N steps or every N minutes, while training continues.
 
-The way of a tensor: `Checkpoint.save` collects the state of all parts (parts.py, state_encoding.py) and copies this
-rank's chunks to host memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the
-folder with its manifest (save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size
-(restore.py).
+The way of a tensor: `Checkpoint.save` collects the state of all parts (parts.py) and copies this rank's chunks to host
+memory (tensor_storage.py). A thread writes them to a file per rank, and rank 0 publishes the folder with its manifest
+(save.py, manifest.py, checkpoint_folder.py). `run.checkpoint` loads them on any world size (restore.py).
 """
 
 import json
@@ -18,9 +17,8 @@ from typing import Final
 from samestep.checkpoint import checkpoint_folder
 from samestep.checkpoint.checkpoint_folder import Retention
 from samestep.checkpoint.manifest import HistoryEntry, Manifest, disk_error
-from samestep.checkpoint.parts import Parts, Tensors, describe_state_error, get_rng_state, rng_tensor_name
+from samestep.checkpoint.parts import Parts, Tensors, describe_state_error, encode, get_rng_state, rng_tensor_name
 from samestep.checkpoint.save import BackgroundSave
-from samestep.checkpoint.state_encoding import encode
 from samestep.checkpoint.tensor_storage import HostStaging
 from samestep.context import RunContext
 from samestep.distributed.communicator import check_pause
@@ -114,7 +112,7 @@ class Checkpoint(StepCallback):
         if save is None:
             return
         comm = self._context.comm
-        with comm.collective("checkpoint.wait"):
+        with self._context.times.phase("checkpoint"), comm.collective("checkpoint.wait"):
             since, seen = time.monotonic(), {}
             while save.is_running:
                 save.wait(check_pause(since, seen))
@@ -190,6 +188,10 @@ class Checkpoint(StepCallback):
             save.message = None
 
     def _save(self, step: int | None, automatic: bool = False, preempted: bool = False) -> None:
+        with self._context.times.phase("checkpoint"):
+            self._save_parts(step, automatic, preempted)
+
+    def _save_parts(self, step: int | None, automatic: bool, preempted: bool) -> None:
         """Collect the state, copy it to host memory, and start the thread that writes and publishes it; a collective.
 
         `automatic`: due by `every` or saved before an early exit. `preempted`: numbered without knowing how the script

@@ -12,8 +12,6 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 
-from torch.distributed.tensor import DTensor
-
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.checkpoint.checkpoint_folder import Retention, check_latest, find_newest_valid, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
@@ -26,8 +24,15 @@ from samestep.checkpoint.manifest import (
     verify_files,
     write_verified,
 )
-from samestep.checkpoint.parts import Parts, Stateful, Tensors, describe_state_error, rng_tensor_name, set_rng_state
-from samestep.checkpoint.state_encoding import tensor_names
+from samestep.checkpoint.parts import (
+    Parts,
+    Stateful,
+    Tensors,
+    describe_state_error,
+    rng_tensor_name,
+    set_rng_state,
+    tensor_names,
+)
 from samestep.checkpoint.tensor_storage import (
     CheckpointReader,
     FileEntry,
@@ -44,6 +49,7 @@ from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.errors import CheckpointError, SamestepError
 from samestep.messages import warn
+from samestep.torch_private import is_dtensor
 
 _OPERATION = "run.checkpoint"
 
@@ -141,7 +147,7 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     index, targets, load = run_on_every_rank(
         comm, _OPERATION, CheckpointError, _prepare, parts, path, manifest, describe=describe
     )
-    in_full = {name: tensor for name, tensor in targets.items() if not isinstance(tensor, DTensor)}
+    in_full = {name: tensor for name, tensor in targets.items() if not is_dtensor(tensor)}
     readers: dict[str, int] = {}
     if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
         readers = divide_reads({name: tensor.nbytes for name, tensor in in_full.items()}, comm.world.size)

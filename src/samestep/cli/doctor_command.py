@@ -12,12 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep import __version__
-from samestep.environment.bf16_probe import probe_bf16
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
-from samestep.environment.hardware import GpuLink, Hardware, Software, read_hardware
+from samestep.environment.hardware import GpuLink, Hardware, SlurmInfo, Software, probe_bf16, read_hardware, read_slurm
 from samestep.environment.network import InterfaceChoice, Network, read_network
 from samestep.environment.processes import most_ranks, open_files_limit
-from samestep.environment.slurm_variables import SlurmInfo, read_slurm
 from samestep.environment.world import World, read_environ, read_world
 from samestep.errors import WorldError
 from samestep.messages import format_bytes

@@ -31,7 +31,10 @@ _LONGEST_WORD = 300  # of an error message: a value of thousands of digits would
 # Each module has a click command named `command`. It is imported when it is used, so that `--help` does not need torch.
 COMMANDS = {
     "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "hang": ("samestep.cli.hang_command", "Show what each rank of a live run does, and which one the others wait for."),
     "parity": ("samestep.cli.parity_command", "Run a script on several numbers of ranks and compare what it logs."),
+    "verify": ("samestep.cli.verify_command", "Run any script on several ranks and on one, and print what is wrong."),
+    "lint": ("samestep.cli.lint_command", "Find faults of distributed training in source files, without running them."),
     "submit": ("samestep.cli.submit_command", "Submit a script to SLURM, as ranks on one or several nodes."),
     "jobs": ("samestep.cli.jobs_command", "List submitted SLURM jobs and their states."),
     "plan": ("samestep.cli.plan_command", "Show what fits on which GPUs, what is fastest, and why."),

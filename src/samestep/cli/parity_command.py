@@ -16,7 +16,7 @@ from samestep.cli.main import NumberRange, accept_underscores
 from samestep.environment.world import COMPARISON, LAST_STEP, MAX_LOCAL_RANKS, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.job import check_target
-from samestep.loggers.jsonl import read_metrics
+from samestep.loggers.run_files import WAIT_PREFIX, read_metrics
 from samestep.messages import read_integer, shorten
 
 Record = Mapping[str, float]
@@ -121,7 +121,7 @@ def _distance(one: float, other: float) -> float:
 
 
 def _is_compared(name: str) -> bool:
-    return name not in (*_AXES, *_MEASURED)
+    return name not in (*_AXES, *_MEASURED) and not name.startswith(WAIT_PREFIX)
 
 
 def _run(count: int, folder: Path, precision: str, steps: int, target: Sequence[str]) -> list[dict[str, float]]:

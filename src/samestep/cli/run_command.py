@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
-from samestep.environment.bf16_probe import probe_bf16
-from samestep.environment.hardware import read_hardware
+from samestep.environment.hardware import probe_bf16, read_hardware
 from samestep.environment.processes import allow_open_files, files_of_launcher, launcher_variable
 from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
     Job,
+    OnHang,
     ShowRanks,
     check_target,
     choose_variables,
@@ -80,6 +80,9 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
               help="Save and end before this time is over, as in 3h55m or 4:00:00; exit code 75.")  # fmt: skip
 @click.option("--grace", type=NumberRange(0, _LONGEST_GRACE), metavar="SECONDS",
               help="Time that ranks get to save and end after SIGTERM; default 120.")  # fmt: skip
+@click.option("--on-hang", type=click.Choice(["report", "stop", "restart"]),
+              help="If ranks wait for a rank that does not arrive: only report it, stop the run as soon as the cause "
+              "is certain, or restart all ranks; by default, report it and stop at the timeout of torch.")  # fmt: skip
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip
 @click.option("--verbose", is_flag=True, help="Show the log of torch's agent.")
@@ -94,6 +97,7 @@ def command(
     folder_is_default: bool,
     time_limit: str | None,
     grace: int | None,
+    on_hang: OnHang | None,
     show: ShowRanks,
     verbose: bool,
     **rendezvous_options: Any,
@@ -101,6 +105,10 @@ def command(
     """Start SCRIPT as ranks that train together; the exit code is that of the rank that fails first."""
     if not script:
         raise LaunchError("no script given: run `samestep run train.py`, or `samestep run -m package.module`")
+    if on_hang == "restart" and max_restarts == 0:
+        raise LaunchError(
+            "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
+        )
     output_failure(required=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
@@ -125,6 +133,7 @@ def command(
         show=show,
         verbose=verbose,
         time_limit=time_limit or "",
+        on_hang=on_hang or "default",
     )
     if problem := allow_open_files(files_of_launcher(job.processes)):
         raise LaunchError(f"{problem}; or start fewer ranks")

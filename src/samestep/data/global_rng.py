@@ -50,7 +50,7 @@ class _GlobalGenerator(Protocol):
         ...
 
     def snapshot(self) -> object:
-        """Return its state. Two snapshots are equal if and only if nobody used or set the generator between them."""
+        """Return its state. Two snapshots are equal if and only if no code used or set the generator between them."""
         ...
 
     def restore(self, snapshot: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.process_group import (
-    HangWatch,
     backends_to_add,
     check_existing_group,
     connect_store,
@@ -21,8 +20,17 @@ from samestep.distributed.process_group import (
     new_group,
     rendezvous,
     store_beside_group,
+    watch_hangs,
 )
-from samestep.distributed.rank_status import ORDER_RULE, RankStatus, StatusBoard, call_site, is_timeout, poll_pause
+from samestep.distributed.rank_status import (
+    ORDER_RULE,
+    RankStatus,
+    StatusBoard,
+    call_site,
+    is_timeout,
+    poll_pause,
+    running_line,
+)
 from samestep.environment.world import World
 from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
@@ -33,6 +41,7 @@ _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that cal
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
 _CHECK_SECONDS = 1.0  # how long a rank waits before it reads the status of its peers
 _MAX_CHECK_SECONDS = 5.0  # after a long wait: all ranks share one store
+_REPORTS_PER_SECOND = 100  # that a rank reads which waits in `find_differences`
 _MAX_POLL_SECONDS = 0.25  # a rank that no longer waits must post so before a peer has checked twice
 
 
@@ -56,7 +65,7 @@ class Communicator:
         self._step_timeout = step_timeout
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
-        self._hang_watch: HangWatch | None = None  # only with NCCL
+        self._stop_hang_watch: Callable[[], object] = lambda: None
         self._control_group: dist.ProcessGroup | None = None  # for small exchanges
         self.group: dist.ProcessGroup | None = None
         """The group for tensors of training; None: the default group (see `backends_to_add`)."""
@@ -64,6 +73,7 @@ class Communicator:
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
         self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
+        self.waited = 0.0  # seconds that this rank has waited for others, as far as they are measured
 
     @property
     def alone(self) -> bool:
@@ -71,10 +81,21 @@ class Communicator:
         return self.world.size == 1
 
     @property
+    def is_group_destroyed(self) -> bool:
+        """Whether the script has destroyed the process group that the run needs."""
+        return self._control_group is not None and not dist.is_initialized()
+
+    @property
     def store(self) -> dist.Store:
         """The key-value store that all ranks share; a single rank has none."""
         assert self._store is not None, "the communicator is not open, or there is one rank only"
         return self._store
+
+    @property
+    def board(self) -> StatusBoard:
+        """What every rank is doing; a single rank has none."""
+        assert self._board is not None, "the communicator is not open, or there is one rank only"
+        return self._board
 
     def open(
         self,
@@ -115,8 +136,7 @@ class Communicator:
             self._control_group = new_group("gloo", self.start_timeout)
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
-        if self.backend == "nccl":
-            self._hang_watch = HangWatch(self._store, rank, size, close_files=close_files)
+        self._stop_hang_watch = watch_hangs(self.backend, self._store, rank, size, close_files)
 
     def close(self) -> None:
         """Disconnect after success: wait for all ranks, then destroy the process groups that `open` created."""
@@ -157,11 +177,6 @@ class Communicator:
             self._stop_hang_watch()
             with suppress(RuntimeError):  # the store exited with its host, and the other ranks notice that
                 self._board.end(failure)
-
-    def _stop_hang_watch(self) -> None:
-        if self._hang_watch is not None:
-            self._hang_watch.stop()
-            self._hang_watch = None
 
     def mark_closed(self) -> None:
         """Refuse collectives from now on."""
@@ -221,25 +236,11 @@ class Communicator:
         with self.collective(pending.operation):
             self._wait(pending.works[-1])
             if len(pending.works) == 1:
-                pending.lengths = self._check_frames(pending)
+                pending.lengths = pending.check_frames(self.world.rank)
                 if max(pending.lengths) > _CAPACITY:
-                    padded = torch.zeros(max(pending.lengths), dtype=torch.float64)
-                    padded[: pending.mine.numel()] = pending.mine
-                    pending.start(padded.view(torch.int64), self.world.size, self._control_group)
+                    pending.start(pending.padded(), self.world.size, self._control_group)
                     return None
-                pending.gathered = [frame[_LABEL_WORDS + 1 :] for frame in pending.gathered]
-            lengths = zip(pending.gathered, pending.lengths, strict=True)
-            return [part[:length].view(torch.float64) for part, length in lengths]
-
-    def _check_frames(self, pending: "PendingExchange") -> list[int]:
-        """How many values each rank has sent; raises if one of them has called another collective."""
-        for rank, frame in enumerate(pending.gathered):
-            theirs = frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-            if theirs != _shorten(pending.label):
-                raise CommunicationError(
-                    f"rank {self.world.rank} called {pending.label} while rank {rank} called {theirs}: {ORDER_RULE}"
-                )
-        return [int(frame[_LABEL_WORDS]) for frame in pending.gathered]
+            return pending.values()
 
     @contextmanager
     def collective(self, operation: str) -> Generator[str]:
@@ -268,12 +269,18 @@ class Communicator:
             self._inside_once = Communicator.once_of_process = None
 
     def refuse_inside_once(self, operation: str) -> None:
-        """Raise if a collective is called inside `run.once`, or before or after the run: other ranks are not there."""
+        """Raise if a collective cannot work: inside `run.once`, before or after the run, or without its group."""
         if not self._is_open:
             state = "closed" if self._is_closed else "not started"
             raise CommunicationError(
                 f"{operation} at {call_site()} was called on a run that is {state}: call it inside `with Run(...) as "
                 "run:`, or between run.start() and run.close()"
+            )
+        if self.is_group_destroyed:
+            raise CommunicationError(
+                f"{operation} at {call_site()} was called after dist.destroy_process_group(): the run needs the "
+                "process groups until it ends, and destroys those that it has created; remove that call, or move it "
+                "after `with Run`"
             )
         if self._inside_once is not None:
             raise CommunicationError(
@@ -291,7 +298,7 @@ class Communicator:
         assert self._board is not None
         own = self._board.own
         if operation is not None:
-            own = replace(own, operation=operation, call_site=call_site(), state="waiting")
+            own = replace(own, operation=operation, call_site=running_line().partition(" in ")[0], state="waiting")
         is_new = self._board.look()
         diverged = self._board.diverged(self._board.known) if is_new else before
         settled = {rank: status for rank, status in diverged.items() if before.get(rank) == status}
@@ -304,7 +311,8 @@ class Communicator:
 
     def peers_note(self, error: RuntimeError | None = None) -> str | None:
         """The status of the other ranks, for an error that torch raised by itself; None for a single rank."""
-        return None if self._board is None else self._board.peers_note(is_timeout(error))
+        hosts = self.world.is_main and (self._existing_group or not self.world.agent_store)
+        return None if self._board is None else self._board.peers_note(is_timeout(error), hosts)
 
     def _wait(self, work: dist.Work) -> None:
         since, seen = time.monotonic(), dict[int, RankStatus]()
@@ -316,6 +324,7 @@ class Communicator:
                     raise
                 seen = self.check_peers(since, seen, self.timeout)
             else:
+                self.waited += time.monotonic() - since
                 return
 
     def _explain(self, error: RuntimeError, waited: float) -> NoReturn:
@@ -348,6 +357,28 @@ class PendingExchange:
         assert work is not None
         self.works.append(work)
 
+    def padded(self) -> torch.Tensor:
+        """The values of this rank in a tensor that is as long on all ranks."""
+        padded = torch.zeros(max(self.lengths), dtype=torch.float64)
+        padded[: self.mine.numel()] = self.mine
+        return padded.view(torch.int64)
+
+    def values(self) -> list[torch.Tensor]:
+        """The values of all ranks, from their frames or from what a second collective has gathered."""
+        first = _LABEL_WORDS + 1 if len(self.works) == 1 else 0
+        parts = zip(self.gathered, self.lengths, strict=True)
+        return [part[first : first + length].view(torch.float64) for part, length in parts]
+
+    def check_frames(self, own_rank: int) -> list[int]:
+        """How many values each rank has sent; raises if one of them has called another collective."""
+        for rank, frame in enumerate(self.gathered):
+            theirs = frame[:_LABEL_WORDS].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+            if theirs != _shorten(self.label):
+                raise CommunicationError(
+                    f"rank {own_rank} called {self.label} while rank {rank} called {theirs}: {ORDER_RULE}"
+                )
+        return [int(frame[_LABEL_WORDS]) for frame in self.gathered]
+
 
 def pack_object(value: object) -> torch.Tensor:
     """A pickled value as float64 numbers, for an exchange."""
@@ -374,6 +405,37 @@ def wait_for_keys(comm: Communicator, keys: list[str], operation: str | None = N
         time.sleep(min(poll_pause(since), _MAX_POLL_SECONDS))
         if time.monotonic() - checked > check_pause(since, seen):
             seen, checked = comm.check_peers(since, seen, comm.start_timeout, operation), time.monotonic()
+
+
+def find_differences(
+    comm: Communicator, name: str, report: Callable[[], str], position: str, value: str, read: Callable[[str], str]
+) -> dict[int, str]:
+    """Compare what the ranks do at a position of the script, without a collective: some ranks may not come to it.
+
+    Waits until every rank has come to it with the same value, or one does something else there: returns the reports of
+    ranks with another value. Ranks that do not call this function post their reports when they are requested. `read`
+    returns the value at the position from a report, or nothing if its rank has not come there.
+    """
+    board, size, key = comm.board, comm.world.size, f"{name}/{position}"
+    board.reports[name] = report
+    try:
+        board.post_report(name)
+        comm.store.add(key, 1)
+        comm.store.add(f"{key}/{value}", 1)
+        since, seen = time.monotonic(), dict[int, RankStatus]()
+        checked = since
+        while comm.store.add(f"{key}/{value}", 0) < size:
+            all_here = comm.store.add(key, 0) == size
+            if all_here or time.monotonic() - checked > max(check_pause(since, seen), size / _REPORTS_PER_SECOND):
+                values = {rank: (read(text), text) for rank, text in board.read_reports(name).items()}
+                if different := {rank: text for rank, (theirs, text) in values.items() if theirs not in ("", value)}:
+                    return different
+                board.request_reports(set(range(size)) - {comm.world.rank} - {r for r, (v, _) in values.items() if v})
+                seen, checked = comm.check_peers(since, seen, comm.timeout, f"comparing {name}"), time.monotonic()
+            time.sleep(min(poll_pause(since), _MAX_POLL_SECONDS))
+    except dist.DistError as error:
+        raise board.store_gone_error(board.own) from error
+    return {}
 
 
 def _pack(label: str, values: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ def choose_device(world: World, cuda: int, mps: bool, backend: str | None) -> to
     """
     if backend is not None and backend not in BACKENDS:
         raise WorldError(f"backend={backend!r} is not supported: use {' or '.join(map(repr, BACKENDS))}")
-    if backend == "nccl" and not cuda:
-        raise WorldError("backend='nccl' needs a CUDA device and torch sees none: omit backend to use gloo")
+    if backend == "nccl" and not cuda and world.size == 1:  # otherwise `choose_backend` raises, on all ranks
+        raise WorldError("backend='nccl' needs a CUDA device and torch sees none: omit backend")
     if cuda:
         return torch.device("cuda", world.local_rank % cuda)
     return torch.device("mps" if mps and world.size == 1 else "cpu")
@@ -41,7 +41,6 @@ class RankDevice:
     """What one rank computes on and what its NCCL can do, for the choice of a backend."""
 
     rank: int
-    node: int
     gpu: str = ""  # its UUID, for example "GPU-5ba3..." or "MIG-0a1b..."; empty without a GPU
     nccl: Sequence[int] = ()  # version; empty if this torch has none
     allows_sharing: bool = False  # whether NCCL_MULTI_RANK_GPU_ENABLE=1 is set
@@ -70,6 +69,11 @@ def choose_backend(ranks: Sequence[RankDevice]) -> BackendChoice:
     by_gpu: defaultdict[str, list[int]] = defaultdict(list)
     for each in ranks:
         by_gpu[each.gpu].append(each.rank)
+    if "" in by_gpu and requested == "nccl":
+        raise WorldError(
+            f"backend='nccl' needs a CUDA device and torch sees none on any of the {len(ranks)} ranks: omit backend to "
+            "use gloo"
+        )
     if "" in by_gpu:
         return BackendChoice("gloo", f"{len(ranks)} ranks on the CPU: no GPU is visible")
     if requested == "gloo":
@@ -138,8 +142,8 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 def describe_rank(world: World, device: torch.device, requested: str | None) -> RankDevice:
     """What this rank posts for the choice of the backend."""
     if device.type != "cuda":
-        return RankDevice(world.rank, world.node, requested=requested)
-    return RankDevice(world.rank, world.node, identify_gpu(device.index), nccl_version(), shares_gpus(), requested)
+        return RankDevice(world.rank, requested=requested)
+    return RankDevice(world.rank, identify_gpu(device.index), nccl_version(), shares_gpus(), requested)
 
 
 def agree_on_backend(

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,15 @@ class StepCallback:
 
     def on_sync(self, values: Sequence[float]) -> None:
         """Called with the control values of all ranks, in rank order."""
+
+    def sync_table(self) -> list[float]:
+        """More values that this rank sends with the next sync, as many as every other rank."""
+        return []
+
+    def on_sync_table(self, table: torch.Tensor) -> Mapping[str, float]:
+        """Called with these values, one row per rank; returns metrics for the record of the last step."""
+        del table
+        return {}
 
     def wants_sync(self) -> bool:
         """Whether this rank has a control value that should not wait; called from another thread."""
@@ -112,8 +122,12 @@ class MetricSync:
         names = [[(*row, name) for row, name in batch.keys] for batch in batches]
         names_hash = float(zlib.crc32(repr(names).encode()))
         values = [value for batch in batches for value in batch.read()]
-        pending = self._comm.start_exchange(operation, [float(interval), names_hash, *control, *values])
-        self._started = _StartedSync(pending, batches, callbacks, names_hash)
+        tables = [
+            each.sync_table() for each in callbacks
+        ]  # on a GPU, what it has done before these values is known now
+        sent = [float(interval), names_hash, *control, *chain(*tables), *values]
+        pending = self._comm.start_exchange(operation, sent)
+        self._started = _StartedSync(pending, batches, callbacks, names_hash, list(map(len, tables)))
         self._steps, self._last_sync = 0, time.monotonic()
         self._continue_at = max(1, self._interval // _OVERLAPPED_PART)
 
@@ -129,22 +143,34 @@ class MetricSync:
             self._interval = int(parts[0][0])
             for index, callback in enumerate(started.callbacks, start=_HEADER):
                 callback.on_sync([float(part[index]) for part in parts])
+            header = self._read_tables(started, parts)
             if any(float(part[1]) != started.names_hash for part in parts):  # ranks logged different names
                 named = [dict(zip(batch.keys, batch.read(), strict=True)) for batch in started.batches]
                 pending = self._comm.start_exchange(started.pending.operation, pack_object(named))
-                self._started = _StartedSync(pending, started.batches, (), 0.0, has_names=True)
+                self._started = _StartedSync(pending, started.batches, (), 0.0, [], has_names=True)
                 self._continue_at += max(1, self._interval // _OVERLAPPED_PART)
                 return None
-            header = _HEADER + len(started.callbacks)
             by_rank = [split_batches(started.batches, part[header:].tolist()) for part in parts]
         else:
             by_rank = [unpack_object(part) for part in parts]
         self._started = None
         averages = [average(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
         return [
-            {**batch.read_rank0_values(), **means, **batch.throughput}
+            {**batch.read_rank0_values(), **means, **batch.measured}
             for batch, means in zip(started.batches, averages, strict=True)
         ]
+
+    def _read_tables(self, started: "_StartedSync", parts: list[torch.Tensor]) -> int:
+        """Pass the tables of the ranks to the callbacks; returns how many values come before those of the metrics."""
+        start = _HEADER + len(started.callbacks)
+        for callback, width in zip(started.callbacks, started.widths, strict=True):
+            if width:
+                metrics = callback.on_sync_table(torch.stack([part[start : start + width] for part in parts]))
+                batch = next((each for each in reversed(started.batches) if each.has_last_step), None)
+                if batch is not None and batch.step_row is not None:
+                    batch.measured.update({(batch.step_row, name): value for name, value in metrics.items()})
+            start += width
+        return start
 
     def _finish(self) -> list[Records]:
         """Wait for the sync that was started, if there is one."""
@@ -177,13 +203,13 @@ class MetricSync:
     def _take(self, with_throughput: bool) -> "MetricBatch":
         """What was logged, and on rank 0 the throughput since it was last taken, for the record of the last step."""
         batch, self._rank0_values = self.pending.take(self._rank0_values), {}
-        row = self.pending.step_row
+        row = batch.step_row = self.pending.step_row
         if self._loggers is not None and with_throughput and self._samples and row is not None:
             now = time.monotonic()
-            batch.throughput[row, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
+            batch.measured[row, "train/samples_per_s"] = self._samples / max(now - self._samples_since, 1e-9)
             self._samples, self._samples_since = 0, now
             if self._device.type == "cuda":
-                batch.throughput[row, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+                batch.measured[row, "train/memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return batch
 
     def add_samples(self, count: int) -> None:
@@ -213,7 +239,8 @@ class MetricBatch:
 
     keys: list[MetricKey]  # of the values that are averaged over the ranks
     rank0_keys: list[MetricKey] = field(default_factory=list[MetricKey])  # the same on all ranks: rank 0 writes its own
-    throughput: Records = field(default_factory=Records)
+    measured: Records = field(default_factory=Records)  # by rank 0, such as the throughput
+    step_row: LogRow | None = None  # the record of the last step
     _values: list[float] = field(default_factory=list[float])
     _copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list[Any])
 
@@ -239,6 +266,11 @@ class MetricBatch:
                 wide = host
             self._copies.append((indices, wide, event))
 
+    @property
+    def has_last_step(self) -> bool:
+        """Whether it has a value of the last step, on rank 0: otherwise its record is that of an earlier batch."""
+        return any(row == self.step_row for keys in (self.keys, self.rank0_keys) for row, _ in reversed(keys))
+
     def read(self) -> list[float]:
         """The values of `keys`; waits for the copies, which are complete if the batch is not of this step."""
         for indices, copied, event in self._copies:
@@ -261,6 +293,7 @@ class _StartedSync:
     batches: list[MetricBatch]
     callbacks: tuple[StepCallback, ...]  # whose control values are sent
     names_hash: float  # of all names and rows that are sent
+    widths: list[int]  # how many values each callback sends in its table
     has_names: bool = False  # whether the exchange is the second one, which sends names too
 
 

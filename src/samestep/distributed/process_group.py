@@ -26,11 +26,16 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from samestep.distributed.rank_status import ORDER_RULE, running_line
 from samestep.environment.network import ANSWER_SECONDS, accepts_connections, connect_unless_silent, find_route_problem
 from samestep.environment.processes import allow_open_files, files_of_rank
-from samestep.environment.world import World
+from samestep.environment.world import World, read_environ
 from samestep.errors import CommunicationError, RankMissing, WorldError
+from samestep.hang import rank_probe
 from samestep.messages import format_list
 from samestep.torch_private import collective_counts, nccl_waits
 
+_RECORDER_SIZES: Final = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+)  # of newer and older versions of torch
 _NCCL_AND_GLOO: Final = "cpu:gloo,cuda:nccl"
 _FIRST_PAUSE: Final = 0.002
 _LOOK_SECONDS: Final = 1.0  # how often a rank counts its collectives, without a message to the store
@@ -310,7 +315,7 @@ def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
     """Who waits for whom: ranks that have called more collectives of a group than others, for longer than its timeout.
 
     All ranks of a group must call the same number of them. A rank that others wait for is behind in a group and ahead
-    in none; one that is ahead waits itself. If all have called equally many, the network may be cut, or they compute.
+    in none; one that is ahead waits itself. If all have called the same number, the network is cut or they compute.
     Point-to-point calls between some ranks of a group count too, so that the counts of a healthy run may differ for
     good: a hang is certain only if torch says that a rank which is ahead waits.
     """
@@ -339,7 +344,8 @@ class HangWatch:
     gloo raises in a rank that waits too long. With NCCL the script of that rank waits for its GPU, cannot be
     interrupted, and NCCL aborts the process without the name of the other rank. So ranks that have called no collective
     for longer than the timeout report what they do, one of them finds out who waits for whom, and all of them end. If
-    the hang is not certain, this one prints what it has found, and NCCL ends the run.
+    the hang is not certain, this one and rank 0, whose output the launcher shows, print what it has found, and NCCL
+    ends the run.
     """
 
     def __init__(
@@ -361,6 +367,8 @@ class HangWatch:
 
     def stop(self) -> None:
         """End the thread; the rank takes part in no hang from now on."""
+        if self._ended.is_set():
+            return
         atexit.unregister(self.stop)
         self._ended.set()
         self._thread.join(_READ_SECONDS)
@@ -387,7 +395,8 @@ class HangWatch:
         """Remove what this rank has reported: it has called a collective, or ends."""
         self._has_notified = False
         self._store.set(f"hang/report/{self._rank}", "")  # not deleted: the reader would wait for a key that is missing
-        self._store.compare_set("hang/reader", str(self._rank), "")
+        if self._store.compare_set("hang/reader", str(self._rank), "") == b"":
+            self._store.set("hang/notice", "")
 
     def _report(self, own: ProgressReport) -> None:
         """Report to the others; end this rank if they find a hang, or if this rank does in their place."""
@@ -396,15 +405,21 @@ class HangWatch:
         if reader == str(self._rank) and not self._store.check(["hang"]) and (hang := find_hang(self._read_reports())):
             if hang.is_certain:
                 self._store.set("hang", json.dumps(asdict(hang)))
-            elif not self._has_notified:
-                self._has_notified = True
-                with suppress(OSError, ValueError):  # stderr is closed, or a full disk
-                    print(hang.notice(), file=sys.stderr, flush=True)
+            else:
+                self._store.set("hang/notice", hang.notice())
+        if not self._has_notified and (self._rank == 0 or reader == str(self._rank)):
+            self._print_notice()
         if self._store.check(["hang"]):
             found = json.loads(self._store.get("hang"))
             hang = Hang(found["waiting"], {int(rank): line for rank, line in found["absent"].items()}, found["seconds"])
             if not self._ended.is_set():
                 self._end(hang.error(own), len(hang.waiting) + len(hang.absent))
+
+    def _print_notice(self) -> None:
+        if self._store.check(["hang/notice"]) and (notice := self._store.get("hang/notice").decode()):
+            self._has_notified = True
+            with suppress(OSError, ValueError):  # stderr is closed, or a full disk
+                print(notice, file=sys.stderr, flush=True)
 
     def _read_reports(self) -> list[ProgressReport]:
         keys = [f"hang/report/{rank}" for rank in range(self._size)]
@@ -436,6 +451,23 @@ class HangWatch:
         with suppress(OSError, ValueError):  # stdout is closed, or a full disk
             sys.stdout.flush()
         self._close_files()
+
+
+def watch_hangs(
+    backend: str, store: dist.Store, rank: int, size: int, close_files: Callable[[], object]
+) -> Callable[[], object]:
+    """Let this rank be ended because of a hang, after `close_files`; returns a function that stops what was started.
+
+    `samestep run` watches its ranks from outside, by torch's flight recorder. Without it, and under torchrun or srun,
+    ranks over NCCL watch each other.
+    """
+    stops: list[Callable[[], object]] = []
+    if rank_probe.is_running():
+        stops.append(rank_probe.at_end(close_files))
+    is_recording = "0" not in map(read_environ().get, _RECORDER_SIZES)
+    if backend == "nccl" and not (rank_probe.is_running() and is_recording):
+        stops.append(HangWatch(store, rank, size, close_files=close_files).stop)
+    return lambda: [stop() for stop in stops]
 
 
 def _main_thread_stack() -> TracebackType | None:

@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -89,6 +89,8 @@ class StatusBoard:
         self.own = RankStatus(0, "Run.start", "the start", "past")
         self.known: dict[int, RankStatus] = {}
         """The status of other ranks in the last summary, for up to eight ranks of each status."""
+        self.reports: dict[str, Callable[[], str]] = {}
+        """What this rank posts besides its line when another rank requests it, by name."""
         self._locations: dict[int, str] = {}  # the lines that other ranks run, as they answered during this wait
         self._all_posted = False  # whether every rank has posted a status
         self._summary = 0  # the number of the last summary that this rank has read
@@ -221,6 +223,22 @@ class StatusBoard:
         """Of the missing peers, those whose lines an error names."""
         return [str(rank) for rank in sorted(self.missing(peers))[:_SHOWN]]
 
+    def post_report(self, name: str) -> None:
+        """Post one of `reports`."""
+        self._store.set(f"report/{name}/{self._rank}", self.reports[name]())
+
+    def read_reports(self, name: str) -> dict[int, str]:
+        """The reports of the other ranks, as far as they have posted one."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        if not self._store.check([f"report/{name}/{rank}" for rank in others]):
+            others = [rank for rank in others if self._store.check([f"report/{name}/{rank}"])]
+        texts = self._store.multi_get([f"report/{name}/{rank}" for rank in others]) if others else []
+        return {rank: text.decode() for rank, text in zip(others, texts, strict=True)}
+
+    def request_reports(self, ranks: Iterable[int]) -> None:
+        """Request the reports of the first of these ranks; a thread of each posts them."""
+        self._request_locations([str(rank) for rank in sorted(ranks)[:_SHOWN]])
+
     def _request_locations(self, ranks: Iterable[str]) -> dict[str, int]:
         """Request the lines that these ranks run; returns the number of the request to each."""
         return {rank: self._store.add(f"location requests/{rank}", 1) for rank in ranks}
@@ -254,12 +272,20 @@ class StatusBoard:
         known = "".join(f"; rank {rank} was at {line}" for rank, line in sorted(self._locations.items())[:_SHOWN])
         return RankMissing(f"rank {self._rank} {own}, and {STORE_GONE}{known}")
 
-    def peers_note(self, timed_out: bool) -> str:
-        """A note with the status of all peers, for an exception that torch raised by itself."""
+    def peers_note(self, timed_out: bool, hosts_store: bool = False) -> str:
+        """A note with the status of all peers, for an exception that torch raised by itself.
+
+        After a timeout, other ranks may fail at the same moment. The rank that hosts the store lets them read it.
+        """
         try:
             peers = self.peers_after_error()
             if timed_out:
                 self._await_locations(self._first_missing(peers))
+                peers = self.peers()  # a rank that has failed meanwhile gives no answer, and has posted its line
+                have_read, since = self._store.add("notes", 1), time.monotonic()
+                while hosts_store and have_read < self._size and time.monotonic() - since < _READER_SECONDS:
+                    time.sleep(poll_pause(since))
+                    have_read = self._store.add("notes", 0)
         except RuntimeError:
             return STORE_GONE
         rule = f": {ORDER_RULE}" if any(status.state == "waiting" for status in peers.values()) else ""
@@ -279,6 +305,8 @@ class StatusBoard:
             while not self._ended.wait(_ANSWER_SECONDS):
                 if (requests := self._store.add(f"location requests/{self._rank}", 0)) != answered:
                     answered = requests
+                    for name in list(self.reports):
+                        self.post_report(name)
                     self._store.set(f"location/{self._rank}", f"{requests} {running_line()}")
 
     def _stop(self) -> None:
@@ -337,7 +365,10 @@ def call_site() -> str:
 
 def running_line() -> str:
     """The line of the script that the main thread runs, and the function of a library that it has called there."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # the only way
+    main = threading.main_thread().ident or 0
+    if threading.get_ident() == main:  # a frame that refers to itself keeps the tensors on its stack
+        return _user_line(traceback.walk_stack(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]  # as in messages.py
+    frame = sys._current_frames().get(main)  # pyright: ignore[reportPrivateUsage]  # the only way
     return "an unknown line" if frame is None else _user_line(traceback.walk_stack(frame))
 
 

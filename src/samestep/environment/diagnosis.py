@@ -4,11 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from samestep.environment.bf16_probe import WORKAROUND, Bf16Support
-from samestep.environment.hardware import OLDEST_TORCH, Hardware, Software
+from samestep.environment.hardware import BF16_WORKAROUND, OLDEST_TORCH, Bf16Support, Hardware, SlurmInfo, Software
 from samestep.environment.network import Network
 from samestep.environment.processes import files_of_job
-from samestep.environment.slurm_variables import SlurmInfo
 from samestep.environment.world import FIX, World
 from samestep.messages import format_bytes
 
@@ -216,7 +214,7 @@ def _reachable(network: Network) -> str:
 
 def _bf16_crashes(machine: MachineInfo) -> Iterator[Finding]:
     if machine.bf16.status == "workaround":
-        variables = " ".join(f"{name}={value}" for name, value in WORKAROUND.items())
+        variables = " ".join(f"{name}={value}" for name, value in BF16_WORKAROUND.items())
         yield False, machine.bf16.detail, f"start with `samestep run`, which sets it, or export {variables}"
     elif machine.bf16.status == "crashes":
         yield True, machine.bf16.detail, "train in float32 or float16 on this CPU"

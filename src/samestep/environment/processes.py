@@ -134,6 +134,22 @@ def running(pids: Collection[int]) -> set[int]:
     return {process.pid for process in _running_descendants() if process.pid in pids}
 
 
+def exit_code(pid: int) -> int | None:
+    """The exit code of a child, negative for a signal; None while it runs, and 0 if its exit status was collected.
+
+    Its exit status is left for the parent to collect. Linux only: elsewhere the result is None.
+    """
+    ended = None
+    try:
+        if sys.platform == "linux":
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def terminate_descendants(exclude: Collection[int], timeout: float) -> list[psutil.Process]:
     """Send SIGTERM to every descendant not in `exclude`, wait `timeout` seconds, then kill what is left; returns them.
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from samestep.environment.network import is_loopback
-from samestep.environment.slurm_variables import expand_nodes, expand_tasks, in_step, port_of
 from samestep.errors import PlanError, WorldError
 from samestep.messages import read_integer, shorten
 
@@ -49,6 +48,13 @@ _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
+# SLURM numbers its own steps (the batch script, an interactive shell, an external step) from here up.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+# Below Linux's ephemeral ports (32768 and up) and below 29400 and 29500, torchrun's defaults.
+_FIRST_PORT, _PORTS = 10_000, 19_000
+_NODE_RANGE = re.compile(r"\[([^\[\]]*)\]")
+_TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MAX_NODES = 100_000  # SLURM supports 65,533; a longer list would fill the memory
 
 
 @dataclass(frozen=True)
@@ -438,3 +444,69 @@ def _slurm_local_size(given: LauncherVariables, size: int, node: int, nodes: int
     counts = given.parse(name, expand_tasks)
     given.check((node >= len(counts), f"SLURM_NODEID={node} is out of range for the {len(counts)} node(s) of {name}"))
     return counts[node]
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task of a step.
+
+    The batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but a Python process started there is a single rank.
+    """
+    step = read_integer(environ.get("SLURM_STEP_ID", ""))
+    return "SLURM_PROCID" in environ and step is not None and step < _FIRST_RESERVED_STEP
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Host names of a SLURM node list, in order.
+
+    >>> expand_nodes("node[01-03,07],gpu3")
+    ['node01', 'node02', 'node03', 'node07', 'gpu3']
+    """
+    parts = re.split(r",(?![^\[]*\])", text.strip())
+    hosts = [host for part in parts for host in _expand_brackets(part)]
+    if any(not host or "[" in host or "]" in host for host in hosts):
+        raise ValueError(f"{text!r} is not a SLURM node list such as node[01-04,07],gpu3")
+    return hosts
+
+
+def _expand_brackets(part: str) -> list[str]:
+    bracket = _NODE_RANGE.search(part)
+    if bracket is None:
+        return [part]
+    numbers: list[str] = []
+    for item in bracket[1].split(","):
+        first, dash, last = item.partition("-")
+        lowest, highest = read_integer(first), read_integer(last if dash else first)
+        if lowest is None or highest is None or highest - lowest > _MAX_NODES:
+            raise ValueError(f"[{shorten(bracket[1])}] is not a range of nodes such as [01-04,07]")
+        numbers += [str(number).zfill(len(first)) for number in range(lowest, highest + 1)]
+    before, after = part[: bracket.start()], _expand_brackets(part[bracket.end() :])
+    if len(numbers) * len(after) > _MAX_NODES:
+        raise ValueError(f"{shorten(part)} has more than {_MAX_NODES} nodes")
+    return [f"{before}{number}{rest}" for number in numbers for rest in after]
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Number of tasks per node, from SLURM's short form.
+
+    >>> expand_tasks("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASK_COUNT.fullmatch(part.strip())
+        tasks, nodes = (read_integer(number) for number in (match[1], match[2] or "1")) if match else (None, None)
+        if tasks is None or nodes is None or nodes > _MAX_NODES:
+            raise ValueError(f"{shorten(text)} is not a list of tasks such as 2(x3),1")
+        counts += [tasks] * nodes
+    return counts
+
+
+def port_of(job: int, step: int) -> int:
+    """A port that all ranks of a step derive without communication, and that other jobs on the node do not use.
+
+    Two jobs get the same port only if their ids differ by a multiple of 19000, or if one runs dozens of steps.
+
+    >>> port_of(4242, 0) == port_of(4243, 0)
+    False
+    """
+    return _FIRST_PORT + (job * 97 + step) % _PORTS

@@ -5,13 +5,12 @@ stopped or ran out of memory are not restarted as they were.
 """
 
 import inspect
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
@@ -26,12 +25,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from samestep.environment.network import connect_unless_silent
-from samestep.environment.processes import running, send_signal
+from samestep.environment.processes import exit_code, running, send_signal
 from samestep.environment.world import export
 from samestep.errors import OUT_OF_MEMORY, LaunchError
 from samestep.launch.failure_report import is_requested_exit
+from samestep.launch.hang_monitor import HangMonitor, Ranks
 from samestep.launch.job import Job
-from samestep.launch.rank_logs import RankLogs
+from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import Rendezvous
 from samestep.launch.signal_handler import SignalHandler
 
@@ -41,13 +41,15 @@ _NEW_NODE_SECONDS = 2.0  # how long a launcher may take to learn of a waiting no
 _EXIT_BARRIER_SECONDS = 30  # that the launchers of other nodes get to see their own ranks end
 
 
-def run_agent(job: Job, logs: RankLogs, signals: SignalHandler, echo: Callable[[str], None]) -> None:
+def run_agent(
+    job: Job, logs: RankLogs, signals: SignalHandler, hangs: HangMonitor, echo: Callable[[str], None]
+) -> None:
     """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails."""
     export({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})  # SignalHandler handles the others
     spec = _worker_spec(job)
     known = inspect.signature(LocalElasticAgent.__init__).parameters
     since_2_12 = {"shutdown_timeout": signals.shutdown_timeout} if "shutdown_timeout" in known else {}
-    agent = _Agent(job, signals, _LogsSpecs(logs, signals, echo), spec=spec, **since_2_12)
+    agent = _Agent(job, signals, hangs, _LogsSpecs(logs, signals, hangs, echo), spec=spec, **since_2_12)
     try:
         result = cast("RunResult | None", agent.run())
     except SignalException:
@@ -126,9 +128,9 @@ def _connect(rendezvous: Rendezvous, parameters: RendezvousParameters) -> Rendez
 class _LogsSpecs(LogsSpecs):
     """RankLogs in torch's interface: torch gets the log files here before it starts the ranks of each attempt."""
 
-    def __init__(self, logs: RankLogs, signals: SignalHandler, echo: Callable[[str], None]) -> None:
+    def __init__(self, logs: RankLogs, signals: SignalHandler, hangs: HangMonitor, echo: Callable[[str], None]) -> None:
         super().__init__()
-        self._logs, self._signals, self._echo = logs, signals, echo
+        self._logs, self._signals, self._hangs, self._echo = logs, signals, hangs, echo
         self.run_id: str | None = None  # replaces that of the rendezvous in the variables of the ranks
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -139,11 +141,18 @@ class _LogsSpecs(LogsSpecs):
             reason = "because a rank failed or the nodes changed"
             self._echo(f"samestep: restarting all ranks, {reason}; logs so far: {self._logs.folder}")
         paths = self._logs.open(envs)
+        variables = self._hangs.variables()
         for local_rank, path in paths.error_files.items():
+            envs[local_rank].update(variables)
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = path
             if self.run_id is not None:
                 envs[local_rank]["TORCHELASTIC_RUN_ID"] = self.run_id
         return paths
+
+    @property
+    def files(self) -> dict[int, RankFiles]:
+        """The files of the current attempt by global rank."""
+        return self._logs.files
 
     @property
     def root_log_dir(self) -> str:
@@ -157,33 +166,52 @@ _TorchAgent: Any = LocalElasticAgent  # the decorators on torch's methods hide t
 class _Agent(_TorchAgent):
     """Torch's agent. It reports the ranks' pids to the SignalHandler and restarts only ranks that failed."""
 
-    def __init__(self, job: Job, signals: SignalHandler, logs: _LogsSpecs, **options: Any) -> None:
+    def __init__(self, job: Job, signals: SignalHandler, hangs: HangMonitor, logs: _LogsSpecs, **options: Any) -> None:
         super().__init__(start_method="spawn", logs_specs=logs, **options)
         self._node_job, self._signal_handler, self._rank_logs = job, signals, logs  # names that torch does not use
+        self._hangs = hangs
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._node_job.rendezvous.is_unnamed and worker_group.store is not None:
             self._rank_logs.run_id = agree_on_run_id(worker_group.store)
         started = super()._start_workers(worker_group)
         self._signal_handler.rank_pids = frozenset(started.values())
+        assert worker_group.store is not None, "torch has joined the rendezvous before"
+        self._hangs.start(
+            Ranks(
+                attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+                pids={worker.global_rank: started[worker.local_rank] for worker in worker_group.workers},
+                logs=self._rank_logs.files,
+                node=cast("int", worker_group.group_rank),
+                nodes=cast("int", worker_group.group_world_size),
+                world_size=worker_group.workers[0].world_size,
+                store=worker_group.store,
+            )
+        )
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any, **named: Any) -> None:
+        self._hangs.stop()
         save_and_stop_ranks(self._signal_handler)
         super()._stop_workers(worker_group, *rest, **named)
         self._signal_handler.rank_pids = frozenset()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         signals = self._signal_handler
-        with _kill_others_after_failure(signals):
+        has_failed = any(map(_has_failed, signals.rank_pids))
+        if has_failed:
+            self._hangs.rank_failed()
+        with _kill_others_after_failure(signals, has_failed):
             result = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.HEALTHY:
+            self._hangs.stop()
         codes = [failure.exitcode for failure in result.failures.values()]
         rendezvous = self._node_job.rendezvous
         elastic = rendezvous.min_nodes < rendezvous.max_nodes
         if elastic and _ended_for_new_node(signals, codes, worker_group.spec.rdzv_handler):
             return RunResult(state=WorkerState.HEALTHY)  # the agent then sees the waiting node and restarts
         stopped = signals.received or signals.time_limit_reached or signals.died_of_warning(codes)
-        if codes and (stopped or OUT_OF_MEMORY in codes or is_requested_exit(codes)):
+        if codes and (stopped or OUT_OF_MEMORY in codes or is_requested_exit(codes) or self._hangs.forbids_restart):
             self._remaining_restarts = 0
             if is_requested_exit(codes):  # on all nodes; other launchers may still use the store of this one
                 self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
@@ -221,14 +249,14 @@ def save_and_stop_ranks(signals: SignalHandler) -> None:
 
 
 @contextmanager
-def _kill_others_after_failure(signals: SignalHandler) -> Generator[None]:
+def _kill_others_after_failure(signals: SignalHandler, has_failed: bool) -> Generator[None]:
     """If a rank has failed, kill the others after the shutdown timeout.
 
     torch sends them SIGTERM and waits for 30 seconds, in which a rank that takes SIGTERM as a request to save waits for
     the failed rank.
     """
     timer = threading.Timer(signals.shutdown_timeout, signals.kill_remaining_ranks)
-    if signals.received is None and any(map(_has_failed, signals.rank_pids)):
+    if signals.received is None and has_failed:
         timer.start()
     try:
         yield
@@ -237,15 +265,8 @@ def _kill_others_after_failure(signals: SignalHandler) -> Generator[None]:
 
 
 def _has_failed(pid: int) -> bool:
-    """Whether a rank has ended with a failure; its exit status is left for the agent to collect."""
-    ended = None
-    with suppress(ChildProcessError):
-        if sys.platform == "linux":
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return False
-    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    return code != 0 and not is_requested_exit([code])
+    code = exit_code(pid)
+    return bool(code) and not is_requested_exit([code])
 
 
 def _ended_for_new_node(signals: SignalHandler, codes: list[int], rendezvous: RendezvousHandler) -> bool:

@@ -12,13 +12,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from samestep.environment.bf16_probe import Bf16Support
+from samestep.environment.hardware import Bf16Support
 from samestep.environment.world import MAX_LOCAL_RANKS, export, read_environ
 from samestep.errors import LaunchError
 from samestep.launch.rendezvous import Rendezvous
 from samestep.messages import read_integer, shorten
 
 ShowRanks = Literal["first", "all"]
+OnHang = Literal["default", "report", "stop", "restart"]
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NCCL_DUMP_TIME, _NCCL_DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 3000
@@ -51,6 +52,7 @@ class Job:
     show: ShowRanks = "first"  # whose output the console shows: local rank 0, or all ranks
     verbose: bool = False  # whether the log of torch's agent goes to the console
     time_limit: str = ""  # as the user gave it; empty if there is none
+    on_hang: OnHang = "default"  # by default, report it, and end the ranks at the timeout
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ prints one report (failure_report.py).
 
 import logging
 import shutil
-import signal
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 import psutil
@@ -25,13 +25,18 @@ from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHE
 from samestep.launch.agent import run_agent
 from samestep.launch.failure_report import (
     Failure,
+    exit_code_after_hang,
+    explains,
+    format_hang_report,
     format_report,
+    is_crash,
     is_ended_by_agent,
     is_requested_exit,
     read_last_output,
     read_stop_message,
     sort_by_cause,
 )
+from samestep.launch.hang_monitor import HangMonitor
 from samestep.launch.job import Job
 from samestep.launch.rank_logs import RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
@@ -47,6 +52,7 @@ class Launcher:
     def __init__(self, job: Job, signals: SignalHandler, echo: Callable[[str], None]) -> None:
         self._job, self._signals, self._echo = job, signals, echo
         self._logs = RankLogs(job.folder / "logs", job.show)
+        self._hangs = HangMonitor(job, echo)
 
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
@@ -54,6 +60,10 @@ class Launcher:
         Raises StoppedBySignal if a signal stopped the job. No process of the job is left, and no process
         that a rank started in the background, unless it belongs to another user.
         """
+        with closing(self._hangs):
+            return self._run()
+
+    def _run(self) -> int:
         failures = self._run_attempts()
         while any(failure.code == OUT_OF_MEMORY for failure in failures) and self._signals.received is None:
             self._halve_micro_batch()
@@ -82,7 +92,7 @@ class Launcher:
         redirect_agent_log(logging.StreamHandler() if job.verbose else logs.open_agent_log(socket.gethostname()))
         signals.exception = SignalException
         try:
-            run_agent(job, logs, signals, self._echo)
+            run_agent(job, logs, signals, self._hangs, self._echo)
         except (ChildFailedError, SignalException) as error:
             signals.exception = None
             signals.end_descendants()
@@ -104,8 +114,7 @@ class Launcher:
         return []
 
     def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
-        crashed = failure.exitcode < 0 and failure.exitcode != -signal.SIGINT  # Python ends itself by SIGINT
-        output, is_traceback = read_last_output(self._logs.files[rank], crashed)
+        output, is_traceback = read_last_output(self._logs.files[rank], is_crash(failure.exitcode))
         killed = failure.pid in self._signals.killed_pids and failure.exitcode < 0  # else it ended by itself before
         return Failure(
             rank=rank,
@@ -113,6 +122,7 @@ class Launcher:
             code=failure.exitcode,
             time=failure.timestamp,
             ended_by_launcher=killed or is_ended_by_agent(failure.exitcode, failure.timestamp - first),
+            ended_after_hang=failure.pid in self._hangs.ended_pids,
             output=output,
             is_traceback=is_traceback,
             already_shown=self._logs.has_shown(rank),
@@ -135,8 +145,12 @@ class Launcher:
             self._echo(f"samestep: the log folder {self._logs.folder} was removed while the ranks were running")
         elif shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
-        several_nodes = self._job.rendezvous.max_nodes > 1
-        self._echo(format_report(failures, self._job.processes, socket.gethostname(), self._logs.folder, several_nodes))
+        several_nodes, host = self._job.rendezvous.max_nodes > 1, socket.gethostname()
+        if (hang := self._hangs.explanation) is not None and explains(hang, failures):
+            self._echo(format_hang_report(failures, hang, self._job.processes, host, self._logs.folder))
+            return exit_code_after_hang(failures, hang)
+        ended = self._logs.files.keys() - {failure.rank for failure in failures}
+        self._echo(format_report(failures, self._job.processes, host, self._logs.folder, several_nodes, ended))
         return sort_by_cause(failures)[0].exit_code
 
     def _halve_micro_batch(self) -> None:

@@ -34,6 +34,12 @@ class RankFiles:
         self.screen = folder / f"rank-{rank}.log"  # stdout and stderr, if the rank has a terminal
         self.error = folder / f"rank-{rank}.error.json"  # the exception that ended the rank, in torch's format
 
+    @property
+    def last_written(self) -> Path:
+        """The file that the rank has printed to last."""
+        printed = [path for path in (self.screen, self.err, self.out) if path.exists() and path.stat().st_size]
+        return max(printed, key=lambda path: path.stat().st_mtime, default=self.err)
+
     def rename_existing(self) -> None:
         """Rename the files of an earlier run in the same folder to `NAME.1`, `NAME.2` and so on."""
         for path in (self.out, self.err, self.screen, self.error):

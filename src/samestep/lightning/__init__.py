@@ -8,14 +8,13 @@ from samestep.errors import SamestepError
 # Imported on first access: Lightning takes seconds to import and comes with an extra.
 _MODULES = {
     "FileLogger": "file_logger", "SameStep": "same_step", "StopAllRanks": "trainer_ranks",
-    "launcher_args": "trainer_ranks", "mean": "step_functions", "normal": "step_functions", "once": "trainer_ranks",
-    "random": "step_functions",
+    "launcher_args": "trainer_ranks", "mean": "same_step", "normal": "same_step", "once": "trainer_ranks",
+    "random": "same_step",
 }  # fmt: skip
 
 if TYPE_CHECKING:
     from samestep.lightning.file_logger import FileLogger
-    from samestep.lightning.same_step import SameStep
-    from samestep.lightning.step_functions import mean, normal, random
+    from samestep.lightning.same_step import SameStep, mean, normal, random
     from samestep.lightning.trainer_ranks import StopAllRanks, launcher_args, once
 
 __all__ = ["FileLogger", "SameStep", "StopAllRanks", "launcher_args", "mean", "normal", "once", "random"]

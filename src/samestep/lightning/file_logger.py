@@ -9,12 +9,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from samestep.lightning.epoch_metrics import epoch_values
 from samestep.lightning.same_step import find_same_step
-from samestep.lightning.trainer_ranks import once
-from samestep.loggers.jsonl import JsonlLogger
+from samestep.lightning.trainer_ranks import epoch_values, once
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE, TEXT_FILE, write_summary
-from samestep.loggers.text_log import TextLog
+from samestep.loggers.run_files import JsonlLogger, TextLog
 from samestep.training.preemption import StoppedEarly
 
 _INVALID_CHARACTERS = re.compile(r"[^\w./-]", re.ASCII)

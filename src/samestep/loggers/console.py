@@ -16,7 +16,14 @@ from rich.table import Column
 from rich.text import Text
 
 from samestep.disk import describe_os_error, discard_buffer
-from samestep.loggers import text_log
+from samestep.loggers.run_files import (
+    format_metric,
+    format_progress,
+    format_record,
+    is_learning_rate,
+    is_memory,
+    is_throughput,
+)
 from samestep.messages import format_duration, warn
 
 _LINE_SECONDS = 1.0
@@ -47,7 +54,7 @@ class Console(ABC):
         """Print a record that was logged between two steps, always; show that of a step if there is time for it."""
         if between_steps and not all(name.startswith("train/") for name in values):
             self._print_delayed()  # they were logged before this one
-            self.print(text_log.format_record(step, values, epoch=epoch))
+            self.print(format_record(step, values, epoch=epoch))
         else:
             self._show(step, values)
 
@@ -139,14 +146,12 @@ class LineConsole(Console):
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         """Print one record, unless one of its kind was printed less than a second ago."""
         # Only some records contain speed and memory: each training line shows the last known values.
-        latest = {
-            name: value for name, value in values.items() if text_log.is_throughput(name) or text_log.is_memory(name)
-        }
+        latest = {name: value for name, value in values.items() if is_throughput(name) or is_memory(name)}
         self._speed_and_memory.update(latest)
-        text = text_log.format_record(step, values)
+        text = format_record(step, values)
         if _training_values(values):
             self._progress.advance(step)
-            text = text_log.format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
+            text = format_record(step, {**values, **self._speed_and_memory}, self._progress.total)
             if (left := self._progress.seconds_left()) is not None:
                 text = f"{text} | ETA {format_duration(left)}"
         for line in self._limiter.due(values.keys() - latest.keys(), text):
@@ -192,7 +197,7 @@ class BarConsole(Console):
             self._fields.update(_bar_fields(training))
             self._refresh()
         if len(training) < len(values):
-            for line in self._limiter.due(values, text_log.format_record(step, values)):
+            for line in self._limiter.due(values, format_record(step, values)):
                 self.print(line)
 
     def print(self, text: str) -> None:
@@ -215,7 +220,7 @@ class BarConsole(Console):
 
     def _texts(self) -> list[str]:
         """The texts next to the bar, the most important first."""
-        texts = {"step": f"step {text_log.format_progress(self._progress.step, self._progress.total)}", **self._fields}
+        texts = {"step": f"step {format_progress(self._progress.step, self._progress.total)}", **self._fields}
         if (left := self._progress.seconds_left()) is not None:
             texts["eta"] = f"ETA {format_duration(left)}"
         return [texts[key] for key in ("step", "loss", "speed", "eta", "learning_rate", "memory") if key in texts]
@@ -333,7 +338,7 @@ def _training_values(values: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in values.items()
-        if "/" not in name or name.startswith("train/") or text_log.is_learning_rate(name)
+        if "/" not in name or name.startswith("train/") or is_learning_rate(name)
     }
 
 
@@ -343,13 +348,13 @@ def _bar_fields(training: Mapping[str, float]) -> dict[str, str]:
     for name, value in training.items():
         for field, matches in _BAR_FIELDS.items():
             if matches(name):
-                fields.setdefault(field, text_log.format_metric(name.removeprefix("train/"), value))
+                fields.setdefault(field, format_metric(name.removeprefix("train/"), value))
     return fields
 
 
 _BAR_FIELDS: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name in ("train/loss", "loss"),
-    "speed": text_log.is_throughput,
-    "learning_rate": text_log.is_learning_rate,
-    "memory": text_log.is_memory,
+    "speed": is_throughput,
+    "learning_rate": is_learning_rate,
+    "memory": is_memory,
 }

@@ -17,9 +17,7 @@ import torch
 from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LogError
 from samestep.loggers.console import Console
-from samestep.loggers.jsonl import JsonlLogger
-from samestep.loggers.tensorboard import open_tensorboard
-from samestep.loggers.text_log import TextLog
+from samestep.loggers.run_files import WAIT_PREFIX, JsonlLogger, TextLog, open_tensorboard
 
 METRICS_FILE = "metrics.jsonl"
 TEXT_FILE = "log.txt"
@@ -108,11 +106,13 @@ class Loggers:
         for index, (row, record) in enumerate(records):
             left -= training[index]
             shown = not all(training[index : index + 2]) or left % stride == 0
+            readable = {name: value for name, value in record.items() if not name.startswith(WAIT_PREFIX)}
             for logger in self._all:
                 if shown or logger is self._jsonl:
-                    logger.write(row.step, record, row.epoch, row.between_steps)
-            self.last.update(record)
-            self.counts.update(record.keys())
+                    part = readable if logger in (self.console, self._text) else record
+                    logger.write(row.step, part, row.epoch, row.between_steps)
+            self.last.update(readable)
+            self.counts.update(readable.keys())
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
@@ -163,7 +163,7 @@ def _group(values: Mapping[MetricKey, float]) -> list[tuple[LogRow, dict[str, fl
 
 
 def _is_training(record: Mapping[str, float]) -> bool:
-    return all(name.startswith("train/") for name in record)
+    return all(name.startswith(("train/", WAIT_PREFIX)) for name in record)
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:

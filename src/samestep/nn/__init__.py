@@ -1,15 +1,29 @@
 """Modules, losses and metrics whose result for a sample does not depend on the number of ranks."""
 
-from samestep.nn.distillation import Projection, TopK, distill_loss, match_features, similarity_correlation, top_k
-from samestep.nn.guidance import ConditioningDropout, guided, unmask, unmasking_noise
-from samestep.nn.metrics import class_counts, class_scores, fixation_counts, fixation_density, saliency_metrics
+from samestep.nn.losses_and_metrics import (
+    Projection,
+    TopK,
+    class_counts,
+    class_scores,
+    distill_loss,
+    fixation_counts,
+    fixation_density,
+    match_features,
+    saliency_metrics,
+    similarity_correlation,
+    top_k,
+)
 from samestep.nn.networks import (
+    ConditioningDropout,
     embed_tokens,
+    guided,
     losses_with_prefix,
     next_token_losses,
     prefix_shape,
     resnet,
     transformer,
+    unmask,
+    unmasking_noise,
 )
 
 __all__ = [

@@ -2,17 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.materialize import ModelWeights, children_first
 from samestep.parallel.submodules import frozen_parts, repeated_blocks
 from samestep.torch_private import reduce_unused_as_zeros
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 def shard_model(
@@ -34,6 +37,9 @@ def shard_model(
     replicates between nodes. `keep_unsharded` keeps gathered weights from the forward to the backward pass. `compile`
     compiles block by block, so that gathering stays outside of compiled code.
     """
+    # not above: runs without FSDP import samestep, too, and this takes most of a second
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     check_dimensions(model)
     mesh = _hybrid_mesh(comm, device) if hybrid else mesh_of_ranks(comm, device)
     reduce_dtype = torch.float32 if dtype else None
@@ -43,7 +49,9 @@ def shard_model(
     for block in sharded_blocks if compile else ():
         block.compile()
 
-    def shard(name: str, part: nn.Module, mp_policy: MixedPrecisionPolicy, reshard: bool | None = None) -> FSDPModule:
+    def shard(
+        name: str, part: nn.Module, mp_policy: "MixedPrecisionPolicy", reshard: bool | None = None
+    ) -> "FSDPModule":
         if weights.read is None:  # otherwise each rank reads its part of the files afterwards
             weights.place(name, part)
         ignored = {parameter for each in frozen for parameter in each.parameters()}

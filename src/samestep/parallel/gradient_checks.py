@@ -1,12 +1,14 @@
-"""Gradients that a step lacks: of unused parameters, of a second backward pass with DDP, or reset in between."""
+"""Gradients that a step lacks: of unused parameters, of passes that differ between ranks, or reset in between."""
 
 import ast
 import inspect
+import json
 import linecache
 import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from os.path import commonprefix
@@ -16,15 +18,16 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from samestep.distributed.communicator import Communicator
+from samestep.distributed.communicator import Communicator, find_differences
+from samestep.distributed.rank_status import running_line
 from samestep.environment.world import halved_note
 from samestep.errors import StepError, WrapError
 from samestep.messages import format_list
 from samestep.parallel.fsdp import local_tensor
-from samestep.torch_private import after_this_backward, gathered_parameters
+from samestep.torch_private import after_this_backward, gathered_parameters, is_fsdp
 
 _PACKAGE: Final = str(Path(__file__).parent.parent)
 _OTHER_CODE: Final = (_PACKAGE, str(Path(torch.__file__).parent))
@@ -39,7 +42,7 @@ class UsedParameters:
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         # cleared after every step, since the hooks that fill it live as long as the parameters
         self._seen: dict[str, torch.Tensor] = {}
-        if isinstance(model, FSDPModule):  # the parameters it computes with exist after the first forward pass
+        if is_fsdp(model):  # the parameters it computes with exist after the first forward pass
             self._first_forward = model.register_forward_hook(self._watch_gathered)
         else:
             self._watch(dict(model.named_parameters()))
@@ -128,6 +131,158 @@ class BackwardPasses:
         self._any = self._any or bool(self._seen)
         self._repeated = self._repeated or len(self._seen) > len(set(map(id, self._seen)))
         self._seen.clear()
+
+
+_END, _LEFT, _SKIPPED = "E", "X", "S"
+_PASS_TEXTS: Final = {
+    "F": "calls the model",
+    "B": "runs a backward pass",
+    _END: "ends the micro-batch",
+    _LEFT: "has left the loop over the micro-batches early (break, return or an exception)",
+    _SKIPPED: "skips the micro-batches of the step",
+}
+_KEPT_MICRO_BATCHES: Final = 256  # over NCCL, other ranks may be ahead by some
+
+
+class PassOrder:
+    """Whether every rank makes the same forward and backward passes of a sharded model: FSDP communicates in each.
+
+    A rank compares a sequence of passes in a micro-batch with the other ranks when it makes it for the first time,
+    before the collectives of the pass start. It knows the sequences that all ranks have made, so later steps compare
+    nothing. A rank that deviates from them waits for the others to do the same, or until one has done something else.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self._model, self._comm = model, comm
+        self._name = f"the passes of model {len(comm.board.reports)}"
+        self._known: dict[int, dict[str, Any]] = {}  # for each loop over a step, the passes as a tree of sequences
+        self._next: dict[str, Any] = {}  # what may follow on the passes of this micro-batch
+        # How many micro-batches there were, the same on all ranks, and the passes of this one: keys of _PASS_TEXTS.
+        # One attribute, because another thread reports both.
+        self._current = 0, ""
+        self._earlier: deque[tuple[int, str]] = deque(maxlen=_KEPT_MICRO_BATCHES)
+        self._step: Sized = ()
+        self._number = self._thread = 0
+        self._is_active = self._has_left = self._in_backward = False
+        comm.board.reports[self._name] = self._report
+        outside_of_graphs: Any = torch.compiler.disable  # as the hooks of FSDP are
+        # before the hooks of FSDP, in which it communicates
+        model.register_forward_pre_hook(outside_of_graphs(self._on_forward), prepend=True)
+        for module in model.modules():
+            if is_fsdp(module):
+                module.register_forward_hook(outside_of_graphs(self._watch_backward), prepend=True)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "PassOrder":
+        """Itself: a copy of the model, such as its moving average, is not watched."""
+        del memo
+        return self
+
+    def start(self, step: Sized, number: int, loop: int) -> None:
+        """Start a micro-batch in a loop over a step, after the end of the one before."""
+        self.end()
+        micro_batch, passes = self._current
+        if passes:
+            self._earlier.append(self._current)
+            self._current = micro_batch + 1, ""
+        self._step, self._number, self._thread = step, number, threading.get_ident()
+        self._next = self._known.setdefault(loop, {})
+        self._is_active, self._in_backward = True, False
+
+    def end(self) -> None:
+        """End a micro-batch, if it has not ended."""
+        if self._is_active or self._has_left:
+            left, self._is_active, self._has_left = self._has_left, True, False
+            self._add(_LEFT if left else _END)
+            self._is_active = False
+
+    def leave(self) -> None:
+        """Leave the loop in a micro-batch; compared later, since an exception would be lost here."""
+        self._has_left = self._has_left or self._is_active
+        self._is_active = False
+
+    def close(self, step: Sized, number: int) -> None:
+        """End a step, whose loop may have been left, or was not run at all."""
+        if self._step is not step:
+            self.start(step, number, -1)
+            self._add(_SKIPPED)
+            self._is_active = False
+        self.end()
+        self._step = ()
+
+    def _on_forward(self, called: nn.Module, *_: object) -> None:
+        if called is self._model:
+            self._add("F")
+
+    def _watch_backward(self, _: nn.Module, __: object, output: object) -> None:
+        for each in tree_leaves(output) if self._is_active else ():
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(self._on_backward)
+
+    def _on_backward(self, _: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            after_this_backward(self._after_backward)
+            self._add("B")
+
+    def _after_backward(self) -> None:
+        self._in_backward = False
+
+    def _add(self, kind: str) -> None:
+        if not self._is_active:
+            return
+        micro_batch, passes = self._current
+        self._current = micro_batch, passes + kind
+        following = self._next.get(kind)
+        if following is None:
+            self._compare(kind)
+            following = self._next.setdefault(kind, {})
+        self._next = following
+
+    def _compare(self, kind: str) -> None:
+        micro_batch, passes = self._current
+        position = micro_batch, len(passes) - 1
+        key = "/".join(map(str, position))
+        read = partial(_read_pass, position)
+        reports = find_differences(self._comm, self._name, self._report, key, kind, read)
+        if reports:
+            others = (
+                f"rank {rank} {_PASS_TEXTS[read(text)]}{_line_of_pass(position, text)}"
+                for rank, text in sorted(reports.items())[:_SHOWN]
+            )
+            raise WrapError(self._message(kind, "; ".join(others)))
+
+    def _message(self, kind: str, others: str) -> str:
+        before = " and ".join({"F": "forward", "B": "backward"}[each] for each in self._current[1][:-1][-_SHOWN:])
+        lines = _lines_of_calls("backward", self._step, self._thread)
+        return (
+            f"step {self._number}: rank {self._comm.world.rank} {_PASS_TEXTS[kind]} at {_line()}"
+            f"{f' after {before}' if before else ''}, and {others}"
+            f"{f' (the loop calls backward() at {format_list(sorted(lines), _SHOWN)})' if lines else ''}. FSDP "
+            f"communicates in every pass of {type(self._model).__name__.removeprefix('FSDP')}, so all ranks must make "
+            "the same forward and backward passes: decide together with run.agree(...), and multiply a loss by 0 "
+            "instead of leaving out its backward()"
+        )
+
+    def _report(self) -> str:
+        return json.dumps([[*self._earlier, self._current], _line()])
+
+
+def _line() -> str:
+    """The line of the script that runs."""
+    return running_line().partition(" in ")[0]
+
+
+def _read_pass(position: tuple[int, int], report: str) -> str:
+    """The pass of a rank at a position, its micro-batch and the number of the pass there; nothing if not yet."""
+    micro_batch, index = position
+    passes = dict[int, str](json.loads(report)[0]).get(micro_batch, "")
+    return passes[index : index + 1]
+
+
+def _line_of_pass(position: tuple[int, int], report: str) -> str:
+    """The line of that pass, if it is the last one of the rank."""
+    (*_, (micro_batch, passes)), line = json.loads(report)
+    return f" at {line}" if (micro_batch, len(passes) - 1) == position else ""
 
 
 class SearchCost:
@@ -275,7 +430,7 @@ def _lines_of_calls(method: str, step: Sized, thread: int) -> list[str]:
     # the thread of the training loop: on a GPU, hooks run in a thread of the backward pass
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]  # public in spite of its name
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not frame.f_code.co_filename.startswith(_OTHER_CODE):
             loop = _loop_over(step, frame)
             region = loop if loop is not None else _definition(frame.f_code, frame.f_lineno)
             found = _lines_in(region, frame.f_code, method) if region is not None else []

@@ -9,12 +9,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from samestep.distributed.communicator import Communicator
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import WrapError
 from samestep.messages import format_list
+from samestep.torch_private import is_dtensor
 
 Read = Callable[[str], torch.Tensor]
 """A tensor of the weight files by its name in the model, as a view of the file."""
@@ -75,7 +76,7 @@ class ModelWeights:
         sent: list[torch.Tensor] = []
         for module in part.modules():
             for leaf, tensor in list(own_tensors(module)):
-                if isinstance(tensor, DTensor) or id(tensor) in self._placed:
+                if is_dtensor(tensor) or id(tensor) in self._placed:
                     continue
                 placed = self._place(module, leaf, tensor)
                 if id(module) in self._frozen or not isinstance(placed, nn.Parameter):
@@ -95,9 +96,13 @@ class ModelWeights:
     def _fill_all(self) -> None:
         """Give the model the values that rank 0 reads or computes; move a model with values to the device."""
         if self.read is not None and self._comm.world.is_main:
+            with_nan = list[str]()
             for name, tensor in saved_tensors(self._model):
                 if tensor.is_meta:
-                    self._meta.fill(tensor, self.read(name).to(self._device, tensor.dtype, copy=True))
+                    value = self.read(name).to(self._device, tensor.dtype, copy=True)
+                    with_nan += [name] if _has_nan(value) else []
+                    self._meta.fill(tensor, value)
+            _refuse_nan(with_nan)
         self._initialize("")
         if not self._meta:
             self._model.to(self._device)
@@ -123,12 +128,15 @@ class ModelWeights:
             tensor = kept.get(key, getattr(*first))
             for module, leaf in (first, *others) if key in kept else others:  # tied weights are tied again
                 setattr(module, leaf, tensor)
+        with_nan = list[str]()
         with torch.no_grad():
             for name, tensor in saved_tensors(self._model, remove_duplicate=True):
-                if isinstance(tensor, DTensor):
+                if is_dtensor(tensor):
                     copy_part(tensor, self.read(name))
                 else:
                     tensor.copy_(self.read(name))
+                with_nan += [name] if _has_nan(tensor.to_local() if is_dtensor(tensor) else tensor) else []
+        _refuse_nan(with_nan)
 
     def _initialize(self, part: str) -> None:
         """On rank 0: let the modules of a model on the meta device initialize themselves as far as `part` needs it."""
@@ -190,6 +198,7 @@ class _Resets:
         inside = {id(module) for block in blocks for module in block.modules()}
         self._steps: list[tuple[str, nn.Module, list[Callable[[], object]], bool]] = []
         self._without: list[str] = []  # modules that nothing initializes
+        self._has_parametrization = False  # among these
         for name, module, hook in _children_first(model):
             own = [tensor for _, tensor in own_tensors(module)]
             missing = any(tensor in meta and id(tensor) not in saved for tensor in own)
@@ -202,17 +211,32 @@ class _Resets:
             if calls:
                 self._steps.append((name, module, calls, reaches))
             elif missing:
-                names = (f"{name}.{leaf}" if name else leaf for leaf, tensor in own_tensors(module) if tensor in meta)
-                self._without.append(f"{type(module).__name__} ({format_list(list(names), _SHOWN)})")
+                unset = [leaf for leaf, each in own_tensors(module) if each in meta and id(each) not in saved]
+                names = [f"{name}.{leaf}" if name else leaf for leaf in unset]
+                self._without.append(f"{type(module).__name__} ({format_list(names, _SHOWN)})")
+                self._has_parametrization |= isinstance(module, ParametrizationList)
 
     def problem(self) -> str | None:
         """Why the model cannot be initialized, or None."""
         if not self._without:
             return None
         shown = format_list(self._without, _SHOWN)
+        text = (
+            f"the model is on the meta device, and {len(self._without)} module(s) cannot compute their values: {shown}"
+        )
+        if self._has_parametrization and not self._saved:
+            return (
+                f"{text}. A parametrization, such as weight_norm, has no method that initializes it: pass weights= a "
+                "file or folder that holds these tensors, or build the model on the CPU of rank 0"
+            )
+        if self._saved:
+            return (
+                f"{text}, and weights= does not give them, since they are not in a state dict (persistent=False). Give "
+                "each class a method reset_parameters() that sets them, or build the model on the CPU, where weights= "
+                "replaces only what the file holds"
+            )
         return (
-            f"the model is on the meta device, and {len(self._without)} module(s) cannot compute their values: "
-            f"{shown}. Give each class a method reset_parameters() that sets its own parameters and buffers, pass "
+            f"{text}. Give each class a method reset_parameters() that sets its own parameters and buffers, pass "
             "weights= a file or folder that holds them, or build the model on the CPU of rank 0"
         )
 
@@ -234,7 +258,14 @@ class _Resets:
             setattr(module, leaf, _like(tensor, _unset(tensor) if tensor.is_meta else tensor.detach().clone()))
         with torch.no_grad():
             for call in calls:
-                call()
+                try:
+                    call()
+                except Exception as error:
+                    raise WrapError(
+                        f"the model is on the meta device, and {_describe(name, module)} cannot initialize itself: "
+                        f"{getattr(call, '__name__', _HOOK)}() raised {type(error).__name__}: {error}. Repair this "
+                        "method, or build the model on the CPU of rank 0"
+                    ) from error
         for leaf, tensor in own:
             value = getattr(module, leaf)
             setattr(module, leaf, tensor)
@@ -242,9 +273,9 @@ class _Resets:
                 continue
             if _is_unset(value):
                 raise WrapError(
-                    f"the model is on the meta device, and {type(module).__name__} at {name!r} does not initialize "
-                    f"{leaf!r}: let its reset_parameters() set all of its parameters and buffers, or build the "
-                    "model on the CPU of rank 0"
+                    f"the model is on the meta device, and {_describe(name, module)} does not initialize {leaf!r}: let "
+                    "its reset_parameters() set all of its parameters and buffers (torch's weight_norm has none that "
+                    "does), pass weights= a file or folder that holds them, or build the model on the CPU of rank 0"
                 )
             self._meta.fill(tensor, value.detach())
 
@@ -291,7 +322,7 @@ def broadcast(comm: Communicator, tensors: Sequence[torch.Tensor]) -> None:
 
 def copy_part(parameter: torch.Tensor, source: torch.Tensor) -> None:
     """Copy this rank's part of a full tensor; of a mapped file, only the pages of that part are read."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         mesh, position = parameter.device_mesh, parameter.device_mesh.get_coordinate()
         assert position is not None, "every rank is in the mesh"
         for dimension, placement in enumerate(parameter.placements):
@@ -386,6 +417,31 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     parameter = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     return parameter
+
+
+def _describe(name: str, module: nn.Module) -> str:
+    """A module for a message: its class and its path in the model.
+
+    >>> _describe("blocks.0", nn.Linear(1, 1)), _describe("", nn.Linear(1, 1))
+    ("Linear at 'blocks.0'", 'Linear, the model itself,')
+    """
+    return f"{type(module).__name__} at {name!r}" if name else f"{type(module).__name__}, the model itself,"
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Whether a value is nan; the sum, which needs no memory, says no for almost every tensor without one."""
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    if exact or tensor.dtype.itemsize == 1:  # torch computes no sum of fp8
+        return False
+    return bool(tensor.detach().sum().isnan()) and bool(tensor.isnan().any())
+
+
+def _refuse_nan(names: Sequence[str]) -> None:
+    if names:
+        raise WrapError(
+            f"weights= of run.wrap: {len(names)} tensor(s) in the file hold nan: {format_list(list(names), _SHOWN)}. "
+            "Pass the weights of an earlier checkpoint of that training, from before its loss became nan"
+        )
 
 
 def _unset(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from samestep.data.global_rng import PYTHON_GENERATORS
 from samestep.data.permutation import Purpose, key64, keyed_word
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.keyed_draws import KeyedDraws, row_loops
-from samestep.torch_private import is_compiled
+from samestep.torch_private import is_compiled, is_entered
 
 Kind = Literal["training", "evaluation"]
 
@@ -117,8 +117,9 @@ class ModelRandomness:
 
     def close(self) -> None:
         """Stop replacing draws; at the end of a run, a loop that was left by an exception may still hold its batch."""
-        while self._current is not None:
-            self._current.__exit__(RuntimeError, None, None)
+        while (batch := self._current) is not None:
+            batch.closed = False  # an exception from a signal may have interrupted `leave`
+            batch.__exit__(RuntimeError, None, None)
 
     def open(self, batch: "_OpenBatch") -> None:
         """Enter a micro-batch; one that is still open, such as that of a loop around an evaluation, waits."""
@@ -127,7 +128,7 @@ class ModelRandomness:
             batch.outer = batch.outer.outer
         if batch.outer is not None and batch.outer.keyed:
             batch.outer.suspended = self._mode.suspend()
-            self._mode.__exit__(None, None, None)
+            self._stop_keying()
         self._current = batch
         if batch.begin is not None:
             begin, batch.begin = batch.begin, None  # it refers to the batch: a cycle would keep its tensors alive
@@ -144,8 +145,7 @@ class ModelRandomness:
         if self._current is not batch:  # zip(first, second) ends the micro-batch of `first` inside that of `second`
             return
         self._python_line.stop()
-        if batch.keyed:
-            self._mode.__exit__(None, None, None)
+        self._stop_keying()
         if batch.before is not None:
             if failed:
                 batch.before.restore_cuda()
@@ -162,6 +162,10 @@ class ModelRandomness:
         if self._current is not None and self._current.suspended is not None:
             self._mode.resume(self._current.suspended)
             self._mode.__enter__()
+
+    def _stop_keying(self) -> None:
+        if is_entered(self._mode):
+            self._mode.__exit__(None, None, None)
 
     def _begin(self, batch: "_OpenBatch", keys: Callable[[], Tensor], fused_seed: int, first_draw: int) -> None:
         """Seed the generators and start to key draws."""

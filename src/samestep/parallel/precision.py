@@ -8,14 +8,13 @@ from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
 from samestep.errors import CommunicationError, ConfigError, StepError, WrapError
 from samestep.parallel.wrapped_model import WrappedModel, gradients_finite
-from samestep.torch_private import multiply_all
+from samestep.torch_private import is_dtensor, multiply_all
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -377,7 +376,7 @@ def turn_on_fused(optimizer: Optimizer, device: str = "cuda") -> bool:
     if type(optimizer) not in _HAVE_FUSED_KERNELS:
         return False
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if type(optimizer) is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):
+    if type(optimizer) is SGD and any(map(is_dtensor, parameters)):
         return False  # torch has no sharded form of its kernel
     if not all(_allows_fused(group, device) for group in optimizer.param_groups):
         return False

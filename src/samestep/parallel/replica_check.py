@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from samestep.distributed.communicator import Communicator
@@ -14,6 +13,7 @@ from samestep.errors import ReplicasDiffer
 from samestep.parallel.batchnorm import unsynced_batchnorms
 from samestep.parallel.fsdp import local_tensor
 from samestep.parallel.wrapped_model import WrappedModel
+from samestep.torch_private import is_dtensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -98,7 +98,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Fingerprint]:
 
 def _part_of(tensor: torch.Tensor) -> str | None:
     """The part of a sharded tensor that this rank holds; empty if it holds all, None if no other rank holds it too."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ""
     mesh, placements = tensor.device_mesh, tensor.placements
     copies = math.prod(size for size, placed in zip(mesh.shape, placements, strict=True) if placed.is_replicate())
@@ -108,7 +108,7 @@ def _part_of(tensor: torch.Tensor) -> str | None:
 
 
 def _layout_of(name: str, tensor: torch.Tensor) -> int:
-    sharded = (tensor.placements, tuple(tensor.device_mesh.shape)) if isinstance(tensor, DTensor) else None
+    sharded = (tensor.placements, tuple(tensor.device_mesh.shape)) if is_dtensor(tensor) else None
     return zlib.crc32(repr((name, tuple(tensor.shape), tensor.dtype, sharded)).encode())
 
 

@@ -72,7 +72,7 @@ def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
         return
 
     def set_eval(called: nn.Module, *_: object) -> None:
-        """The hook; a copy of the model has it too, with frozen parts of its own."""
+        """The hook; a copy of the model has it too, with its own frozen parts."""
         for part in parts.values() if called is model else map(called.get_submodule, parts):
             if part.training:
                 part.eval()

@@ -17,7 +17,7 @@ from samestep.messages import format_list, warn
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
-from samestep.parallel.gradient_checks import SearchCost, UsedParameters
+from samestep.parallel.gradient_checks import PassOrder, SearchCost, UsedParameters
 from samestep.parallel.materialize import ModelWeights, Read
 from samestep.parallel.precision import ComputePrecision, check_weights, compute_in, use_channels_last
 from samestep.parallel.replica_check import check_replicas
@@ -99,7 +99,7 @@ def wrap(
         if options.unused_parameters == "allow":
             SearchCost(trained, core, report)
     used = UsedParameters(model) if options.unused_parameters == "error" else None
-    return WrappedModel(model, core, trained, strategy, used)
+    return WrappedModel(model, core, trained, strategy, used, PassOrder(model, comm) if sharded else None)
 
 
 def choose_strategy(comm: Communicator, options: WrapOptions) -> tuple[Strategy, str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -13,8 +12,14 @@ from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.batchnorm import batchnorms_outside_frozen
 from samestep.parallel.fsdp import local_tensor
-from samestep.parallel.gradient_checks import AccumulationWatch, BackwardPasses, UsedParameters, unused_message
-from samestep.torch_private import drop_gathered_gradients, gathered_parameters
+from samestep.parallel.gradient_checks import (
+    AccumulationWatch,
+    BackwardPasses,
+    PassOrder,
+    UsedParameters,
+    unused_message,
+)
+from samestep.torch_private import drop_gathered_gradients, gathered_parameters, is_fsdp
 
 _SHOWN = 6
 
@@ -23,11 +28,17 @@ class WrappedModel:
     """The user's module (`inner`), its compiled form (`core`) and what the user calls in training (`model`)."""
 
     def __init__(
-        self, inner: nn.Module, core: nn.Module, model: nn.Module, strategy: str, used: UsedParameters | None
+        self,
+        inner: nn.Module,
+        core: nn.Module,
+        model: nn.Module,
+        strategy: str,
+        used: UsedParameters | None,
+        passes: PassOrder | None,
     ) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
         self.batchnorms = batchnorms_outside_frozen(inner)  # BatchNorm layers that update their statistics in training
-        self._used = used
+        self._used, self._passes = used, passes
         self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
         self._trainable = {id(p): p.requires_grad for p in inner.parameters()}
         self._accumulation: AccumulationWatch | None = None
@@ -36,7 +47,27 @@ class WrappedModel:
     @property
     def sharded(self) -> bool:
         """Whether each rank holds a part of the weights, so that the forward pass needs all ranks."""
-        return isinstance(self.inner, FSDPModule)
+        return is_fsdp(self.inner)
+
+    def start_micro_batch(self, step: Sized, number: int, loop: int, last: bool) -> None:
+        """Start a micro-batch in a loop over a step; raises if the one before had other passes than on other ranks."""
+        if self._passes is not None:
+            self._passes.start(step, number, loop)
+        self.set_gradient_sync(last)
+        if len(step) > 1:
+            self.watch_accumulation(step, number)
+
+    def end_micro_batches(self) -> None:
+        """End a loop over a step; raises if gradients were reset, or passes differ from those of other ranks."""
+        if self._passes is not None:
+            self._passes.end()
+        if self._accumulation is not None:
+            self._accumulation.finish()
+
+    def close_step(self, step: Sized, number: int) -> None:
+        """End a step; raises if this rank alone has left the loop over its micro-batches, or did not run it."""
+        if self._passes is not None:
+            self._passes.close(step, number)
 
     def set_gradient_sync(self, last: bool) -> None:
         """Reduce gradients over the ranks in the next backward pass if it is that of the last micro-batch."""
@@ -46,7 +77,7 @@ class WrappedModel:
             self._backward_passes.start()
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = last
-        elif isinstance(self.inner, FSDPModule):
+        elif is_fsdp(self.inner):
             self.inner.set_requires_gradient_sync(last)
             self.inner.set_is_last_backward(last)
 
@@ -63,13 +94,10 @@ class WrappedModel:
         if self._accumulation is not None:
             self._accumulation.start(step, number)
 
-    def check_accumulated(self) -> None:
-        """Raise if the gradients of the step were reset in its last micro-batch."""
-        if self._accumulation is not None:
-            self._accumulation.finish()
-
     def drop_gradients(self) -> None:
         """Drop the gradients of a step that was left early, also those that FSDP keeps for the last micro-batch."""
+        if self._passes is not None:
+            self._passes.leave()
         self.set_gradient_sync(last=True)
         self.reshard()
         drop_gathered_gradients(self.inner)
@@ -79,7 +107,7 @@ class WrappedModel:
     def reshard(self) -> None:
         """Free gathered weights: a forward pass without a backward pass keeps some, and zero2 keeps all."""
         for module in self.inner.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()
 
     def parameters(self) -> Iterator[nn.Parameter]:

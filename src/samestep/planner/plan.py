@@ -9,10 +9,19 @@ from samestep.data.partition import Partition
 from samestep.errors import PlanError
 from samestep.messages import format_bytes, format_seconds
 from samestep.planner.cluster_spec import HOST_MARGIN, KNOWN_DEVICES, ClusterSpec, DeviceSpec, parse_cluster_spec
-from samestep.planner.layouts import DEFAULT_OPTIONS, Layout, PlanOptions, launch_command, layouts, script_lines
-from samestep.planner.memory_model import MemoryEstimate, estimate_memory
+from samestep.planner.layouts import (
+    DEFAULT_OPTIONS,
+    Layout,
+    MemoryEstimate,
+    Placement,
+    PlanOptions,
+    estimate_memory,
+    launch_command,
+    layouts,
+    script_lines,
+)
 from samestep.planner.model_profile import CUDA_MARGIN, ModelProfile
-from samestep.planner.teacher_costs import Placement, TeacherProfile, TeacherSetup, placement_cost
+from samestep.planner.teacher_costs import TeacherProfile, TeacherSetup, placement_cost
 from samestep.planner.time_model import StepTime, estimate_step_time, matmul_slowdown
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from samestep.errors import PlanError
 from samestep.messages import format_bytes, format_seconds
 from samestep.planner.cluster_spec import HOST_MARGIN, ClusterSpec
+from samestep.planner.layouts import Placement
 from samestep.planner.model_profile import CUDA_MARGIN
 from samestep.planner.time_model import (
     CORE_FLOPS,
@@ -15,6 +16,8 @@ from samestep.planner.time_model import (
     memory_bandwidth,
 )
 
+TEACHER_COLUMNS = ("placement", "per GPU", "per node", "time", "reason")
+"""Column titles of `teacher_rows`."""
 _SEQUENTIAL_FILL = 0.9  # fraction of a device's free memory that `sequential` fills
 _MIN_SHOWN_SLOWDOWN = 1.05  # a smaller factor would be printed as 1.0 times
 _EQUALLY_FAST = 1.02  # of placements closer than this the one with less memory is better
@@ -77,18 +80,6 @@ class TeacherSetup:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """One placement of a teacher with its cost."""
-
-    name: str  # name in `run.teacher(placement=...)`
-    per_gpu: int  # bytes on the device with the most of it
-    per_node: int  # bytes of host memory per node
-    seconds: float  # estimated time that it adds to a step, without overlap with the student
-    fits: bool = True  # whether it can be chosen
-    reason: str = ""  # why it was or was not chosen
-
-
-@dataclass(frozen=True)
 class TeacherPlan:
     """All placements: the chosen one first, then those that fit, then the others, each by time."""
 
@@ -123,6 +114,14 @@ def compare_placements(setup: TeacherSetup, teacher: TeacherProfile) -> TeacherP
         key=lambda placement: (chosen is None or placement.name != chosen.name, not placement.fits, placement.seconds)
     )
     return TeacherPlan(explained[0] if chosen else None, tuple(explained))
+
+
+def teacher_rows(plan: TeacherPlan) -> list[tuple[str, ...]]:
+    """One row per placement, in the order of the plan."""
+    return [
+        (each.name, format_bytes(each.per_gpu), format_bytes(each.per_node), format_seconds(each.seconds), each.reason)
+        for each in plan.placements
+    ]
 
 
 def choose_placement(fitting: list[Placement], limit: float, setup: TeacherSetup) -> Placement | None:

@@ -21,14 +21,6 @@ from samestep.errors import PlanError
 from samestep.parallel.precision import compute_in, turn_on_fused, use_channels_last
 from samestep.parallel.submodules import checkpoint_activations, frozen_parts, keep_frozen_in_eval
 from samestep.planner.cuda_emulation import emulate_cuda
-from samestep.planner.model_parts import (
-    checkpointable_classes,
-    count_forward_flops,
-    describe_parts,
-    named_blocks,
-    resolve_classes,
-    storage_bytes,
-)
 from samestep.planner.model_profile import MemoryPoint, ModelProfile, PeakMemory
 from samestep.planner.step_recorder import CUBLAS_WORKSPACE, MemorySample, MemoryTracker, OpCounter, fit_peak_memory
 from samestep.planner.traced_model import (
@@ -38,9 +30,15 @@ from samestep.planner.traced_model import (
     RealIntegers,
     TracedModel,
     build_model,
+    checkpointable_classes,
+    count_forward_flops,
     describe_error,
+    describe_parts,
     explain_errors,
     first_line,
+    named_blocks,
+    resolve_classes,
+    storage_bytes,
     strip_memory,
 )
 from samestep.torch_private import cannot_be_traced, without_memory

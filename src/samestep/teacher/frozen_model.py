@@ -281,19 +281,31 @@ def _match_weights(module: nn.Module, weights: Weights, unused: UnusedNames) -> 
 
 
 def _check_tied(weights: Weights, names: list[str]) -> None:
+    if other := first_difference(weights, names):
+        raise TeacherError(
+            f"build() ties {names[0]!r} and {other!r} to one tensor, but {weights.path} holds two different ones: "
+            "let build() make the module without tying them"
+        )
+
+
+def first_difference(weights: Weights, names: Sequence[str]) -> str | None:
+    """Return the first of these names whose tensor differs from that of the first name, by a sample of its values."""
     for name in names[1:]:
         first, other = weights.tensor(names[0]), weights.tensor(name)
         if other.shape != first.shape or other.dtype != first.dtype or sample_bytes(other) != sample_bytes(first):
-            raise TeacherError(
-                f"build() ties {names[0]!r} and {name!r} to one tensor, but {weights.path} holds two different ones: "
-                "let build() make the module without tying them"
-            )
+            return name
+    return None
 
 
 def _check_names(module: nn.Module, weights: Weights, missing: list[str], extra: list[str]) -> None:
     kind = type(module).__name__
-    if (message := _explain_prefix(kind, weights.path, missing, extra)) is not None:
+    if (message := explain_prefix(kind, weights.path, missing, extra)) is not None:
         raise TeacherError(message)
+    if prefix := common_prefix(extra, missing):
+        raise TeacherError(
+            f"{weights.path} holds the weights of a part of {kind}, whose names begin with {prefix!r} in the module: "
+            f"let build() return that part, .{prefix[:-1]}"
+        )
     problems: list[str] = []
     if missing:
         problems.append(f"{len(missing)} name(s) of the module are not in the file, e.g. {missing[:SHOWN]}")
@@ -306,25 +318,20 @@ def _check_names(module: nn.Module, weights: Weights, missing: list[str], extra:
         )
 
 
-def _explain_prefix(kind: str, path: Path, missing: list[str], extra: list[str]) -> str | None:
-    """Return the message if the names of file and module only differ by a prefix."""
-    if prefix := _common_prefix(missing, extra):
-        wrapper = _WRAPPER_PREFIXES.get(prefix)
-        return (
-            f"{path} holds the weights of {kind} under names that begin with {prefix!r}"
-            f"{f', as {wrapper} saves them' if wrapper else ''}: save model.{prefix[:-1]}.state_dict(), or remove the "
-            f"prefix once, {{name.removeprefix({prefix!r}): tensor for name, tensor in state.items() if "
-            f"name.startswith({prefix!r})}}, and save that"
-        )
-    if prefix := _common_prefix(extra, missing):
-        return (
-            f"{path} holds the weights of a part of {kind}, whose names begin with {prefix!r} in the module: let "
-            f"build() return that part, .{prefix[:-1]}"
-        )
-    return None
+def explain_prefix(kind: str, path: Path, missing: list[str], extra: list[str]) -> str | None:
+    """Return the message if the names in the file differ from those of the module by a prefix."""
+    if (prefix := common_prefix(missing, extra)) is None:
+        return None
+    wrapper = _WRAPPER_PREFIXES.get(prefix)
+    return (
+        f"{path} holds the weights of {kind} under names that begin with {prefix!r}"
+        f"{f', as {wrapper} saves them' if wrapper else ''}: save model.{prefix[:-1]}.state_dict(), or remove the "
+        f"prefix once, {{name.removeprefix({prefix!r}): tensor for name, tensor in state.items() if "
+        f"name.startswith({prefix!r})}}, and save that"
+    )
 
 
-def _common_prefix(names: list[str], others: list[str]) -> str | None:
+def common_prefix(names: Sequence[str], others: Sequence[str]) -> str | None:
     """Return the prefix with which each of `names` is among `others`; None if there is none."""
     longer = next((other for other in others if names and other.endswith(f".{names[0]}")), None)
     if longer is None:

@@ -68,8 +68,8 @@ PLACEMENTS: Final[dict[str, str]] = {
     "custom": "resident:place_custom",
     "offload": "offload:place_offloaded",
     "disk": "offload:place_on_disk",
-    "sharded": "sharded:ShardedTeacher",
-    "served": "served:ServedTeacher",
+    "sharded": "across_ranks:ShardedTeacher",
+    "served": "across_ranks:ServedTeacher",
     "cached": "output_cache:CachedTeacher",
 }
 _NAMES: Final = ("auto", *PLACEMENTS)

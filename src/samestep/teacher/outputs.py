@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import TeacherError
-from samestep.nn.distillation import TopK, top_k
+from samestep.nn.losses_and_metrics import TopK, top_k
 
 TreeSpec = list[Any]
 """The structure of a tree as JSON: [kind, contents] for each node."""

@@ -19,8 +19,15 @@ from samestep.environment.world import World
 from samestep.errors import SamestepError, TeacherError
 from samestep.messages import format_bytes
 from samestep.planner.cluster_discovery import cluster_of_ranks
-from samestep.planner.plan_report import TEACHER_COLUMNS, teacher_rows
-from samestep.planner.teacher_costs import TeacherPlan, TeacherProfile, TeacherSetup, compare_placements, placement_cost
+from samestep.planner.teacher_costs import (
+    TEACHER_COLUMNS,
+    TeacherPlan,
+    TeacherProfile,
+    TeacherSetup,
+    compare_placements,
+    placement_cost,
+    teacher_rows,
+)
 from samestep.teacher.frozen_model import FrozenModel, blocks
 from samestep.teacher.options import TeacherOptions
 from samestep.teacher.outputs import keep_top_k

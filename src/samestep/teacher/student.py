@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import TeacherError
-from samestep.nn.distillation import Projection
+from samestep.nn.losses_and_metrics import Projection
 from samestep.teacher.model_files import match_names, open_weights
 
 Target = Literal["features", "logits"]

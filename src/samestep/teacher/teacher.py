@@ -23,7 +23,7 @@ from samestep.teacher.outputs import keep_top_k
 from samestep.teacher.placement_choice import batch_rows, choose_placement
 
 if TYPE_CHECKING:
-    from samestep.teacher.served import ServedOutputs
+    from samestep.teacher.across_ranks import ServedOutputs
 
 _WARM_UP_CALLS: Final = 1  # the first call loads kernels and touches memory
 _TIMED_CALLS: Final = 3

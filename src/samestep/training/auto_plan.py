@@ -17,11 +17,11 @@ from samestep.parallel.precision import ComputePrecision
 from samestep.parallel.wrap import WrapOptions
 from samestep.planner.cluster_discovery import cluster_of_ranks
 from samestep.planner.cluster_spec import ClusterSpec
-from samestep.planner.model_parts import checkpointable_classes, profile_weights
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
 from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
 from samestep.planner.trace import trace_model
+from samestep.planner.traced_model import checkpointable_classes, profile_weights
 
 _ACTIVATION_MARGIN = 0.5  # of a device's memory stays free for activations if they were not traced
 _UNSHARDED: tuple[str, ...] = ("single", "ddp")

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from samestep import __version__
-from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.context import RunConfig, RunContext, seed_all_ranks
 from samestep.data.ledger import describe_files, next_generation
 from samestep.distributed.collectives import PaddingFilter
@@ -38,7 +38,7 @@ from samestep.environment.world import (
     run_folder,
     run_folder_is_explicit,
 )
-from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError, WorldError
+from samestep.errors import OUT_OF_MEMORY, CommunicationError, LogError, SamestepError, WorldError
 from samestep.launch.signal_handler import keep_exit_code
 from samestep.loggers.console import open_console
 from samestep.loggers.loggers import Loggers
@@ -49,6 +49,7 @@ from samestep.training.auto_plan import RunPlan, format_comparison
 from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.step_loop import StepLoop
+from samestep.training.stragglers import Stragglers
 
 _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
 _CLOSED = "this run is closed: use it inside `with Run(...) as run:`, before run.close(), or create another Run"
@@ -78,6 +79,7 @@ class Lifecycle:
         self.comm = Communicator(self.world, config.start_timeout, config.step_timeout)
         self.plans: list[RunPlan] = []
         self.teachers: list[Teacher] = []
+        self.checkpoint_folders: list[Path] = []
         self._loop: StepLoop | None = None
         self._has_ended = self._files_closed = False
         self._last_context: RunContext | None = None
@@ -128,12 +130,13 @@ class Lifecycle:
         try:
             self.comm.open(device, self._agree_on_backend, self.close_after_hang)
             export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
-            _check_same_config(self.comm, self.config)
+            hosts = _check_same_config(self.comm, self.config)
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
             self._loop, self._last_context = StepLoop(context), context
             self._preemption = Preemption(context, deadline(), last_step())
             context.callbacks.append(self._preemption)  # its saves include checkpoints that are due at the same step
+            context.callbacks.append(Stragglers(context, hosts))
             self._preemption.signals.install()
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
@@ -241,6 +244,8 @@ class Lifecycle:
 
     def close_after_hang(self) -> None:
         """Close files as after a failure, in a thread, while the main thread of the rank may wait for its GPU."""
+        if self._has_ended:
+            return
         with ExitStack() as closing:  # runs in reverse order, each whatever another raises
             closing.callback(self._close_files, "failed")
             for ledger in self._loop.context.ledgers if self._loop is not None else ():
@@ -287,6 +292,11 @@ class Lifecycle:
         self.comm.abandon(f"{type(error).__name__}: {error}".splitlines()[0] + failed_line(error))
         if isinstance(error, RuntimeError) and (note := self.comm.peers_note(error)):
             error.add_note(note)
+        if self.comm.is_group_destroyed and not isinstance(error, SamestepError):
+            error.add_note(
+                "the script has called dist.destroy_process_group() inside of `with Run`, which needs the process "
+                "groups until it ends: remove that call, or move it after `with Run`"
+            )
 
     def _handle_out_of_memory(self, error: BaseException) -> bool:
         """Whether the launcher should retry with half the micro-batch after this error; if not, add advice to it."""
@@ -341,7 +351,7 @@ class Lifecycle:
             return {}
         context = self.context
         files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
-        folders = [each.folder.resolve() for each in context.callbacks if isinstance(each, Checkpoint)]
+        folders = [each.resolve() for each in self.checkpoint_folders]
         here = context.folder.resolve()  # folders inside of it have relative paths, so that a run can be moved
         names = [str(each.relative_to(here) if each.is_relative_to(here) else each) for each in folders]
         return {"ledger": files, "checkpoints": names}
@@ -390,14 +400,17 @@ def _refuse_child_of_rank(world: World) -> None:
         )
 
 
-def _check_same_config(comm: Communicator, config: RunConfig) -> None:
+def _check_same_config(comm: Communicator, config: RunConfig) -> list[str]:
+    """Raise if ranks have different arguments; returns the names of their hosts."""
     own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
-    for rank, other in enumerate(comm.exchange_objects("Run.start", own)):
+    by_rank = comm.exchange_objects("Run.start", (own, socket.gethostname()))
+    for rank, (other, _) in enumerate(by_rank):
         if other != own:
             raise CommunicationError(
                 f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
                 "ranks"
             )
+    return [host for _, host in by_rank]
 
 
 def _choose_folder(requested: Path | None) -> Path:

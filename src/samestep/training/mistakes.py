@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
@@ -31,14 +30,14 @@ from torch.utils.data import (
 )
 
 from samestep.errors import DataError, StepError, WrapError
-from samestep.torch_private import class_labels, is_compiled, matrix_product_shape
+from samestep.torch_private import class_labels, is_compiled, is_fsdp, is_fsdp1, matrix_product_shape
 
 _CANNOT_PICKLE = re.compile("^Can't (pickle|get local)|^cannot pickle")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOOPS = "for epoch in train.epochs(n): for step in epoch: for inputs, labels in step:"
 _UNPACK = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}
-_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_WRAPPERS = (DistributedDataParallel, DataParallel)
 _MAX_NODES = 20_000  # of the autograd graph; a graph with more is searched in part
 _MAX_CHAIN = 8  # operations between a parameter and the product that uses it: transpose, cast, view
 
@@ -106,13 +105,13 @@ def check_not_wrapped(model: nn.Module) -> None:
             "compiles it for the strategy and keeps random numbers keyed by sample outside of the compiled code"
         )
     for name, module in model.named_modules():
-        if isinstance(module, _WRAPPERS):
+        if isinstance(module, _WRAPPERS) or is_fsdp1(module):
             which = f"submodule {name!r} of the model" if name else "the model"
             raise WrapError(
                 f"{which} is a {type(module).__name__}, and run.wrap averages gradients over the ranks by "
                 "itself: pass the module inside of it, model.module, or build the model without the wrapper"
             )
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             raise WrapError(
                 f"{type(model).__name__} is already sharded by fully_shard (at {name or 'the model itself'!r}): build "
                 "it without fully_shard, and pass run.wrap(model, 'fsdp', blocks=(Block,))"

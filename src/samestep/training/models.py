@@ -1,6 +1,6 @@
 """`run.wrap` and `run.evaluate`: a model registered with the run for training, and in evaluation mode."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from samestep.parallel.materialize import Read, saved_tensors
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
 from samestep.parallel.wrapped_model import WrappedModel
-from samestep.teacher.model_files import module_names, open_weights, unused_names
+from samestep.teacher.frozen_model import common_prefix, explain_prefix, first_difference, unsaved_buffers
+from samestep.teacher.model_files import Weights, module_names, open_weights, unused_names
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
+from samestep.training.stragglers import watch_forward
 
 _SHOWN: Final = 5
 
@@ -70,6 +72,7 @@ def wrap_model(
         read = run_on_every_rank(context.comm, "opening weights=", WrapError, _open_weights, model, weights)
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print, read)
     context.models.append(wrapped)
+    watch_forward(context.times, wrapped, precision.compile)
     context.randomness.add_model(wrapped.inner, batch_dim)
     seed_all_ranks(next_seed(context.config.seed))
     return wrapped.model
@@ -77,30 +80,76 @@ def wrap_model(
 
 def _open_weights(model: nn.Module, path: str | Path) -> Read:
     """How to read a tensor of the model, by its name there, from a file or folder with exactly these tensors."""
+    if not isinstance(path, str | Path) or not str(path).strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+        raise WrapError(
+            f"weights={path!r} of run.wrap is not a path: pass the path of a .safetensors file, of a Hugging Face "
+            "folder or of a file written by torch.save, or omit it"
+        )
     own = dict(saved_tensors(model))
     try:
         files = open_weights(path)
     except TeacherError as error:
         raise WrapError(f"weights= of run.wrap: {error}") from error
     files = files.renamed(module_names(model, own, files.names()))
-    held, tied = set(files.names()), dict[int, list[str]]()
+    held = set(files.names())
+    tied, stored, missing = dict[int, list[str]](), dict[str, str](), list[str]()
     for name, tensor in own.items():
         tied.setdefault(id(tensor), []).append(name)
-    stored = {name: next((each for each in names if each in held), None) for names in tied.values() for name in names}
-    missing = [name for name in own if stored[name] is None]
-    extra = [name for name in held - {*own} if name not in unused_names(model, sorted(held - {*own}), own)]
-    wrong = [name for name in own if (each := stored[name]) and files.shape(each) != tuple(own[name].shape)]
-    problems = (
-        ("not in the file", missing),
-        ("only in the file", sorted(extra)),
-        ("of another shape in the file", wrong),
-    )
-    if texts := [f"{len(names)} tensor(s) {what}: {format_list(names, _SHOWN)}" for what, names in problems if names]:
+    for names in tied.values():
+        if found := [name for name in names if name in held]:
+            _check_tied(model, files, found)
+            stored.update(dict.fromkeys(names, found[0]))
+        else:
+            missing.append(names[0])
+    firsts = [names[0] for names in tied.values() if names[0] in stored]
+    problems = {"not in the file": missing, "only in the file": _only_in_files(model, files, missing, path)}
+    problems |= _type_problems(files, {name: (own[name], stored[name]) for name in firsts})
+    texts = [f"{len(each)} tensor(s) {what}: {format_list(each, _SHOWN)}" for what, each in problems.items() if each]
+    if texts:
         raise WrapError(
             f"weights={str(path)!r} does not match {type(model).__name__}: {'; '.join(texts)}. Pass the weights of a "
-            "model with the same names and shapes; to train a new layer on top of them, load them on the CPU of rank 0"
+            "model with the same names, shapes and dtypes; to train a new layer on top of them, load them on the CPU "
+            "of rank 0"
         )
-    return lambda name: files.tensor(stored[name] or name)
+    return lambda name: files.tensor(stored[name])
+
+
+def _check_tied(model: nn.Module, files: Weights, names: Sequence[str]) -> None:
+    if other := first_difference(files, names):
+        raise WrapError(
+            f"{type(model).__name__} ties {names[0]!r} and {other!r} to one tensor, but {files.path} holds two "
+            "different ones: build the model without tying them, or save a file with only the right one"
+        )
+
+
+def _only_in_files(model: nn.Module, files: Weights, missing: list[str], path: str | Path) -> list[str]:
+    """Names that the model does not have, not even as a buffer that is not saved; raises if a prefix is the reason."""
+    own = {name for name, _ in (*saved_tensors(model), *unsaved_buffers(model))}
+    others = [name for name in files.names() if name not in own]
+    unused = set(unused_names(model, others, own))
+    extra, kind = [name for name in others if name not in unused], type(model).__name__
+    if message := explain_prefix(kind, files.path, missing, extra):
+        raise WrapError(f"weights= of run.wrap: {message}")
+    if prefix := common_prefix(extra, missing):
+        raise WrapError(
+            f"weights={str(path)!r} holds the weights of a part of {kind}, whose names begin with {prefix!r} in the "
+            f"model: add the prefix once, {{{prefix!r} + name: tensor for name, tensor in state.items()}}, with the "
+            "other tensors of the model if it has any, and save that; to train these from their initialization, load "
+            "the part on the CPU of rank 0"
+        )
+    return extra
+
+
+def _type_problems(files: Weights, tensors: Mapping[str, tuple[torch.Tensor, str]]) -> dict[str, list[str]]:
+    """Tensors with another shape in the file, or with whole numbers there and floats in the model or vice versa."""
+    shapes, dtypes = list[str](), list[str]()
+    for name, (tensor, source) in tensors.items():
+        shape, dtype = files.shape(source), files.dtype(source)
+        if shape != tuple(tensor.shape):
+            shapes.append(f"{name} is {tuple(tensor.shape)}, in the file {shape}")
+        elif (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
+            dtypes.append(f"{name} is {tensor.dtype}, in the file {dtype}")
+    return {"of another shape in the file": shapes, "of another kind of dtype in the file": dtypes}
 
 
 @contextmanager
@@ -113,14 +162,14 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
     wrapped = context.find_wrapped(model)
     _check_same_model(context, type(model if wrapped is None else wrapped.inner).__name__, wrapped)
     net = model if wrapped is None else wrapped.core
-    average_running_stats(context.comm, net)  # the average of a model has running statistics of its own
+    average_running_stats(context.comm, net)  # the average of a model has its own running statistics
     modes = [(module, module.training) for module in net.modules()]
     before = context.lockstep
     sharded = wrapped is not None and wrapped.sharded
     context.lockstep = not context.comm.alone and (sharded or teacher_needs_all_ranks)
     net.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), context.times.phase("evaluation"):
             yield net
     finally:
         context.lockstep = before

@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 from torch import nn
 
-from samestep.checkpoint.checkpoint import Checkpoint
-from samestep.checkpoint.parts import Stateful
-from samestep.checkpoint.restore import resolve_folder, restore
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
@@ -26,6 +23,10 @@ from samestep.training.mistakes import DATA_HINTS, LOG_HINTS, RUN_HINTS, WRAP_HI
 from samestep.training.models import evaluate, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint is imported by runs that call run.checkpoint
+    from samestep.checkpoint.checkpoint import Checkpoint
+    from samestep.checkpoint.parts import Stateful
 
 
 class Run(Collectives):
@@ -202,19 +203,23 @@ class Run(Collectives):
         )
 
     def checkpoint(
-        self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: Stateful
-    ) -> Checkpoint:
+        self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: "Stateful"
+    ) -> "Checkpoint":
         """Restore `parts` (model=, optimizer=, train=, ...) from the newest valid checkpoint in `folder`, if any.
 
         The returned object saves them there from now on, and no other run may write to the folder until this one ends.
         The `keep` newest checkpoints are kept, and with `keep_best="val/accuracy"` the one with the best value that was
         logged before its save.
         """
+        from samestep.checkpoint.restore import resolve_folder, restore
+
         context, path = self._lifecycle.context, self.once(resolve_folder, folder)
         if (comparison := comparison_folder()) is not None:
             path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
-        return restore(context, path, keep, keep_best, parts)
+        checkpoint = restore(context, path, keep, keep_best, parts)
+        self._lifecycle.checkpoint_folders.append(path)
+        return checkpoint
 
     def teacher(
         self,
@@ -268,6 +273,6 @@ class Run(Collectives):
         if now:
             context.flush_metrics("run.log(now=True)")
 
-    def print(self, text: str) -> None:
-        """Print on rank 0 only, and keep the text in the text log."""
-        self._lifecycle.print(text)
+    def print(self, *values: object, sep: str = " ") -> None:
+        """Print on rank 0 only, as `print` does, and keep the text in the text log."""
+        self._lifecycle.print(sep.join(map(str, values)))

@@ -196,7 +196,7 @@ class Shard(TrainingData):
                     requested.append((rows.real, chosen))
                     yield BatchRequest(epoch, chosen, setting)
 
-        for data in self._read("training", requests()):
+        for data in self._context.times.time_reads(self._read("training", requests())):
             real, indices = requested.popleft()
             weights = self._row_weights(len(indices), real)
             make_keys = partial(self._keys, epoch, indices)

@@ -48,6 +48,7 @@ class Step:
         self._current: MicroBatch | None = None
         self._row_counts: list[tuple[int, int]] = []  # of each micro-batch: its rows and how many of them are samples
         self._closed = False
+        self._reduces = False  # whether the backward pass of the current micro-batch reduces gradients over the ranks
         self._draws = 0
         self._loss = StepLoss(context, position)
         self._passes, self._passes_done = passes, 0
@@ -65,7 +66,7 @@ class Step:
 
     @property
     def weights(self) -> torch.Tensor:
-        """One weight for each row of the current micro-batch: 1 for a sample, 0 for padding."""
+        """One weight for each row of the current micro-batch: a sample has weight 1, padding 0."""
         return self._micro_batch().weights
 
     @property
@@ -119,7 +120,7 @@ class Step:
                 with self._context.randomness.micro_batch("training", self.number, index, keys, self._passes_done):
                     yield micro_batch.data
             for model in self._context.models:
-                model.check_accumulated()
+                model.end_micro_batches()
             self._loss.finish()
             self.done = True
         finally:
@@ -138,6 +139,8 @@ class Step:
         self._closed = True
         for _ in self._micro_batches:
             pass
+        for model in self._context.models:
+            model.close_step(self, self.number)
         if not self.done and not self._passes_done:
             self._advance(False)
         self._kept.clear()
@@ -169,7 +172,7 @@ class Step:
         *,
         lengths: torch.Tensor | None = None,
     ) -> None:
-        """Log the exact mean of values per row over the global batch, by name, without a collective of its own.
+        """Log the exact mean of values per row over the global batch, by name, without an additional collective.
 
         Call it inside the loop over the micro-batches: `step.log({"loss/kl": kl, "accuracy": scores.argmax(-1) == y})`.
         Padding rows do not count; `mask` and `lengths` are those of `step.mean`.
@@ -237,13 +240,13 @@ class Step:
         """Reduce gradients over the ranks in the last micro-batch only."""
         models, micro_batch = self._context.models, self._micro_batch()
         self._row_counts.append((len(micro_batch.indices), micro_batch.real))
+        self._reduces = last and not self._context.comm.alone
+        self._context.times.begin_micro_batch()
         if len(self._kept) < len(self) and self._passes > 1:
             self._kept.append(micro_batch)
         self._context.padding.set_step_rows(self._row_counts[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
-            model.set_gradient_sync(last)
-            if len(self) > 1:
-                model.watch_accumulation(self, self.number)
+            model.start_micro_batch(self, self.number, self._passes_done, last)
         if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
             self._context.acceleration.open_forward()
 
@@ -278,6 +281,8 @@ class Step:
         factor = self._context.acceleration.loss_factor
         if value.requires_grad and (len(self) > 1 or factor != 1.0):
             value.register_hook(partial(_check_backward_in_time, self))
+        if value.requires_grad and self._reduces:
+            self._context.times.watch_backward(value)
         return value if factor == 1.0 else value * factor
 
     def _micro_batch(self) -> MicroBatch:

@@ -57,6 +57,7 @@ class StepLoop:
         progress = self.context.progress
         self.context.comm.refuse_inside_once("a training step")
         self.current, progress.in_step = step, True
+        self.context.times.begin_step()
         pending = self.context.metrics.pending
         step.log_row = pending.begin_step(step.number, step.position.epoch)
         self.step_starts.append(time.perf_counter())
@@ -76,7 +77,8 @@ class StepLoop:
         self.context.comm.refuse_inside_once("the loop over a shard or stream")
         self._evaluations += 1
         try:
-            yield
+            with self.context.times.phase("evaluation"):
+                yield
         finally:
             self._evaluations -= 1
 
@@ -138,6 +140,7 @@ class StepLoop:
 
     def _end(self, step: Step) -> None:
         context = self.context
+        context.times.end_step()
         context.comm.start_steps()
         if context.loggers is not None:
             context.loggers.console.advance(context.progress.steps)

@@ -32,7 +32,7 @@ class MicroBatch:
     """The rows that this rank passes through the model at once."""
 
     data: object  # the batch, on the device
-    weights: torch.Tensor  # one weight per row: 1 for a sample, 0 for padding
+    weights: torch.Tensor  # one weight per row: a sample has weight 1, padding 0
     make_keys: Callable[[], torch.Tensor]  # computes `keys`; called only if a model draws keyed random numbers
     indices: list[int]  # the dataset index of each row
     real: int  # how many rows are samples; the rows after them are padding

@@ -232,7 +232,7 @@ class Stream(TrainingData):
                     chosen.append((positions, real))
                     yield self._make_batch(records, epoch, int(positions[0]))
 
-        for data in self._on_device(batches()):
+        for data in self._context.times.time_reads(self._on_device(batches())):
             positions, real = chosen.popleft()
             weights, make_keys = self._row_weights(len(positions), real), partial(self._keys, epoch, positions)
             yield MicroBatch(data, weights, make_keys, positions.tolist(), real)

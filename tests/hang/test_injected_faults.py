@@ -1,0 +1,136 @@
+"""Faults injected for real: the launcher names the rank, its line and the reason, in four kinds of scripts.
+
+What is not in the table: a busy rank (`loop`, `gil`) costs a core until the timeout and does not depend on the kind of
+script, so that one kind is enough. Lightning takes seconds to import, so that it has the cases in which it may differ:
+its own frames are between the line of the user and the collective. Lightning and Accelerate have no samestep call.
+
+The suite runs all kinds of faults for plain DDP and for samestep, and some for Lightning and Accelerate, because each
+rank takes about 2 s of CPU time to import torch, and 7 s for Lightning. SAMESTEP_TESTS_ALL_HANGS=1 runs all of the
+table.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.hang.injected_faults import IF_ALL, Case, check, stop_rank_1
+
+REFUSED = r"(?s)Received data size doesn't match expected size.*rank 0 +pid \d+ +victim: killed by SIGABRT: gloo got"
+ENDED_3 = r"rank 1 +pid \d+ +exit code 3  <- first failure"
+ENDED_0 = r"rank 1 .*ended with exit code 0"
+# torch finds out by a signal, or while it receives a batch
+KILLED = r"(?s)rank 1 +pid \d+ +exit code 1  <- first failure.*(is killed by signal: Killed|ConnectionResetError)"
+
+
+def both(kind: str, **options) -> dict:
+    """Neither of two ranks that wait for each other is the culprit alone."""
+    return {"kind": kind, "culprits": (0, 1), **options}
+
+
+DIFFERENT = both("different_collectives", waits="others: different")
+RANK_0 = {"kind": "rank_0_only", "culprits": (0,), "waits": "waits: rank_0"}
+STOPPED = {"kind": "stopped", "at": "", "during": stop_rank_1}
+EXIT_CODE = {"says": ENDED_3, "code": 3}
+REFUSES = {"kind": None, "says": REFUSED}  # gloo aborts the rank that receives more than it expects
+
+PLAIN = [
+    Case("plain_ddp", "sleep", "elsewhere"),
+    Case("plain_ddp", "debugger", "debugger", needs_input=True),
+    Case("plain_ddp", "different", **DIFFERENT),
+    Case("plain_ddp", "rank_0", **RANK_0),
+    Case("plain_ddp", "stop", **STOPPED),
+    Case("plain_ddp", "worker_hang", "data_worker"),
+    Case("plain_ddp", "exit_0", "ended", at="", says=ENDED_0),
+    Case("plain_ddp", "lone", **both("different_collectives")),
+    Case("plain_ddp", "shapes", **REFUSES),
+    Case("plain_ddp", "exit_3", **EXIT_CODE),
+    Case("plain_ddp", "worker_killed", says=KILLED),
+]
+MORE_PLAIN = [
+    Case("plain_ddp", "loop", "elsewhere"),
+    Case("plain_ddp", "gil", "elsewhere"),
+    Case("plain_ddp", "fifo", "elsewhere"),
+    Case("plain_ddp", "dtypes", **REFUSES),
+]
+SAMESTEP = [
+    Case("samestep_run", "sleep", "elsewhere"),
+    Case("samestep_run", "rank_0", **RANK_0),
+    Case("samestep_run", "worker_hang", "data_worker"),
+    Case("samestep_run", "fifo", "elsewhere"),
+    Case("samestep_run", "lone", **both("different_collectives", culprits=(1, 0))),  # its own call is first
+    Case("samestep_run", "debugger", "debugger", needs_input=True),
+    Case("samestep_run", "different", **DIFFERENT),
+    Case("samestep_run", "stop", **STOPPED),
+    Case("samestep_run", "shapes", **REFUSES),
+    Case("samestep_run", "exit_0", None, says=r"rank 1 called sys\.exit\(0\) at faults\.py:\d+ inside of `with Run`"),
+    Case("samestep_run", "exit_3", **EXIT_CODE),
+    Case("samestep_run", "worker_killed", says=KILLED),
+]
+LIGHTNING = [
+    Case("lightning_trainer", "sleep", "elsewhere"),
+    Case("lightning_trainer", "worker_hang", "data_worker"),
+]
+MORE_LIGHTNING = [
+    Case("lightning_trainer", "rank_0", **RANK_0),
+    Case("lightning_trainer", "different", **DIFFERENT),
+    Case("lightning_trainer", "fifo", "elsewhere"),
+    Case("lightning_trainer", "exit_3", **EXIT_CODE),
+    Case("lightning_trainer", "stop", **STOPPED),
+    Case("lightning_trainer", "debugger", "debugger", needs_input=True),
+    Case("lightning_trainer", "worker_killed", says=KILLED),
+]
+ACCELERATE = [
+    Case("accelerate_loop", "sleep", "elsewhere"),
+    Case("accelerate_loop", "worker_hang", "data_worker"),
+    Case("accelerate_loop", "rank_0", **RANK_0),
+]
+MORE_ACCELERATE = [
+    Case("accelerate_loop", "different", **DIFFERENT),
+    Case("accelerate_loop", "fifo", "elsewhere"),
+    Case("accelerate_loop", "exit_3", **EXIT_CODE),
+    Case("accelerate_loop", "debugger", "debugger", needs_input=True),
+    Case("accelerate_loop", "stop", **STOPPED),
+    Case("accelerate_loop", "shapes", **REFUSES),
+    Case("accelerate_loop", "exit_0", "ended", at="", says=ENDED_0),
+    Case("accelerate_loop", "worker_killed", says=KILLED),
+]
+
+
+@pytest.fixture(autouse=True)
+def _share_the_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path: Path):
+    (launch,) = check(PLAIN[:1], tmp_path)
+    first = launch.console[launch.console.index("samestep: rank 1") :].splitlines()
+    assert first[0].startswith("samestep: rank 1 is holding up rank 0 for ")
+    assert first[1].startswith("  rank 0 waits in all_reduce #")
+    (line,) = launch.lines("waits")
+    waits = f"train.py:{line.rpartition(':')[2]}: loss.backward() # waits"
+    assert first[1].endswith(f"(DDP gradients, 3 elements), called from {waits}")
+    assert f"(node {os.uname().nodename}, pid {launch.pid(1)}) has not called it; it is at faults.py:" in first[2]
+    assert first[2].endswith(": time.sleep(_FOREVER) # fault: sleep")
+    assert first[3].startswith("  its last collective was #")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(PLAIN[1:], id="plain_ddp"),
+        pytest.param(SAMESTEP[:6], id="samestep_run"),
+        pytest.param(SAMESTEP[6:], id="samestep_run_continued"),
+        pytest.param([*ACCELERATE, *LIGHTNING], id="accelerate_and_lightning"),
+    ],
+)
+def test_the_launcher_names_the_rank_the_line_and_the_reason(tmp_path: Path, cases: list[Case]):
+    check(cases, tmp_path)
+
+
+@pytest.mark.slow
+@IF_ALL
+@pytest.mark.parametrize("cases", [MORE_PLAIN, MORE_LIGHTNING, MORE_ACCELERATE], ids=lambda each: each[0].script)
+def test_the_rest_of_the_table(tmp_path: Path, cases: list[Case]):
+    check(cases, tmp_path)

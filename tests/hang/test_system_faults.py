@@ -1,0 +1,169 @@
+"""Faults of the machine: a cut network between two nodes, a full disk, no memory left."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.elastic.nodes import ADDRESSES, Nodes, make_nodes, why_not
+from tests.hang.injected_faults import IF_ALL, ON_CPU, SCRIPTS, Case, Launch, check
+from tests.launch.launched import LAUNCHERS, MARK, Started, wait_for
+from tests.small_disk import small_disk
+
+pytestmark = pytest.mark.slow
+
+KINDS = pytest.mark.parametrize(
+    "script",
+    [
+        "plain_ddp",
+        "samestep_run",
+        *(pytest.param(kind, marks=IF_ALL) for kind in ("lightning_trainer", "accelerate_loop")),
+    ],
+)
+GENEROUS = 150.0
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+SECOND = {"a": "198.51.100.1", "b": "198.51.100.2"}  # addresses of the network of the ranks
+
+
+@KINDS
+def test_a_full_disk_is_named(tmp_path: Path, script: str):
+    with small_disk(tmp_path / "disk", 2048) as disk:
+        case = Case(script, "full_disk", "full_disk", prepare=lambda folder: (folder / "disk").symlink_to(disk.path))
+        (launch,) = check([case], tmp_path)
+        assert f"the file system {disk.path} is full" in launch.console
+
+
+@contextmanager
+def memory_limit(mebibytes: int) -> Generator[Path]:
+    """A cgroup with a limit; skips the test if none can be created."""
+    folder = MEMORY_CGROUPS / f"samestep-{uuid4().hex[:6]}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(mebibytes * 2**20))
+    except OSError as error:
+        pytest.skip(f"a cgroup with a memory limit cannot be created here: {error}")
+    try:
+        yield folder
+    finally:
+        wait_for(lambda: not (folder / "tasks").read_text(), GENEROUS)
+        folder.rmdir()
+
+
+@KINDS
+def test_a_rank_that_the_kernel_kills_for_memory_is_named(tmp_path: Path, script: str):
+    with memory_limit(1500) as cgroup:
+        case = Case(
+            script,
+            "memory",
+            None,  # rank 0 may have waited for long before
+            says=r"rank 1 +pid \d+ +killed by SIGKILL: .*out-of-memory killer.*  <- ",
+            code=137,
+            preexec=lambda: (cgroup / "cgroup.procs").write_text(str(os.getpid())),
+        )
+        check([case], tmp_path)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """Two nodes with two networks: one for the launchers, one for the ranks."""
+    reason = why_not()
+    if reason is not None:
+        assert "SAMESTEP_TESTS_NEED_NODES" not in os.environ, reason
+        pytest.skip(reason)
+    with make_nodes() as made:
+        links = [second_link(made, node) for node in "ab"]
+        a, b = map(made.namespace, "ab")
+        ip("link", "add", links[0], "netns", a, "type", "veth", "peer", "name", links[1], "netns", b)
+        for node, namespace, link in (("a", a, links[0]), ("b", b, links[1])):
+            ip("-n", namespace, "addr", "add", f"{SECOND[node]}/24", "dev", link)
+            ip("-n", namespace, "link", "set", link, "up")
+        yield made
+
+
+def second_link(nodes: Nodes, node: str) -> str:
+    return f"sr{nodes.tag}{node}"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+
+def launch(nodes: Nodes, node: str, script: str, folder: Path) -> Launch:
+    """Start the launcher of one node; its ranks use the second network."""
+    (folder / "train.py").write_text((SCRIPTS / f"{script}.py").read_text())
+    (folder / "faults.py").write_text((SCRIPTS / "faults.py").read_text())
+    mark, inherited = uuid4().hex, {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    options = [
+        "--nnodes", "2", "--nproc-per-node", "1", "--folder", f"kept-{node}", "--rdzv-endpoint",
+        f"{ADDRESSES['a']}:29400", "--local-addr", ADDRESSES[node], "train.py", "cut",
+    ]  # fmt: skip
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": second_link(nodes, node), "HANG_TIMEOUT": "20", **ON_CPU}
+    with (folder / f"console-{node}").open("w") as console:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", nodes.namespace(node), sys.executable, "-m", "samestep", "run", *options],
+            env={**inherited, **variables, MARK: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=console,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+    case = Case(script, "cut", "network", culprits=(), at="")
+    return Launch(
+        case, Started(process, folder, mark), time.monotonic(), run_folder=f"kept-{node}", output=f"console-{node}"
+    )
+
+
+@KINDS
+def test_a_cut_network_between_two_nodes_is_named(tmp_path: Path, nodes: Nodes, script: str):
+    """The launchers still reach each other, so all that is known is on node 0."""
+    launches = [launch(nodes, node, script, tmp_path) for node in "ab"]
+    try:
+        wait_for((tmp_path / "disturbed-1").exists, GENEROUS)
+        ip("-n", nodes.namespace("b"), "link", "set", second_link(nodes, "b"), "down")
+        for each in launches:
+            each.started.process.wait(GENEROUS)
+    finally:
+        consoles = "\n".join(each.console for each in launches)
+        left = [process for each in launches for process in each.started.processes()]
+        for process in left:
+            process.kill()
+    assert not left, consoles
+    assert [each.started.process.returncode for each in launches] == [1, 1], consoles
+    (report,) = launches[0].reports
+    cause = report["cause"]
+    assert (cause["kind"], cause["culprits"], cause["waiting"]) == ("network", [], [0, 1]), consoles
+    frames = [f"{each['frame']['file']}:{each['frame']['line']}" for each in cause["sentences"] if each["frame"]]
+    assert set(frames) <= launches[0].lines("waits"), consoles
+    assert frames, consoles
+    for each in launches:
+        assert "in the same collective, which does not complete: the network may be cut." in each.console, consoles
+        assert "victim: " in each.console, consoles
+
+
+@IF_ALL
+def test_a_node_that_is_cut_off_is_named(tmp_path: Path, nodes: Nodes):
+    """Neither the ranks nor the launchers reach each other. The one that hosts the rendezvous explains it.
+
+    The other one waits for minutes for torch's rendezvous, so that this test ends it.
+    """
+    launches = [launch(nodes, node, "plain_ddp", tmp_path) for node in "ab"]
+    try:
+        wait_for((tmp_path / "disturbed-1").exists, GENEROUS)
+        ip("-n", nodes.namespace("b"), "link", "set", second_link(nodes, "b"), "down")
+        nodes.disconnect()
+        main = launches[0]
+        main.started.process.wait(GENEROUS)
+        left = main.started.processes()
+    finally:
+        consoles = "\n".join(each.console for each in launches)
+        for process in [process for each in launches for process in each.started.processes()]:
+            process.kill()
+        launches[1].started.process.wait(GENEROUS)
+    assert not left, consoles
+    assert len(main.reports) == 1, consoles
+    cause = main.reports[0]["cause"]
+    assert (cause["kind"], len(cause["culprits"]), len(cause["waiting"])) == ("node_lost", 1, 1), consoles
+    assert "does not answer: its node is down, or cut off" in main.console
