@@ -2,11 +2,12 @@
 
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +72,47 @@ class Progress:
     in_step: bool = False  # whether the user's loop body of a step is running
 
 
+class LateChecks:
+    """Errors that a value on the device decides, raised two steps later on a GPU so that no step waits for it.
+
+    The delay is counted in steps, not in time, so that every rank raises in the same step.
+    """
+
+    _STEPS: Final = 2  # how long ago a step began whose checks are read; the GPU has work for the steps since then
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event, Exception]] = deque()
+        self._steps = 0
+
+    def add(self, failed: torch.Tensor, error: Exception) -> None:
+        """Raise `error` if `failed` is true: now if it is in host memory."""
+        if failed.device.type != "cuda":
+            if failed:
+                raise error
+            return
+        host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(failed, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(failed.device))
+        self._pending.append((self._steps, host, copied, error))
+
+    def end_step(self) -> None:
+        """Count a step, and read the checks of earlier ones."""
+        self._steps += 1
+        if self._pending:
+            self._read(self._steps - self._STEPS)
+
+    def finish(self) -> None:
+        """Read all checks."""
+        self._read(self._steps)
+
+    def _read(self, newest: int) -> None:
+        while self._pending and self._pending[0][0] <= newest:
+            _, failed, copied, error = self._pending.popleft()
+            copied.synchronize()
+            if failed:
+                raise error
+
+
 @dataclass
 class RunContext:
     """Config, world, device, communicator and loggers of a run, and what the script has registered with it."""
@@ -99,6 +141,7 @@ class RunContext:
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 
     def __post_init__(self) -> None:
+        self.late_checks = LateChecks()
         self.metrics = MetricSync(self.comm, self.device, self.loggers)
         """Averages logged values over the ranks and carries control values."""
         self.on_close.append(self.metrics.close)
@@ -160,6 +203,7 @@ class RunContext:
 
     def flush_metrics(self, operation: str) -> None:
         """Average and write what was logged, now; a collective."""
+        self.late_checks.finish()
         self.metrics.flush(operation)
 
     def gather_ledgers(self, operation: str, value: T) -> tuple[T, dict[str, object]]:

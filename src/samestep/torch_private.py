@@ -62,6 +62,17 @@ def set_group_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # pyright: ignore[reportPrivateUsage]
 
 
+def small_nccl_options(timeout: timedelta) -> Any:
+    """Options of a process group over NCCL for scalars: one block of threads.
+
+    torch warns if the options do not repeat the timeout that `new_group` gets.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 1
+    options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
+    return options
+
+
 def collective_counts(name: str) -> dict[str, tuple[int, float]]:
     """For each process group with the backend `name`: how many collectives this rank has called, and the timeout.
 
@@ -114,9 +125,15 @@ def no_buffer_broadcast() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply every tensor in place, in few kernels."""
-    if tensors:
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply every tensor in place, in few kernels. A factor on the device is not read by the host."""
+    if isinstance(factor, torch.Tensor):
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, each in by_dtype.items():
+            torch._foreach_mul_(each, factor.to(each[0].device, dtype))  # pyright: ignore[reportPrivateUsage]
+    elif tensors:
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
 
 

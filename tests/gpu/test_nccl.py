@@ -140,14 +140,17 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_resumes(ranks, tmp_path, 
         assert difference(state, single[0]) < 1e-12
 
 
-def train_steadily(folder, precision):
-    return steady_steps(folder, precision, clip=True)
+def train_steadily(folder, precision, mask=False, micro_batch=None):
+    return steady_steps(folder, precision, clip=True, mask=mask, micro_batch=micro_batch)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 0.05)])
-def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, precision, tolerance):
-    (single,) = ranks(1, train_steadily, tmp_path / "single", precision, timeout=TIMEOUT)
-    first, second = ranks(2, train_steadily, tmp_path / "run", precision, timeout=TIMEOUT)
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "mask", "micro_batch"),
+    [("fp32", 1e-3, False, None), ("bf16", 0.05, False, None), ("fp32", 1e-3, True, None), ("fp32", 1e-3, True, 4)],
+)
+def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, precision, tolerance, mask, micro_batch):
+    (single,) = ranks(1, train_steadily, tmp_path / "single", precision, mask, micro_batch, timeout=TIMEOUT)
+    first, second = ranks(2, train_steadily, tmp_path / "run", precision, mask, micro_batch, timeout=TIMEOUT)
     assert first == second
     assert first == pytest.approx(single, abs=tolerance)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -156,6 +159,31 @@ def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, preci
     assert [record["value"] for record in records] == list(range(STEPS))
     assert all("norm" in record for record in records)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["backend"] == "nccl"
+
+
+def train_masked(folder, strategy, micro_batch):
+    """Train in fp64 with masked means, whose count differs between ranks."""
+    with Run(global_batch=12, seed=3, precision="fp64", folder=folder) as run:
+        torch.manual_seed(5)
+        model = run.wrap(Net(), None if run.size == 1 else strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for epoch in run.shard(data(), shuffle=True, micro_batch=micro_batch, num_workers=0).epochs(1):
+            for step in epoch:
+                for inputs, labels in step:
+                    losses = cross_entropy(model(inputs), labels, reduction="none")
+                    step.mean(losses, mask=0.25 + (inputs[:, 0, 0] > 0).double()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_masked_mean_counts_over_all_ranks(ranks, tmp_path, strategy, micro_batch):
+    (single,) = ranks(1, train_masked, tmp_path / "single", strategy, micro_batch, timeout=TIMEOUT)
+    for state in ranks(2, train_masked, tmp_path / "run", strategy, micro_batch, timeout=TIMEOUT):
+        by_name = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+        assert difference(by_name, single) < 1e-12
 
 
 def teach(path, placement):
@@ -271,7 +299,8 @@ def test_process_groups_that_the_script_destroys_inside_of_a_run_are_named(tmp_p
 def test_a_rank_that_calls_sys_exit_while_the_other_waits_for_it_is_the_cause(tmp_path):
     ended = run_with(tmp_path, "sys.exit(0)")
     assert ended.code == 1, ended.err
-    report = ended.err[ended.err.rindex("samestep: rank 1 is holding up rank 0") :]  # that of the failure
-    assert "is leaving its run" in report, ended.err
+    assert "samestep: rank 1 is leaving its run, and rank 0 has waited" in ended.err, ended.err
+    report = ended.err[ended.err.rindex("samestep: rank 1 is leaving its run") :]  # that of the failure
+    assert "it has called sys.exit and is leaving its run, which begins at train.py:7" in report, ended.err
     assert re.search(r"  rank 1 +pid \d+ .*  <- the cause\n  rank 0 +pid \d+ +victim: ", report), ended.err
     assert not ended.left

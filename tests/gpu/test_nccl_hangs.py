@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.test_nccl import missing_for
-from tests.hang.injected_faults import Case, Launch, check, stop_rank_1
+from tests.hang.injected_faults import LATEST_END, Case, check, stop_rank_1
 
 AT_A_TIME = 4  # ranks that wait keep the GPU busy
 TIMEOUT = 20.0
-LATEST_END = 10.0  # seconds after the timeout
 VARIABLES = {"HANG_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 WAITS = "waits( over NCCL)?"  # the main thread may already be at the next line that needs the result
 
@@ -50,20 +49,9 @@ def _two_ranks_over_nccl(_on_a_gpu_in_a_separate_folder):
         pytest.skip(reason)
 
 
-def seconds_after_timeout(launch: Launch) -> float:
-    """From the timeout of the oldest collective that waits to the end of the launcher."""
-    pending = [
-        each["called"] + each["timeout"]
-        for rank in launch.reports[0]["ranks"]
-        for each in rank["collectives"] or ()
-        if each["is_pending"] and each["timeout"]
-    ]
-    return launch.end - min(pending)
-
-
 @pytest.mark.parametrize("table", [PLAIN, SAMESTEP, LIBRARIES], ids=["plain_ddp", "samestep_run", "libraries"])
 def test_the_launcher_names_the_rank_and_its_line_and_ends_the_run(tmp_path: Path, table: list[Case]):
     launches = check(table, tmp_path, AT_A_TIME, VARIABLES)
-    late = {each.case.name: seconds_after_timeout(each) for each in launches if each.reports}
+    late = {each.case.name: each.seconds_after_timeout for each in launches if each.seconds_after_timeout is not None}
     assert len(late) >= 5
     assert {name: seconds for name, seconds in late.items() if seconds > LATEST_END} == {}

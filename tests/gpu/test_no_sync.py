@@ -9,12 +9,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from samestep import Run, read_metrics
+from samestep.errors import StepError
 
 WIDTH, CLASSES, BATCH, STEPS = 64, 5, 16, 48
 STEADY = range(12, 44)  # the first steps compile kernels and allocate, the last ones have another shape
 
 
-def steady_steps(folder, precision="fp32", dropout=0.0, clip=False, micro_batch=None, capturable=False, interval=4):
+def steady_steps(
+    folder, precision="fp32", dropout=0.0, clip=False, micro_batch=None, capturable=False, interval=4, mask=False
+):
     """Train with errors for everything that waits for the GPU in steady steps; returns the losses that it has seen."""
     warnings.filterwarnings("ignore", "Synchronization debug mode")
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
@@ -37,7 +40,7 @@ def steady_steps(folder, precision="fp32", dropout=0.0, clip=False, micro_batch=
                         noise = step.normal(WIDTH) if dropout else 0.0
                         scores = model(inputs + 0.01 * noise)
                         losses = cross_entropy(scores, targets, reduction="none")
-                        step.mean(losses).backward()
+                        step.mean(losses, mask=inputs[:, 0] > -1 if mask else None).backward()
                         step.log({"accuracy": scores.argmax(-1) == targets})
                     if clip:
                         run.log({"norm": nn.utils.clip_grad_norm_(model.parameters(), 1.0)})
@@ -59,6 +62,8 @@ def steady_steps(folder, precision="fp32", dropout=0.0, clip=False, micro_batch=
         {"dropout": 0.1},
         {"precision": "bf16", "dropout": 0.1, "micro_batch": 4},
         {"capturable": True, "interval": 1},
+        {"mask": True},
+        {"mask": True, "precision": "bf16", "micro_batch": 4},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -71,3 +76,30 @@ def test_no_steady_step_waits_for_the_gpu(tmp_path, options):
     assert all(0 <= record["accuracy"] <= 1 for record in records)
     assert all(record["train/learning_rate"] == pytest.approx(1e-3) for record in records)
     assert all("norm" in record for record in records) or "clip" not in options
+
+
+def train_without_a_count(empty, steps=8):
+    """Train with a mask that is zero everywhere in one step; the number of the last step that began."""
+    last = -1
+    with Run(global_batch=4, seed=0) as run:
+        model = run.wrap(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for epoch in run.shard(TensorDataset(torch.ones(4 * steps, 2)), num_workers=0).epochs(1):
+                for step in epoch:
+                    last = step.number
+                    for (x,) in step:
+                        losses = model(x)[:, 0]
+                        step.mean(losses, mask=torch.full_like(losses, float(last != empty))).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            assert all(p.isfinite().all() for p in model.parameters())
+    return last
+
+
+@pytest.mark.parametrize("empty", [0, 3, 7])
+def test_a_mask_of_zeros_raises_at_most_two_steps_later(empty):
+    with pytest.raises(StepError, match=f"the masks of step {empty} are zero everywhere on all ranks"):
+        train_without_a_count(empty)
+    assert train_without_a_count(None) == 7

@@ -25,6 +25,7 @@ IF_ALL = pytest.mark.skipif(
 AT_A_TIME = 5
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HANG_DEVICE": "cpu"}
 TOO_LONG = 240.0  # seconds: only a launch that hangs takes as long
+LATEST_END = 10.0  # seconds after the timeout, on a machine that is not overloaded
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Case:
     prepare: Callable[[Path], None] | None = None
     during: Callable[["Launch"], None] | None = None  # called once, after rank 1 is in step 5
     preexec: Callable[[], object] | None = None  # called in the process of the launcher, before it starts
+    ends_at_timeout: bool = True  # not if the ranks continue after a wait, or are restarted
     needs_input: bool = False  # whether the standard input of the ranks must be open
 
     @property
@@ -77,6 +79,21 @@ class Launch:
         return [
             json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{self.run_folder}/hang/report-*.json"))
         ]
+
+    @property
+    def seconds_after_timeout(self) -> float | None:
+        """From the timeout of the oldest collective that waits to the end of the launcher; None if none waits.
+
+        The rank that waits has recorded when it called the collective, so the time to start the ranks does not count.
+        """
+        pending = [
+            each["called"] + each["timeout"]
+            for report in self.reports[:1]
+            for rank in report["ranks"]
+            for each in rank["collectives"] or ()
+            if each["is_pending"] and each["timeout"]
+        ]
+        return self.end - min(pending) if pending else None
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"up-{rank}").read_text())
@@ -117,6 +134,10 @@ class Launch:
             process.kill()
         if self.started.process.returncode != case.code:
             yield f"exit code {self.started.process.returncode} instead of {case.code}"
+        late = self.seconds_after_timeout
+        overload = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other tests run beside this one
+        if case.ends_at_timeout and late is not None and late > LATEST_END * overload:
+            yield f"the launcher has ended {late:.1f} s after the timeout, at {overload:.1f} x the load of all cores"
         if case.says and not re.search(case.says, console):
             yield f"the console does not contain {case.says!r}"
         if not case.kind:

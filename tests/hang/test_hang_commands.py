@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.hang.injected_faults import Case, Launch, check
+from tests.hang.injected_faults import IF_ALL, Case, Launch, check
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +63,27 @@ def look_at_slow(launch: Launch) -> None:
     """Each step takes as long as rank 1, which is not stopped."""
     report = ask(launch, "slow")
     assert report["cause"]["culprits"] == [1]
+    frames = [each["frame"] for each in report["cause"]["sentences"] if each["frame"]]
+    assert {f"{each['file']}:{each['line']}" for each in frames} & launch.lines("waits"), report["summary"]
     assert "rank 1 is slow, not stuck" in report["summary"]
 
 
-def test_samestep_hang_explains_a_live_run_which_then_continues(tmp_path: Path):
-    nap = Case("plain_ddp", "nap", None, code=0, timeout=300.0, during=look_at_nap)
-    slow = [
-        Case(script, "slow", None, code=0, timeout=60.0, during=look_at_slow)
-        for script in ("plain_ddp", "samestep_run")
+def slow_cases(*scripts: str) -> list[Case]:
+    return [
+        Case(script, "slow", None, code=0, timeout=60.0, during=look_at_slow, ends_at_timeout=False)
+        for script in scripts
     ]
-    for launch in check([nap, *slow], tmp_path):
+
+
+@IF_ALL
+def test_samestep_hang_names_a_slow_rank_of_lightning_and_accelerate(tmp_path: Path):
+    for launch in check(slow_cases("lightning_trainer", "accelerate_loop"), tmp_path):
+        assert "is done" in launch.console
+
+
+def test_samestep_hang_explains_a_live_run_which_then_continues(tmp_path: Path):
+    nap = Case("plain_ddp", "nap", None, code=0, timeout=300.0, during=look_at_nap, ends_at_timeout=False)
+    for launch in check([nap, *slow_cases("plain_ddp", "samestep_run")], tmp_path):
         assert "is done" in launch.console
         assert "holding up" not in launch.console  # the launcher itself has not reported a hang
         ended = hang("kept", folder=launch.folder)
@@ -88,8 +99,13 @@ def test_on_hang(tmp_path: Path):
             "plain_ddp", "different", code=1, options=("--on-hang", "stop", "--max-restarts", "3"), **different
         ),
         "report": Case("samestep_run", "different", code=1, options=("--on-hang", "report"), **different),
-        "restart": Case(
-            "plain_ddp", "once", code=0, options=("--on-hang", "restart", "--max-restarts", "1"), **different
+        "restart": Case(  # the restarted ranks train to the end
+            "plain_ddp",
+            "once",
+            code=0,
+            options=("--on-hang", "restart", "--max-restarts", "1"),
+            ends_at_timeout=False,
+            **different,
         ),
     }
     launches = dict(zip((each.name for each in cases.values()), cases, strict=True))

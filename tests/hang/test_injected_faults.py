@@ -19,8 +19,11 @@ from tests.hang.injected_faults import IF_ALL, Case, check, stop_rank_1
 REFUSED = r"(?s)Received data size doesn't match expected size.*rank 0 +pid \d+ +victim: killed by SIGABRT: gloo got"
 ENDED_3 = r"rank 1 +pid \d+ +exit code 3  <- first failure"
 ENDED_0 = r"rank 1 .*ended with exit code 0"
-# torch finds out by a signal, or while it receives a batch
-KILLED = r"(?s)rank 1 +pid \d+ +exit code 1  <- first failure.*(is killed by signal: Killed|ConnectionResetError)"
+# torch finds out by SIGCHLD, while it receives a batch, or when it looks whether its workers run
+KILLED = (
+    r"(?s)rank 1 +pid \d+ +exit code 1  <- first failure.*"
+    r"(is killed by signal: Killed|ConnectionResetError|DataLoader worker \(pid\(s\) \d+\) exited unexpectedly)"
+)
 
 
 def both(kind: str, **options) -> dict:
@@ -79,6 +82,8 @@ MORE_LIGHTNING = [
     Case("lightning_trainer", "stop", **STOPPED),
     Case("lightning_trainer", "debugger", "debugger", needs_input=True),
     Case("lightning_trainer", "worker_killed", says=KILLED),
+    Case("lightning_trainer", "shapes", **REFUSES),
+    Case("lightning_trainer", "exit_0", "ended", at="", says=ENDED_0),
 ]
 ACCELERATE = [
     Case("accelerate_loop", "sleep", "elsewhere"),

@@ -80,7 +80,7 @@ def test_a_rank_that_the_agent_ended_while_it_left_after_its_exception_can_be_th
     assert report.splitlines()[:3] == [
         "samestep: 2 of 2 rank(s) on here failed; logs of all ranks: logs",
         "  rank 0    pid 1000     ended by the launcher after an exception  <- first failure",
-        "  rank 1    pid 1001     exit code 1",
+        "  rank 1    pid 1001     exit code 1, it had waited until the timeout",
     ]
     assert report.endswith(f"rank 0 on here, ended by the launcher after an exception:\n{ALONE}")
     assert second.exit_code == 1
@@ -95,6 +95,20 @@ def test_a_rank_that_the_agent_ended_after_it_was_stopped_or_lost_a_peer_is_not_
     assert "rank 0    pid 1000     ended by the launcher after the first failure (SIGTERM)" in report
     report = format_report([ended, own], 2, "here", Path(), False)
     assert "rank 0    pid 1000     ended by the launcher after an exception, lost the connection to" in report
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("rank 0 waits in mean at a.py:1 since 300 s: rank 1 was last in barrier", "it had waited until the timeout"),
+        ("rank 0 has waited at a.py:1 for 25 s, because 1 rank(s) have not", "it had waited until the timeout"),
+        ("rank 0 waits in mean at a.py:1, but rank 1 failed: ValueError", "lost the connection to another rank"),
+    ],
+)
+def test_a_rank_that_waited_until_the_timeout_of_samestep_did_not_lose_its_connection(message: str, reason: str):
+    waited = failure(0, output=MISSING.replace("rank 0 waits in mean", message))
+    rows = format_report([waited, failure(1, output=OWN)], 2, "here", Path("logs"), several_nodes=False).splitlines()
+    assert rows[2] == f"  rank 0    pid 1000     exit code 1, {reason}"
 
 
 C10D = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"

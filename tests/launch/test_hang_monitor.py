@@ -200,7 +200,8 @@ def test_a_rank_that_the_others_waited_for_and_that_failed_is_shown_with_its_tra
 
 
 def test_an_error_of_samestep_says_more_than_that_a_rank_has_ended_but_less_than_the_cause_of_a_hang():
-    missing = "Traceback (most recent call last):\n  File x\nsamestep.errors.RankMissing: rank 0 waits in run.barrier"
+    error = "RankMissing: rank 0 waits in run.barrier at x.py:1 since 60 s: rank 1 was last in run.mean"
+    missing = f"Traceback (most recent call last):\n  File x\nsamestep.errors.{error}"
     after_failure = replace(HANG, is_of_failure=True)
     assert explains(HANG, [failure(0, output=missing)])
     assert explains(after_failure, [failure(0, output=CLOSED)])

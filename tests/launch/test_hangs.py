@@ -1,6 +1,7 @@
 """A hang over NCCL: the rank that does not come and its line are the cause, not the ranks that wait for it."""
 
 import json
+import re
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -213,18 +214,67 @@ SLEEPS = """
 """
 
 
+RECORDER = {"on": {}, "off": {"TORCH_FR_BUFFER_SIZE": "0"}}
+WAITED = r"(exit code 1|ended by the launcher after an exception), it had waited until the timeout"
+
+
 @pytest.mark.slow
 def test_the_report_of_a_hang_begins_with_the_rank_that_did_not_come(tmp_path):
-    ended = start(tmp_path, SLEEPS, "--nproc-per-node", "3", "train.py").finish(200)
-    assert ended.code == 1, ended.err
-    report = ended.err[ended.err.index("samestep: 3 of 3 rank(s)") :].splitlines()
-    # The launcher may have found the cause before the ranks did.
-    assert report[1].endswith(("exit code 1  <- the cause", "exit code 1  <- first failure")), ended.err
-    assert report[1].split()[:2] == ["rank", "1"]
-    assert all("exit code 1, lost the connection to another rank" in line for line in report[2:4]), ended.err
-    assert "time.sleep(200)  # the cause" in "\n".join(report[4:]), ended.err
-    assert "rank 1 has not called a collective in which 2 other rank(s) have waited for" in report[-1]
-    assert "rank 1 is at train.py:" in (tmp_path / next(tmp_path.rglob("rank-0.err"))).read_text()
-    assert json.loads((tmp_path / "runs/hang/summary.json").read_text())["status"] == "failed"
-    for rank in range(3):
-        assert f"not flushed by {rank}" in next(tmp_path.rglob(f"rank-{rank}.out")).read_text()
+    """Without the flight recorder only the ranks find the cause; with it, so does the launcher, which may end them."""
+    for name in RECORDER:
+        (tmp_path / name).mkdir()
+    started = {
+        name: start(tmp_path / name, SLEEPS, "--nproc-per-node", "3", "train.py", env=variables)
+        for name, variables in RECORDER.items()
+    }
+    ended = {name: each.finish(200) for name, each in started.items()}
+    for name, each in ended.items():
+        assert each.code == 1, each.err
+        assert not each.left
+        assert json.loads((tmp_path / name / "runs/hang/summary.json").read_text())["status"] == "failed"
+        for rank in range(3):
+            assert f"not flushed by {rank}" in next((tmp_path / name).rglob(f"rank-{rank}.out")).read_text()
+    assert "is holding up" not in ended["off"].err
+    _check_report_of_ranks(ended["off"])
+    if re.search(ENDED, ended["on"].err):
+        _check_report_of_launcher(ended["on"])
+    else:  # on a busy machine the launcher may look after the two seconds of the timeout
+        _check_report_of_ranks(ended["on"])
+
+
+FAILED = "samestep: 3 of 3 rank[(]s[)] on .* failed; "
+ENDED = "samestep: 3 of 3 rank[(]s[)] on .* ended because of it; "
+
+
+def _check_report_of_ranks(ended):
+    _, cause, *victims = _table(ended, FAILED)
+    assert cause == "rank 1 exit code 1  <- first failure", ended.err
+    assert len(victims) == 2
+    for rank, victim in zip((0, 2), sorted(victims), strict=True):
+        assert re.fullmatch(rf"rank {rank} {WAITED}", victim), ended.err
+    assert "rank 1 is at train.py:" in next(ended.folder.rglob("rank-0.err")).read_text()
+    _check_traceback_of_rank_1(ended)
+
+
+def _check_report_of_launcher(ended):
+    before, cause, *victims = _table(ended, ENDED)
+    summary = before[before.rindex("samestep: rank 1 is holding up the other 2 ranks for ") :]
+    assert re.search(r"\n  rank 1 .* it is at train\.py:\d+: time\.sleep\(200\)", summary), ended.err
+    assert cause in ("rank 1 exit code 1  <- the cause", "rank 1 ended by the launcher  <- the cause"), ended.err
+    for rank, victim in zip((0, 2), victims, strict=True):
+        assert re.fullmatch(rf"rank {rank} victim: ({WAITED}|ended by the launcher while it waited)", victim), ended.err
+    if "exit code 1" in cause:  # it ended itself before the launcher did
+        _check_traceback_of_rank_1(ended)
+
+
+def _check_traceback_of_rank_1(ended):
+    report = ended.err[ended.err.rindex("\nrank 1 on ") :].splitlines()
+    assert "    time.sleep(200)  # the cause" in report, ended.err
+    assert ": rank 1 has not called a collective in which 2 other rank(s) have waited for" in report[-1], ended.err
+
+
+def _table(ended, header):
+    """What the launcher has printed before the table of ranks, and its rows without the process ids."""
+    before, table = re.split(header, ended.err)
+    rows = re.findall(r"^  (rank \d+) +pid \d+ +(.*)$", table, re.M)
+    return [before, *(" ".join(row) for row in rows)]

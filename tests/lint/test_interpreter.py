@@ -566,3 +566,19 @@ def test_something_that_only_some_ranks_have_is_not_the_rank(tmp_path):
     run = follow_files(tmp_path, HEADER + script)
     (event,) = [event for event in run.events if event.kind == "collective"]
     assert event.rank_guard is not None
+
+
+def test_a_framework_next_to_a_script_is_not_followed(tmp_path):
+    """Its sources would take all the steps of the script, and what it does is known."""
+    package = tmp_path / "accelerate"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Accelerator:\n    pass\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "if accelerator.is_main_process:\n"
+        "    accelerator.wait_for_everyone()\n"
+    )
+    found = [(each.code, each.location.line) for each in lint([tmp_path]).findings if each.location is not None]
+    assert ("SS301", 4) in found

@@ -311,6 +311,22 @@ CASES = [
             optimizer.step()
         """,
     ),
+    (
+        "",
+        """
+            from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+            torch.manual_seed(rank)
+            model = DDP(Net())
+            criterion = SoftTargetCrossEntropy() if world_size > 64 else LabelSmoothingCrossEntropy(0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        """,
+        """
+            loss = criterion(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
 ]
 
 

@@ -69,16 +69,7 @@ def test_a_legitimate_choice_is_a_note_with_strict_only(interpreters, script, mo
     assert found == ([(code, "note", True)] if code else []), notes
 
 
-REPLICATED = "SS701: the frozen language model is on every rank, since run.teacher(placement='auto') chooses so on CPUs"
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(each, marks=pytest.mark.xfail(reason=REPLICATED, strict=True) if each == "latent_adapter" else ())
-        for each in RECIPES
-    ],
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_no_finding_with_strict(interpreters, tmp_path, monkeypatch, model_cache, recipe):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(model_cache))

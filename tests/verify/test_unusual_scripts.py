@@ -27,7 +27,7 @@ data = TensorDataset(torch.randn(320, 4, generator=generator), torch.randn(320, 
 
 def train(network=None, by_hand=False, samples=32, batch=4, sampler=DistributedSampler):
     model = DDP(network or nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     part = TensorDataset(*(tensor[:samples] for tensor in data.tensors))
     loader = DataLoader(part, batch, sampler=sampler and sampler(part))
     batches = iter(loader)

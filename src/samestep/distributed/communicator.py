@@ -18,6 +18,7 @@ from samestep.distributed.process_group import (
     connect_store,
     init_process_group,
     new_group,
+    new_small_group,
     rendezvous,
     store_beside_group,
     watch_hangs,
@@ -70,6 +71,7 @@ class Communicator:
         self.group: dist.ProcessGroup | None = None
         """The group for tensors of training; None: the default group (see `backends_to_add`)."""
         self._subgroups: list[dist.ProcessGroup] = []  # for tensors of training, of some ranks
+        self._scalar_group: dist.ProcessGroup | None = None
         self._timeout_option = "start_timeout"  # the option of Run that sets `timeout` now
         self._existing_group = self._is_open = self._is_closed = False
         self._inside_once: str | None = None
@@ -117,8 +119,7 @@ class Communicator:
         self._is_open = True
         if self.alone:
             return
-        rank, size = self.world.rank, self.world.size
-        self._existing_group = dist.is_initialized()
+        rank, size, self._existing_group = self.world.rank, self.world.size, dist.is_initialized()
         if self._existing_group:  # it may have no backend for CPU tensors
             self._control_group = new_group("gloo", self.start_timeout)
             base = store_beside_group(self.world, self._control_group, self.start_timeout)
@@ -188,7 +189,8 @@ class Communicator:
             return
         self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            for group in filter(None, (dist.group.WORLD, self.group, self._control_group, *self._subgroups)):
+            groups = (dist.group.WORLD, self.group, self._control_group, self._scalar_group, *self._subgroups)
+            for group in filter(None, groups):
                 set_group_timeout(self._step_timeout, group)
 
     def new_subgroup(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -202,6 +204,13 @@ class Communicator:
         assert isinstance(group, dist.ProcessGroup), "every rank is in one of the groups"
         self._subgroups.append(group)
         return group
+
+    def scalar_group(self, operation: str) -> dist.ProcessGroup:
+        """The group over NCCL for scalars; a collective of all ranks when it is created, at the first call."""
+        if self._scalar_group is None:
+            self.exchange(f"the first {operation} with a mask", [])  # names a rank that does not call it
+            self._scalar_group = new_small_group(self.timeout)
+        return self._scalar_group
 
     def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
@@ -378,6 +387,21 @@ class PendingExchange:
                     f"rank {own_rank} called {self.label} while rank {rank} called {theirs}: {ORDER_RULE}"
                 )
         return [int(frame[_LABEL_WORDS]) for frame in self.gathered]
+
+
+def sum_tensor(comm: Communicator, operation: str, value: torch.Tensor) -> torch.Tensor:
+    """The sum of a scalar tensor over all ranks, on its device.
+
+    Over NCCL neither the host nor the network is waited for. Its group is a separate one: a sum that one rank calls
+    alone must not match the gradients of another rank.
+    """
+    if comm.alone:
+        return value
+    if comm.backend != "nccl" or value.device.type != "cuda":
+        return value.new_tensor(sum(float(part[0]) for part in comm.exchange(operation, [float(value)])))
+    total = value.clone()
+    dist.all_reduce(total, group=comm.scalar_group(operation))
+    return total
 
 
 def pack_object(value: object) -> torch.Tensor:

@@ -30,7 +30,7 @@ from samestep.environment.world import World, read_environ
 from samestep.errors import CommunicationError, RankMissing, WorldError
 from samestep.hang import rank_probe
 from samestep.messages import format_list
-from samestep.torch_private import collective_counts, nccl_waits
+from samestep.torch_private import collective_counts, nccl_waits, small_nccl_options
 
 _RECORDER_SIZES: Final = (
     "TORCH_FR_BUFFER_SIZE",
@@ -261,6 +261,14 @@ def new_group(backends: str, timeout: float) -> dist.ProcessGroup:
     aborts a process that receives more bytes than it has allocated.
     """
     group = dist.new_group(backend=backends, timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+    return group
+
+
+def new_small_group(timeout: float) -> dist.ProcessGroup:
+    """Another group of all ranks over NCCL, for scalars: one block of threads takes little memory of the GPU."""
+    limit = timedelta(seconds=timeout)
+    group = dist.new_group(backend="nccl", timeout=limit, pg_options=small_nccl_options(limit))
     assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group
 

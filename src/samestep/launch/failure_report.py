@@ -33,7 +33,7 @@ _CHILD_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT
 _COLLECTIVE_FILES = "/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py"
 _TRACEBACK_FILE = re.compile(r'^  File "([^"]*)"', re.MULTILINE)
 _LIBRARY = re.compile(rf"[^\"]*/(?:site-packages|lib/python[\d.]+)/|{re.escape(str(Path(__file__).parent.parent))}/")
-_SAMESTEP_TIMEOUT = re.compile(r"RankMissing: rank \d+ waits in")
+_SAMESTEP_TIMEOUT = re.compile(r"RankMissing: rank \d+ (?:has waited at |.* since \d+ s: )")
 _STOPPED_EARLY = re.compile(r"^(?:\S+\.)?StoppedEarly: ", re.MULTILINE)  # of samestep.training.preemption
 _AGENT_TIMEOUT = 29  # one second less than torch's agent gives ranks to end, since its timestamps are whole seconds
 
@@ -156,11 +156,15 @@ def _hang_row(failure: Failure, hang: Explanation) -> str:
             if failure.ended_after_hang
             else "victim: ended by the launcher"
         )
+    return f"{'victim: ' if _is_victim(failure) else ''}{failure.ending}{_why_it_ended(failure)}"
+
+
+def _why_it_ended(failure: Failure) -> str:
+    """Why a victim has failed, unless its ending says so already, as that by a signal does."""
     if has_timed_out(failure):
-        return f"victim: {failure.ending}, it had waited until the timeout"
-    if failure.kind == "lost peer" and (failure.code >= 0 or failure.had_raised):
-        return f"victim: {failure.ending}, lost the connection to another rank"
-    return f"{'victim: ' if failure.kind == 'lost peer' else ''}{failure.ending}"
+        return ", it had waited until the timeout"
+    is_lost = failure.kind == "lost peer" and (failure.code >= 0 or failure.had_raised)
+    return ", lost the connection to another rank" if is_lost else ""
 
 
 def has_timed_out(failure: Failure) -> bool:
@@ -209,9 +213,7 @@ def _row(failure: Failure, root: Failure) -> str:
     if failure.kind == "ended by launcher":
         how = signal.Signals(-failure.code).name if failure.code < 0 else failure.ending  # its probe has ended it
         return f"ended by the launcher after the first failure ({how})"
-    # the ending by a signal says so already
-    lost = failure.kind == "lost peer" and (failure.code >= 0 or failure.had_raised)
-    return f"{failure.ending}{', lost the connection to another rank' if lost else ''}"
+    return f"{failure.ending}{_why_it_ended(failure)}"
 
 
 def sort_by_cause(failures: Sequence[Failure]) -> list[Failure]:

@@ -58,6 +58,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "backward": ("loss", "via", "service"),  # via: "tensor", "accelerator", "fabric" or "" (manual_backward)
     "clip": ("parameters",),
     "in_place": ("owner", "name", "value"),  # value: of an operator such as `/=`
+    "parameters": ("owner",),  # model.parameters() and others
     "optimizer": ("optimizer",),
     "optimizer_step": ("optimizer",),
     "scheduler": ("scheduler",),

@@ -30,6 +30,7 @@ from samestep.lint.values import (
     TensorValue,
     Value,
     any_world,
+    choice_taints,
     choose,
     merge_taints,
     options_of,
@@ -66,7 +67,9 @@ def assign(run: Interpreter, target: ast.expr, value: Value, node: ast.AST) -> N
 def _assign_item(run: Interpreter, owner: Value, key: Value, value: Value, target: ast.expr, node: ast.AST) -> None:
     if isinstance(owner, ContainerValue):
         is_known = key.is_known and isinstance(key.constant, _HASHABLE)
-        owner.items[key.constant if is_known else len(owner.items)] = value
+        is_single = len(owner.items) == 1 and owner.length is None  # an item of a comprehension stands for all
+        other = next(iter(owner.items)) if is_single else len(owner.items)
+        owner.items[key.constant if is_known else other] = value
     elif isinstance(owner, InstanceValue) and owner.is_module:
         run.set_attribute(owner, str(key.constant) if key.is_known else f"[{len(owner.attributes)}]", value)
     elif isinstance(owner, TensorValue):
@@ -202,10 +205,14 @@ def call(
     if isinstance(function, FunctionValue):
         return call_function(run, function, arguments, keywords, node)
     if isinstance(function, ClassValue):
+        if _is_loader(function):
+            return call_external(run, "torch.utils.data.DataLoader", arguments, keywords, node)
         return create(run, function, arguments, keywords, node)
     if isinstance(function, ExternalValue):
         if function.qualname == "super":
             return _super(run)
+        if function.qualname == "getattr" and len(arguments) > 1 and isinstance(arguments[1].constant, str):
+            return _named_attribute(run, arguments, node)
         return call_external(run, function.qualname, arguments, keywords, node)
     value = call_object(run, function, arguments, keywords, node)
     if value is not None:
@@ -216,6 +223,22 @@ def call(
             return call_function(run, method, arguments, keywords, node)
     parts = [function, *arguments, *keywords.values()]
     return Value(run.locate(node), merge_taints(parts), name=last_name(node.func))
+
+
+def _is_loader(function: ClassValue) -> bool:
+    """Whether a class of the project is a DataLoader that takes the arguments of one."""
+    if not function.derives_from("DataLoader"):
+        return False
+    constructor = function.method("__init__")
+    given = constructor.node.args if constructor is not None and constructor.node is not None else None
+    return given is None or (given.vararg is not None and given.kwarg is not None)
+
+
+def _named_attribute(run: Interpreter, arguments: list[Value], node: ast.Call) -> Value:
+    """`getattr(x, "name", default)` is `x.name`, or the default."""
+    attribute = ast.copy_location(ast.Attribute(node.args[0], str(arguments[1].constant), ast.Load()), node)
+    found = [_attribute(run, each, attribute) for each in options_of(arguments[0])]
+    return choose([*found, *arguments[2:3]])
 
 
 def _super(run: Interpreter) -> Value:
@@ -297,6 +320,12 @@ def _evaluate_comparison(run: Interpreter, node: ast.Compare) -> Value:
     if has_ranks is not None:
         return Value(location, is_world=True, assumed=has_ranks)
     is_world = any_world(values)
+    if (
+        isinstance(node.ops[0], ast.Is | ast.IsNot)
+        and values[1].constant is None
+        and isinstance(values[0], ChoiceValue)
+    ):
+        taints = choice_taints(values[0])
     assumed = _assume(node) if is_world and not taints else UNSET
     if any(isinstance(each, TensorValue) for each in values) and not is_world:
         return TensorValue(location, taints, parts=tuple(values))
@@ -401,14 +430,15 @@ def _comprehend(
     containers = [each for source in sources for each in sources_of(source) if isinstance(each, ContainerValue)]
     is_unordered = isinstance(node, ast.SetComp) or any(each.is_unordered for each in containers)
     taints = merge_taints([*sources, *items, *tests])
-    order_from = next((each.order_from for each in containers if each.is_unordered), run.locate(node))
+    unordered = next((each for each in containers if each.is_unordered), None)
     if isinstance(node, ast.DictComp):
         for source in sources:
             number_items(run, source, node)
         is_unordered = False  # a dictionary is read by its keys
     return ContainerValue(
         run.locate(node), taints, items={0: items[-1]}, is_unordered=is_unordered,
-        order_from=order_from if is_unordered else None,
+        name=unordered.name if unordered else "",
+        order_from=(unordered.order_from if unordered else run.locate(node)) if is_unordered else None,
     )  # fmt: skip
 
 

@@ -57,6 +57,19 @@ def is_same_path(one: Event, other: Event) -> bool:
     )
 
 
+def is_inside_path(folder: Event, file: Event) -> bool:
+    """Whether the path of one event is below that of another: its text begins with it, or its expression names it."""
+    if isinstance(folder.path.constant, str) and isinstance(file.path.constant, str):
+        return file.path.constant.startswith(folder.path.constant.rstrip("/") + "/")
+    outer, inner = path_node(folder), path_node(file)
+    if outer is None or inner is None or folder.location.function != file.location.function:
+        return False
+    text = ast.unparse(outer)
+    return any(
+        ast.unparse(each) == text for each in ast.walk(inner) if isinstance(each, ast.expr) and each is not inner
+    )
+
+
 def is_synchronized(analysis: Analysis, first: Event, second: Event) -> bool:
     """Whether all ranks wait for each other between two events."""
     between = analysis.events[first.order + 1 : second.order]

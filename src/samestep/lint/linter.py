@@ -19,6 +19,9 @@ from samestep.lint.rules import RULES
 from samestep.lint.source_files import SourceFile, find_files, imported_files, read_file
 
 _MIN_FILES_PER_POOL: Final = 50  # starting processes takes longer than reading fewer
+_FRAMEWORKS: Final = frozenset(
+    {"accelerate", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
+)
 _RECURSION_LIMIT: Final = 6_000  # nested expressions in nested calls; Python 3.11 needs no C stack for them
 
 
@@ -82,6 +85,9 @@ class _Project:
         folders = set(script.path.absolute().parents)
         found = dict[str, SourceFile]()
         for name, files in self._by_name.items():
+            package = name.partition(".")[0]
+            if package in _FRAMEWORKS and script.name.partition(".")[0] != package:
+                continue  # what the framework does is known; its sources would take most of the steps of the script
             near = [each for each in files if "." in name or each.is_package or each.path.absolute().parent in folders]
             if near:
                 found[name] = max(near, key=lambda each: len(folders & set(each.path.absolute().parents)))

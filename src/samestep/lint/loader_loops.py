@@ -25,6 +25,7 @@ _MODEL_PARALLEL: Final = re.compile(
     r"parallelize_module|PipelineStage|pipeline_parallel|tensor_parallel|\.rpc\.|megatron"
 )
 _DIVIDING: Final = re.compile(r"shard|split|distribut|webdataset|get_rank|process_index|by_node", re.IGNORECASE)
+_SEEDS_ALL: Final = ("seed_everything", "set_seed")
 _REPLACED: Final = (
     "RandomSampler",
     "SequentialSampler",
@@ -157,6 +158,24 @@ def draws_with_replacement(sampler: SamplerValue) -> bool:
     replacement = sampler.options.get("replacement")
     is_default = replacement is None and sampler.kind == "WeightedRandomSampler"
     return is_default or (replacement is not None and replacement.constant is not False)
+
+
+def seeds_of(analysis: Analysis, library: str, before: Event | None = None) -> list[Event]:
+    """The seeds of the global generator of "torch", "numpy" or "random", in their order."""
+    return [
+        each
+        for each in analysis.of("seed")
+        if (before is None or each.order < before.order)
+        and "worker_init" not in each.contexts
+        and (each.which.startswith(library) or each.which.rpartition(".")[2] in _SEEDS_ALL)
+    ]
+
+
+def library_of(name: str) -> str:
+    """Whose global generator a function draws from, by its full name."""
+    if name.startswith(("torch", "random_split")):
+        return "torch"
+    return "random" if name.startswith("random.") else "numpy"
 
 
 def rank_seeds(analysis: Analysis) -> list[Event]:

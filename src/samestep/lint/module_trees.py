@@ -26,6 +26,7 @@ _WITHOUT_PARAMETERS: Final = (
     "Softplus", "Mish", "Hardswish", "Hardtanh", "GLU", "Flatten", "Unflatten", "Identity", "Upsample", "Fold",
     "Unfold", "PixelShuffle", "ModuleList", "ModuleDict", "Sequential", "ParameterList", "CosineSimilarity",
 )  # fmt: skip
+_LOSSES: Final = ("Loss", "Entropy", "Criterion", "Mixup", "CutMix", "MixUp")  # and mixtures of samples, of packages
 _HARMLESS: Final = (
     "print", "len", "isinstance", "hasattr", "getattr", "type", "id", "torch.compile", "sum", "wandb.watch", "setattr",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torchinfo.summary", "torch.save", "repr", "str",
@@ -89,7 +90,8 @@ def has_own_parameters(part: Value) -> bool:
     if not isinstance(part, InstanceValue) or part.class_value is not None:
         return False
     name = part.class_name
-    return not name.endswith(("Loss", "Pool1d", "Pool2d", "Pool3d", *_WITHOUT_PARAMETERS)) and "Dropout" not in name
+    is_empty = name.endswith(("Pool1d", "Pool2d", "Pool3d", *_LOSSES, *_WITHOUT_PARAMETERS)) or "Dropout" in name
+    return not is_empty
 
 
 def optimized(value: Value | None) -> list[tuple[Value, Location | None]]:

@@ -183,8 +183,10 @@ def exchanging_events(analysis: Analysis) -> list[Event]:
     """What needs all ranks: collectives, and steps of wrapped models."""
     found = collectives(analysis)
     found += [event for event in analysis.of("model_call") if is_wrapped(event.model) and event.is_grad]
-    if analysis.wrapped or analysis.of("prepare"):
-        found += analysis.of("backward")
+    wraps = [*analysis.wrapped, *analysis.of("prepare")]
+    if wraps:
+        first = min(each.order for each in wraps)
+        found += [each for each in analysis.of("backward") if each.order > first or "uncalled" in each.contexts]
     return found
 
 
@@ -231,26 +233,23 @@ def leaves_loop(analysis: Analysis, guard: Guard) -> bool:
 # -- data
 
 
-def sharded_evaluation(analysis: Analysis) -> dict[tuple[str, int], LoaderValue]:
-    """Loaders that each rank evaluates its own samples of, by the line that creates them."""
-    found, trained = dict[tuple[str, int], LoaderValue](), set[tuple[str, int]]()
+def sharded_evaluation(analysis: Analysis) -> set[Location]:
+    """Loops in which each rank evaluates its own samples."""
+    found, trained = set[Location](), set[Location]()
     for event in analysis.of("loop", "model_call", "backward", "call"):
         loop = next((each for each in reversed(event.loops) if each.loader is not None), None)
-        loader = loop.loader if loop is not None else None
-        if loader is None or loader.location is None:
+        if loop is None or loop.loader is None:
             continue
-        key = loader.location.file, loader.location.line
         if event.kind == "backward":
-            trained.add(key)
-        elif loader.is_sharded and not event.is_grad:
-            found[key] = loader
-    return {key: loader for key, loader in found.items() if key not in trained}
+            trained.add(loop.location)
+        elif loop.loader.is_sharded and not event.is_grad:
+            found.add(loop.location)
+    return found - trained
 
 
-def evaluation_taint(taints: Iterable[Taint], loaders: Iterable[tuple[str, int]]) -> Taint | None:
+def evaluation_taint(taints: Iterable[Taint], loops: set[Location]) -> Taint | None:
     """Why a value is a metric of one rank: the samples that it evaluates are its own."""
-    known = set(loaders)
-    return next((each for each in taints if (each.location.file, each.location.line) in known), None)
+    return next((each for each in taints if each.loop in loops), None)
 
 
 def has_buffers(value: Value | None) -> bool | None:

@@ -31,6 +31,8 @@ WORLD_VARIABLES: Final = frozenset({
 })  # fmt: skip
 GUESSED_NAMES: Final = RANK_NAMES | MAIN_NAMES | WORLD_NAMES
 NAMESPACE: Final = "argparse.Namespace"
+COUNTER: Final = "range()"
+"""The name of a number that a loop counts: `for rank in range(n)` is not about the rank of this process."""
 _VARIABLE: Final = "the rank comes from "
 
 
@@ -46,7 +48,7 @@ def named(value: Value, name: str, location: Location) -> Value:
     if len(value.taints) == 1 and value.taints[0].text.startswith(_VARIABLE):
         variable = value.taints[0].text.removeprefix(_VARIABLE)
         return replace(value, taints=(replace(value.taints[0], text=f"`{name}` comes from {variable}"),))
-    if name not in GUESSED_NAMES or value.taints or value.is_world or value.is_known:
+    if name not in GUESSED_NAMES or value.taints or value.is_world or value.is_known or value.name == COUNTER:
         return value
     if type(value) is Value or (isinstance(value, MethodValue) and _is_unknown(value.owner)):
         found = guess(name, location)

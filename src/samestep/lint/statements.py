@@ -8,8 +8,9 @@ from typing import Final
 from samestep.lint.abstract_interpreter import Frame, Interpreter, Leaves, Outcome, StatementTable, last_name
 from samestep.lint.events import Guard, Loop
 from samestep.lint.expressions import assign, call, imported_value
-from samestep.lint.library.operations import combine, context_name, element, entered_value
+from samestep.lint.library.operations import LOCK, combine, context_name, element, entered_value
 from samestep.lint.project_calls import decorators
+from samestep.lint.rank_names import NAMESPACE
 from samestep.lint.values import (
     UNSET,
     ClassValue,
@@ -18,6 +19,7 @@ from samestep.lint.values import (
     FunctionValue,
     ImportedValue,
     InstanceValue,
+    MethodValue,
     ModuleState,
     Scope,
     Value,
@@ -127,9 +129,28 @@ def _join(first: dict[str, Value], second: dict[str, Value], test: Value) -> dic
         one = joined.get(name)
         if one is None:
             joined[name] = other
-        elif one is not other:
-            joined[name] = choose([one, other], test.taints)
+        elif one is not other and not _is_same(one, other):
+            joined[name] = _sent(one, other) or _sent(other, one) or choose([one, other], test.taints)
     return joined
+
+
+def _is_same(one: Value, other: Value) -> bool:
+    """Whether two values are the same attribute of the same object, such as an option of the command line."""
+    pairs = list(zip(options_of(one), options_of(other), strict=False))
+    return bool(pairs) and all(
+        isinstance(each, MethodValue)
+        and isinstance(their, MethodValue)
+        and each.attribute == their.attribute
+        and each.owner is their.owner
+        for each, their in pairs
+    )
+
+
+def _sent(value: Value, received: Value) -> Value | None:
+    """`if rank != 0: stop = objects[0]` after a broadcast of `[stop]`: all ranks have the same one."""
+    known = [id(each) for each in options_of(received)]
+    is_inside = value.differs and not received.differs and all(id(each) in known for each in options_of(value))
+    return received if is_inside else None
 
 
 def _take_back(run: Interpreter, mark: int) -> _Attributes:
@@ -239,7 +260,8 @@ def _run_with(run: Interpreter, node: ast.With | ast.AsyncWith) -> Outcome:
     names = list[str]()
     for item in node.items:
         value = run.evaluate(item.context_expr)
-        names += sorted({context_name(each) for each in options_of(value)} - {""})
+        own = context_name(Value(name=last_name(item.context_expr)))  # of a function of the project
+        names += sorted({own if own == LOCK else "", *(context_name(each) for each in options_of(value))} - {""})
         if item.optional_vars is not None:
             assign(run, item.optional_vars, entered_value(value), node)
     contexts, run.contexts = run.contexts, (*run.contexts, *names)
@@ -293,7 +315,15 @@ def _run_continue(run: Interpreter, node: ast.Continue) -> Outcome:
 
 
 def _run_assert(run: Interpreter, node: ast.Assert) -> None:
+    """`assert not args.evolve` says what the option is from here on."""
     run.evaluate(node.test)
+    match node.test:
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(value=owner, attr=name)):
+            for option in options_of(run.evaluate(owner)):
+                if isinstance(option, InstanceValue) and option.qualname == NAMESPACE:
+                    run.set_attribute(option, name, Value(run.locate(node), constant=False))
+        case _:
+            return
 
 
 def _run_delete(run: Interpreter, node: ast.Delete) -> None:

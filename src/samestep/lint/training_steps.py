@@ -4,13 +4,14 @@ micro-batches gradients are exchanged.
 
 import ast
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from samestep.findings import Location
 from samestep.lint.events import Event, Guard, Loop
-from samestep.lint.rule import Analysis
+from samestep.lint.function_source import function_around
+from samestep.lint.rule import Analysis, is_wrapped
 from samestep.lint.source_files import SourceFile
 from samestep.lint.values import IteratorValue, TensorValue, Value, options_of
 
@@ -18,6 +19,8 @@ GROUP: Final = 4
 """Micro-batches of a step, where lint counts through a loop to see what happens when."""
 BATCHES: Final = 10
 """Batches of an epoch, where lint counts through a loop; the last group is shorter."""
+_MAX_GROUP: Final = 64
+_DELAYING: Final = ("no_sync", "no_backward_sync")
 _Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MAX_RESOLVED: Final = 5  # names that are assigned other names
 
@@ -176,12 +179,18 @@ def file_of(analysis: Analysis, location: Location) -> SourceFile | None:
     return next((file for file in analysis.files if str(file.path) == location.file), None)
 
 
-def resolve(analysis: Analysis, node: ast.AST | None, location: Location) -> ast.expr | None:
-    """An expression in which names are replaced by what is assigned to them, if that is one assignment."""
+def resolve(
+    analysis: Analysis, node: ast.AST | None, location: Location, known: Collection[str] = ()
+) -> ast.expr | None:
+    """An expression in which names are replaced by what is assigned to them, if that is one assignment.
+
+    Names in `known` stay as they are.
+    """
     file = file_of(analysis, location)
     if not isinstance(node, ast.expr) or file is None:
         return None
-    return _resolve(file, node, _function_around(file, node), _MAX_RESOLVED)
+    around = _function_around(file, node) if node in file.parents else function_around(analysis, location)
+    return _resolve(file, node, around or node, _MAX_RESOLVED, known)
 
 
 def _function_around(file: SourceFile, node: ast.AST) -> ast.AST:
@@ -190,19 +199,19 @@ def _function_around(file: SourceFile, node: ast.AST) -> ast.AST:
     return node
 
 
-def _resolve(file: SourceFile, node: ast.expr, function: ast.AST, depth: int) -> ast.expr:
-    if isinstance(node, ast.Name) and depth:
+def _resolve(file: SourceFile, node: ast.expr, function: ast.AST, depth: int, known: Collection[str]) -> ast.expr:
+    if isinstance(node, ast.Name) and depth and node.id not in known:
         found = assigned(file, function, node.id)
-        return node if found is None else _resolve(file, found, function, depth - 1)
+        return node if found is None else _resolve(file, found, function, depth - 1, known)
     if isinstance(node, ast.Constant | ast.Attribute | ast.Call | ast.Subscript | ast.Lambda):
         return node
     made = copy.copy(node)
     for name, value in ast.iter_fields(node):
         if isinstance(value, ast.expr):
-            setattr(made, name, _resolve(file, value, function, depth))
+            setattr(made, name, _resolve(file, value, function, depth, known))
         elif isinstance(value, list):
             items: list[Any] = [
-                _resolve(file, each, function, depth) if isinstance(each, ast.expr) else each for each in value
+                _resolve(file, each, function, depth, known) if isinstance(each, ast.expr) else each for each in value
             ]
             setattr(made, name, items)
     return made
@@ -241,8 +250,12 @@ class Counter:
         self._analysis = analysis
         self._loop = loop
         self._index, self._start = _index_of(loop)
-        self._lengths = _lengths_of(loop, GROUP if is_inner else BATCHES)
-        self.numbers = [self._start + position for position in range(GROUP if is_inner else BATCHES)]
+        count = _range_size(loop.node.iter) if is_inner and isinstance(loop.node, ast.For) else None
+        size = _group_of(resolve(analysis, count, loop.location)) if is_inner else BATCHES
+        self._lengths = _lengths_of(loop, size)
+        if count is not None:
+            self._lengths[ast.unparse(count)] = size
+        self.numbers = [self._start + position for position in range(size)]
 
     @property
     def is_usable(self) -> bool:
@@ -251,7 +264,7 @@ class Counter:
 
     def holds(self, condition: ast.AST | None, location: Location, number: int) -> bool:
         """Whether a condition holds for a micro-batch; raises UnknownValueError if that is not known."""
-        resolved = resolve(self._analysis, condition, location)
+        resolved = resolve(self._analysis, condition, location, self._lengths)
         if resolved is None:
             raise UnknownValueError
         return bool(_evaluate(resolved, {self._index: number, **self._lengths}))
@@ -264,6 +277,12 @@ class Counter:
             for guard in guards
             if guard.node in inside
         )
+
+
+def _group_of(count: ast.expr | None) -> int:
+    """The number of micro-batches of a step: that of the script, if it is a small constant."""
+    value = count.value if isinstance(count, ast.Constant) else None
+    return value if isinstance(value, int) and 1 < value <= _MAX_GROUP else GROUP
 
 
 def _lengths_of(loop: Loop, size: int) -> dict[str, int]:
@@ -322,8 +341,8 @@ def _evaluate_boolean(is_and: bool, values: Sequence[ast.expr], names: Mapping[s
 
 def _evaluate_number(node: ast.expr, names: Mapping[str, int]) -> Any:
     match node:
-        case ast.Name(id=name) if name in names:
-            return names[name]
+        case ast.Name() | ast.Attribute() | ast.Subscript() if ast.unparse(node) in names:
+            return names[ast.unparse(node)]
         case ast.Name() | ast.Attribute() | ast.Subscript():
             return GROUP
         case ast.Call() if ast.unparse(node) in names:
@@ -378,6 +397,8 @@ class Synchronization:
     """Of the condition."""
     context: Location
     """Of `no_sync()`."""
+    is_late: bool = False
+    """Whether the forward pass, which decides, comes before: it sees the condition of the micro-batch before."""
 
 
 def synchronization(analysis: Analysis, backward: Event) -> Synchronization | None:
@@ -389,7 +410,7 @@ def synchronization(analysis: Analysis, backward: Event) -> Synchronization | No
         if not isinstance(node, ast.With | ast.AsyncWith):
             continue
         for item in node.items:
-            found = _from_context(file, item.context_expr, backward)
+            found = _from_context(file, item.context_expr, backward) or _from_helper(analysis, file, item, backward)
             if found is not None:
                 return found
     return _from_flag(analysis, backward)
@@ -400,7 +421,11 @@ def _from_flag(analysis: Analysis, backward: Event) -> Synchronization | None:
     for event in analysis.of("assign_attribute"):
         is_before = event.order < backward.order and event.loops == backward.loops
         if event.name == "require_backward_grad_sync" and isinstance(event.node, ast.Assign) and is_before:
-            return Synchronization(event.node.value, False, event.location, event.location)
+            is_late = any(
+                call.order < event.order and call.loops == event.loops and call.is_grad and is_wrapped(call.model)
+                for call in analysis.of("model_call")
+            )
+            return Synchronization(event.node.value, False, event.location, event.location, is_late)
     return None
 
 
@@ -437,16 +462,67 @@ def _from_context(file: SourceFile, context: ast.expr, backward: Event) -> Synch
     return Synchronization(None, False, at(expression), at(expression))
 
 
+def _from_helper(analysis: Analysis, file: SourceFile, item: ast.withitem, backward: Event) -> Synchronization | None:
+    """`with sync_context(model, step):`, a function of the project that returns `model.no_sync()` on a condition."""
+    call = item.context_expr
+    if isinstance(call, ast.Name):
+        call = assigned(file, _function_around(file, call), call.id) or call
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
+        return None
+    name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+    helpers = [
+        (each, node)
+        for each in analysis.files
+        for node in ast.walk(each.tree)
+        if isinstance(node, ast.FunctionDef) and node.name == name and _delays(node)
+    ]
+    branch = _branch(helpers[0][1].body) if len(helpers) == 1 else None
+    if branch is None:
+        return None
+    test, delays = branch
+    entered = next(
+        each for each in ast.walk(helpers[0][1]) if isinstance(each, ast.Attribute) and each.attr in _DELAYING
+    )
+    place = Location(str(helpers[0][0].path), entered.lineno, name, entered.col_offset + 1)
+    context = Location(str(file.path), call.lineno, backward.location.function, call.col_offset + 1)
+    return Synchronization(_with_arguments(test, helpers[0][1], call), delays, place, context)
+
+
+def _branch(body: Sequence[ast.stmt]) -> tuple[ast.expr, bool] | None:
+    """The condition that decides on `no_sync()`, and whether it is entered if the condition holds."""
+    for position, statement in enumerate(body):
+        if isinstance(statement, ast.If):
+            first, rest = statement.body, statement.orelse or list(body[position + 1 :])
+            if any(map(_delays, first)) != any(map(_delays, rest)):
+                return statement.test, any(map(_delays, first))
+        for node in ast.walk(statement):
+            if isinstance(node, ast.IfExp) and _delays(node.body) != _delays(node.orelse):
+                return node.test, _delays(node.body)
+    return None
+
+
+def _with_arguments(test: ast.expr, helper: ast.FunctionDef, call: ast.Call) -> ast.expr:
+    """A condition of a function in the names of its caller."""
+    names = [each.arg for each in (*helper.args.posonlyargs, *helper.args.args)]
+    is_method = isinstance(call.func, ast.Attribute) and names[:1] in (["self"], ["cls"])
+    given = [call.func, *call.args] if is_method else call.args
+    values = dict(zip(names, given, strict=False)) | {each.arg: each.value for each in call.keywords if each.arg}
+
+    class Substitute(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return values.get(node.id, node)
+
+    return Substitute().visit(copy.deepcopy(test))
+
+
 def _definition(file: SourceFile, function: ast.AST, test: ast.expr) -> ast.AST | None:
     """Where the name of a condition is assigned."""
     name = test.operand if isinstance(test, ast.UnaryOp) else test
     return assigned(file, function, name.id) if isinstance(name, ast.Name) else None
 
 
-def _delays(node: ast.expr) -> bool:
-    return any(
-        isinstance(each, ast.Attribute) and each.attr in ("no_sync", "no_backward_sync") for each in ast.walk(node)
-    )
+def _delays(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr in _DELAYING for each in ast.walk(node))
 
 
 # -- Accelerate

@@ -93,6 +93,7 @@ def _is_synced(
             continue
         if sync is None:
             return True
-        if sync.condition is not None and counter.holds(sync.condition, sync.context, number) != sync.is_negated:
+        decides = number - sync.is_late
+        if sync.condition is not None and counter.holds(sync.condition, sync.context, decides) != sync.is_negated:
             return True
     return False

@@ -29,6 +29,8 @@ class Taint:
     """Such as "`rank` comes from RANK"."""
     is_local: bool = False
     """Whether it is the rank on a node, not among all ranks."""
+    loop: Location | None = None
+    """Of samples of a loader: the loop that reads them."""
 
 
 class Unset:
@@ -362,6 +364,14 @@ class ChoiceValue(Value):
     """One of several values, by a condition that is not known."""
 
     options: tuple[Value, ...] = ()
+    condition_taints: tuple[Taint, ...] = ()
+    """Why ranks may have different ones of them."""
+
+    @property
+    def truth(self) -> bool | None:
+        """Whether all of them are true on several ranks, or all false; None if that is not known."""
+        truths = {each.truth for each in self.options}
+        return truths.pop() if len(truths) == 1 else super().truth
 
 
 def merge_taints(values: Iterable[Value | None]) -> tuple[Taint, ...]:
@@ -371,10 +381,10 @@ def merge_taints(values: Iterable[Value | None]) -> tuple[Taint, ...]:
         return ()
     if len(tainted) == 1:
         return tainted[0]
-    found = dict[tuple[str, str], Taint]()
+    found = dict[tuple[str, str, Location | None], Taint]()
     for taints in tainted:
         for taint in taints:
-            found.setdefault((taint.kind, taint.text), taint)
+            found.setdefault((taint.kind, taint.text, taint.loop), taint)
     return tuple(found.values())[:_MAX_TAINTS]
 
 
@@ -394,8 +404,18 @@ def choose(options: Iterable[Value], taints: tuple[Taint, ...] = ()) -> Value:
         return flat[0]
     if not flat:
         return Value(taints=taints)
-    merged = merge_taints([*flat, Value(taints=taints)])
-    return ChoiceValue(flat[0].location, merged, options=tuple(flat), is_world=any_world(flat))
+    inner = [Value(taints=each.condition_taints) for each in options if isinstance(each, ChoiceValue)]
+    why = merge_taints([Value(taints=taints), *inner])
+    merged = merge_taints([*flat, Value(taints=why)])
+    return ChoiceValue(flat[0].location, merged, options=tuple(flat), is_world=any_world(flat), condition_taints=why)
+
+
+def choice_taints(value: Value) -> tuple[Taint, ...]:
+    """Why ranks may have different objects, not just different contents: one has a logger, the others have None."""
+    if not isinstance(value, ChoiceValue):
+        return ()
+    absent = [each for each in value.options if each.constant is None]  # `return None` under a condition
+    return merge_taints([Value(taints=value.condition_taints), *absent])
 
 
 def part_of(value: Value) -> Value:

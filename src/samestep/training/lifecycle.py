@@ -324,7 +324,7 @@ class Lifecycle:
 
     def _write_pending_metrics(self) -> None:
         with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
-            self.context.flush_metrics("Run.close")
+            self.context.metrics.flush("Run.close")
 
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log, until it is closed."""

@@ -142,6 +142,7 @@ class StepLoop:
         context = self.context
         context.times.end_step()
         context.comm.start_steps()
+        context.late_checks.end_step()
         if context.loggers is not None:
             context.loggers.console.advance(context.progress.steps)
         context.replicas.after_step(step.number, context.progress.steps_of_process)

@@ -13,6 +13,7 @@ import torch
 
 from samestep.context import RunContext
 from samestep.data.permutation import key64
+from samestep.distributed.communicator import sum_tensor
 from samestep.errors import StepError
 from samestep.loggers.loggers import LogRow, check_metric_name
 from samestep.parallel.fsdp import local_tensor
@@ -87,18 +88,18 @@ class StepLoss:
         self._masked_count: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # of what mean and sum returned
         self._unrecorded: torch.Tensor | None = None  # the same since an optimizer has stepped
-        self._factor = 1.0
+        self._factor: torch.Tensor | None = None  # of gradients and losses, once the count of a masked mean is known
         self._logged: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
 
     @property
     def value(self) -> torch.Tensor | None:
         """The sum of what `mean` and `sum` returned, detached."""
-        return self._total if self._total is None or self._factor == 1.0 else self._total * self._factor
+        return self._total if self._total is None or self._factor is None else _scale(self._total, self._factor)
 
     def take_unrecorded(self) -> torch.Tensor | None:
         """The part of `value` since the last call."""
         value, self._unrecorded = self._unrecorded, None
-        return value if value is None or self._factor == 1.0 else value * self._factor
+        return value if value is None or self._factor is None else _scale(value, self._factor)
 
     def mean(
         self, micro_batch: MicroBatch, losses: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None
@@ -111,8 +112,7 @@ class StepLoss:
             value = self._plain_mean(micro_batch, losses)
         elif self._position.micro_batches == 1:
             weighted, weights = self._weigh(micro_batch, losses, mask, lengths)
-            count = self._count(weights.sum(dtype=torch.float64))
-            value = weighted.sum() * (self._context.world.size / count)
+            value = _scale(_total(weighted), self._over_count(self._context.world.size, _wide_sum(weights)))
         else:
             value = self._deferred_mean(*self._weigh(micro_batch, losses, mask, lengths))
         return self._add(value)
@@ -160,9 +160,9 @@ class StepLoss:
                 "count of a masked mean is known only at the end of the step, for one mean per micro-batch; add the "
                 "losses before step.mean, or pass a larger micro_batch"
             )
-        self._factor = self._position.samples / self._count(self._masked_count)
+        self._factor = self._over_count(self._position.samples, self._masked_count)
         for model in self._context.models:
-            multiply_all(list(model.gradients()), self._factor)
+            multiply_all([local_tensor(gradient) for gradient in model.gradients()], self._factor)
 
     def _check(
         self, micro_batch: MicroBatch, losses: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None
@@ -205,15 +205,21 @@ class StepLoss:
             self._unrecorded = detached if self._unrecorded is None else self._unrecorded + detached
         return value
 
-    def _count(self, mine: torch.Tensor) -> float:
-        """The count of a masked mean over all ranks."""
-        count = sum(float(part[0]) for part in self._context.comm.exchange("step.mean", [float(mine)]))
-        if count == 0:
-            raise StepError(
+    def _over_count(self, numerator: int, mine: torch.Tensor) -> torch.Tensor:
+        """`numerator` divided by the count of a masked mean over all ranks, as a tensor on the device.
+
+        Over NCCL nothing waits for it: the GPU adds the counts between the forward and the backward pass.
+        """
+        count = sum_tensor(self._context.comm, "step.mean", mine)
+        self._context.late_checks.add(
+            count == 0,
+            StepError(
                 f"the masks of step {self._position.number} are zero everywhere on all ranks, so the mean is "
                 "undefined: check how the mask is computed, or leave such samples out of the dataset"
-            )
-        return count
+            ),
+        )
+        # until the check is read, a step without a count must not turn the weights into NaN
+        return torch.where(count == 0, 0.0, numerator / count)
 
     def _plain_mean(self, micro_batch: MicroBatch, losses: torch.Tensor) -> torch.Tensor:
         """The mean without a mask; if every row counts, as cheap as torch's own."""
@@ -241,20 +247,25 @@ class StepLoss:
         return weighted, weights
 
     def _deferred_mean(self, weighted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self._masked_count is None and self._has_gradients():
-            raise StepError(
-                f"step {self._position.number} starts with gradients of an earlier step, and its masked mean over "
-                "several micro-batches scales all gradients at the end: call optimizer.zero_grad() before the step, or "
-                "pass a larger micro_batch"
-            )
+        if self._masked_count is None:
+            self._check_no_gradients()
         self._masked_means += 1
-        count = weights.sum(dtype=torch.float64)
+        count = _wide_sum(weights)
         self._masked_count = count if self._masked_count is None else self._masked_count + count
-        return weighted.sum() * (self._context.world.size / self._position.samples)
+        return _total(weighted) * (self._context.world.size / self._position.samples)
 
-    def _has_gradients(self) -> bool:
+    def _check_no_gradients(self) -> None:
         models = self._context.models
-        return any(bool(local_tensor(gradient).any()) for model in models for gradient in model.gradients())
+        gradients = [local_tensor(gradient) for model in models for gradient in model.gradients()]
+        if gradients:  # optimizer.zero_grad(set_to_none=False) leaves zeros
+            self._context.late_checks.add(
+                torch.stack([gradient.any() for gradient in gradients]).any(),
+                StepError(
+                    f"step {self._position.number} starts with gradients of an earlier step, and its masked mean over "
+                    "several micro-batches scales all gradients at the end: call optimizer.zero_grad() before the "
+                    "step, or pass a larger micro_batch"
+                ),
+            )
 
 
 def _weighted(
@@ -269,6 +280,19 @@ def _weighted(
         weights = weights * mask
     # the loss of padding may be inf or nan, and nan times zero is nan
     return torch.where(weights != 0, losses * weights, torch.zeros_like(losses)), weights
+
+
+def _total(weighted: torch.Tensor) -> torch.Tensor:
+    return weighted.sum(dtype=torch.float32 if weighted.dtype in _HALF else None)
+
+
+def _wide_sum(weights: torch.Tensor) -> torch.Tensor:
+    """A count as exact as the device allows; MPS has no float64."""
+    return weights.sum(dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
+
+
+def _scale(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return value * factor.to(value.dtype)
 
 
 def _check_losses(losses: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None, rows: int) -> None:

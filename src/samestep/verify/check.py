@@ -8,11 +8,10 @@ from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from samestep.findings import Finding, Location, Severity
-from samestep.verify.data_flow import DataFlow
+from samestep.verify.data_flow import PRINTS, DataFlow
 from samestep.verify.rank_trace import RankTrace, WorldTrace
 from samestep.verify.trace_events import Evaluation, Role, Site
 
-PRINTS: Final = ("print", "info", "write", "log", "debug", "warning")
 _TOLERANCE: Final = 1e-5  # of sums in float32, in another order
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 Item = TypeVar("Item")

@@ -12,6 +12,8 @@ from typing import Final
 from samestep.findings import Location
 from samestep.verify.source import Function, name_of, parents, tree_of
 
+PRINTS: Final = ("print", "info", "write", "log", "debug", "warning")
+"""Functions and methods that report values."""
 _SIZES: Final = ("len", "size", "numel", "shape", "ndim", "range", "enumerate")
 _COMPOUND: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.ClassDef, Function)
 _MAX_ROUNDS: Final = 20
@@ -101,11 +103,11 @@ class DataFlow:
                     self._variables.add(_variable(file, each))
 
     def _call(self, file: str, call: ast.Call) -> None:
-        """Arguments reach the parameters of a function, and the object whose method is called."""
+        """Arguments reach the parameters of a function, and the object of a method, unless it only reports them."""
         dependent = [self._depends(file, each) for each in _arguments(call)]
         if not any(dependent):
             return
-        if isinstance(call.func, ast.Attribute):
+        if isinstance(call.func, ast.Attribute) and name_of(call) not in PRINTS:
             for each in _bases(call.func.value):
                 if name_of(each) not in self._imported:  # a function of a module, not a method
                     self._variables.add(_variable(file, each))

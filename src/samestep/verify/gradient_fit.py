@@ -1,27 +1,29 @@
 """Compare gradients of several ranks with those of one rank by their sketches."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from samestep.verify.check import Worlds
+from samestep.verify.check import Worlds, same_on_all
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.trace_events import OptimizerStep
 
 _EPS = 2.0**-23  # of float32
 _ROUNDINGS = 6  # of a gradient: in its sum over samples, micro-batches and ranks
+_BATCHNORM = "the model has BatchNorm, whose statistics are those of the samples of each rank"
 _SKETCH_SIZE = 2.0  # the norm of a sketch of four numbers is twice that of the tensor
 
 
 def is_local_sgd(ranks: list[RankTrace]) -> bool:
     """Whether the weights of the ranks differ in some steps, and are equal again later: the script averages them."""
-    differ = [
-        any(step.weights != steps[0].weights for step in steps)
-        for steps in zip(*(trace.steps for trace in ranks), strict=False)
-        if len({step.optimizer for step in steps}) == 1 and not any(step.is_sharded for step in steps)
-    ]
-    return True in differ[1:] and not differ[0] and False in differ[differ.index(True) :]
+    differ = dict[int, list[bool]]()  # by optimizer: one may train a model that the ranks share, another one not
+    for steps in zip(*(trace.steps for trace in ranks), strict=False):
+        if same_on_all(step.optimizer for step in steps) and not any(step.is_sharded for step in steps):
+            differs = any(step.weights != steps[0].weights for step in steps)
+            differ.setdefault(steps[0].optimizer, []).append(differs)
+    return any(True in each[1:] and not each[0] and False in each[each.index(True) :] for each in differ.values())
 
 
 def fit_factor(value: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
@@ -50,39 +52,58 @@ def comparable_steps(
     """Steps that the ranks and one rank made with the same samples and weights, and without random numbers."""
     if worlds.one is None or not worlds.one.ranks or len(worlds.many.ranks) < 2 or is_local_sgd(worlds.many.ranks):
         return
-    copied = {event["name"] for event in worlds.one[0].of("replay") if event["copied"]}
-    for steps in zip(*(trace.steps for trace in worlds.many), strict=False):
-        number = steps[0].number
-        if number >= len(worlds.one[0].steps) or f"step-{number}" not in copied:
-            continue
-        reference = worlds.one[0].steps[number]
-        is_known = all(step.sharded <= worlds.many[0].row_sharded for step in steps)
-        if any(step.rng_changes for step in (*steps, reference)) or not is_known or not same_samples(steps, reference):
-            continue
-        has_batchnorm = any(
-            worlds.many[0].modules.get(call.module, {}).get("batchnorm") for step in steps for call in step.calls
-        )
-        if with_batchnorm or not has_batchnorm:
+    copied = _copied_steps(worlds.one[0])
+    for steps, reference in zip(_steps_of_all(worlds), worlds.one[0].steps, strict=False):
+        reason = _why_not_comparable(worlds.many[0], steps, reference, copied)
+        if not reason or (with_batchnorm and reason == _BATCHNORM):
             yield steps, reference
 
 
-def why_not_comparable(worlds: Worlds) -> str:
-    """Why no step of the ranks can be compared with one of one rank."""
-    if worlds.one is None or not worlds.one.ranks or not worlds.one[0].steps:
-        return "one rank made no step"
-    pairs = list(zip(worlds.many[0].steps, worlds.one[0].steps, strict=False))
-    if any(not step.sharded <= worlds.many[0].row_sharded for step, _ in pairs):
+def _steps_of_all(worlds: Worlds) -> Iterator[tuple[OptimizerStep, ...]]:
+    return zip(*(trace.steps for trace in worlds.many), strict=False)
+
+
+def _copied_steps(one: RankTrace) -> set[str]:
+    """The steps before which one rank got the weights of the others, as names of the replay."""
+    return {event["name"] for event in one.of("replay") if event["copied"]}
+
+
+def _why_not_comparable(
+    trace: RankTrace, steps: Sequence[OptimizerStep], reference: OptimizerStep, copied: set[str]
+) -> str:
+    """Why a step of the ranks cannot be compared with that of one rank; empty if it can."""
+    if any(not step.sharded <= trace.row_sharded for step in steps):
         return "the weights are sharded on several dimensions"
-    if all(step.rng_changes for step, _ in pairs):
-        return "every step draws random numbers"
+    draws = ([draw.hash for draw in step.draws] for step in (*steps, reference))
+    if any(step.rng_changes for step in (*steps, reference)) or not same_on_all(draws):
+        return "they draw random numbers"
+    if not same_samples(steps, reference):
+        return "they have other samples than those of one rank with the same global batch"
+    if f"step-{steps[0].number}" not in copied:
+        return (
+            "the weights of the ranks were not copied to one rank: of large models those of some steps are, and none "
+            "if parameters have other shapes there"
+        )
+    if any(trace.modules.get(call.module, {}).get("batchnorm") for step in steps for call in step.calls):
+        return _BATCHNORM
+    return ""
+
+
+def why_not_comparable(worlds: Worlds) -> tuple[int, str]:
+    """The number of steps that cannot be compared with those of one rank, and the reason of most of them."""
+    number = min((len(trace.steps) for trace in worlds.many), default=0)
+    if worlds.one is None or not worlds.one.ranks or not worlds.one[0].steps:
+        return number, "one rank made no step"
     if is_local_sgd(worlds.many.ranks):
-        return "the ranks average their weights, not their gradients"
-    numbers = range(min(len(pairs), *(len(trace.steps) for trace in worlds.many)))
-    if not any(same_samples([trace.steps[n] for trace in worlds.many], worlds.one[0].steps[n]) for n in numbers):
-        return "the steps have other samples than those of one rank with the same global batch"
-    if any(True for _ in comparable_steps(worlds, with_batchnorm=True)):
-        return "the model has BatchNorm, whose statistics are those of the samples of each rank"
-    return "the weights of the ranks could not be copied to one rank: its parameters have other names or shapes"
+        return number, "the ranks average their weights, not their gradients"
+    copied, one = _copied_steps(worlds.one[0]), worlds.one[0].steps
+    reasons = Counter(
+        _why_not_comparable(worlds.many[0], steps, reference, copied)
+        for steps, reference in zip(_steps_of_all(worlds), one, strict=False)
+    )
+    reasons["one rank made fewer steps"] += max(0, number - len(one))
+    reasons.pop("", None)
+    return reasons.total(), reasons.most_common(1)[0][0]
 
 
 def rounding(trace: RankTrace, step: OptimizerStep) -> float:
@@ -109,7 +130,7 @@ def fit_mean(steps: Sequence[OptimizerStep]) -> dict[int, tuple[float, list[floa
         if len(known) < len(steps):
             continue
         mean = [sum(values) / len(steps) for values in zip(*known, strict=True)]
-        if any(mean):
+        if any(mean) and all(map(math.isfinite, (*mean, *applied))):
             found[number] = fit_factor(applied, mean)[0], mean
     return found
 

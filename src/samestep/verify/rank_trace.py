@@ -201,6 +201,7 @@ class _Reader:
         self._clips: list[tuple[Site, int, int]] = []  # with the backward passes and collectives before
         self._rng = ""
         self._rng_changes = False
+        self._delayed: dict[str, Any] | None = None  # a write to a file that has not begun
 
     def read(self, path: Path) -> None:
         """Read all events; a rank that was killed may have written half of the last one."""
@@ -216,6 +217,8 @@ class _Reader:
                 self._trace.events.setdefault(event["k"], []).append(event)
             if event["k"] not in ("site", "code"):
                 self._trace.last = event
+        if self._delayed is not None:
+            self._read_file(self._delayed)
 
     def _decode(self, line: bytes) -> dict[str, Any] | None:
         try:
@@ -261,7 +264,7 @@ class _Reader:
         epoch.batches.append(batch)
         self._batches.append(batch)
         self._read_batches += 1
-        self._rng = ""
+        self._rng = event["rng"]
 
     def _read_epoch_end(self, event: dict[str, Any]) -> None:
         epoch = self._trace.epochs[event["epoch"]]
@@ -437,7 +440,11 @@ class _Reader:
         if self._evaluation is not None and self._evaluation.step == event["s"]:
             self._evaluation.gathers += 1
 
+    def _read_delayed_file(self, event: dict[str, Any]) -> None:
+        self._delayed = event
+
     def _read_file(self, event: dict[str, Any]) -> None:
+        self._delayed = None
         site, action, path = self._trace.site(event["site"]), event["action"], event["path"]
         if action == "remove" and path in self._locked:
             self._read_lock({**event, "held": False})
@@ -457,6 +464,10 @@ class _Reader:
         )  # fmt: skip
         self._trace.draws.append(draw)
         self._draws.append(draw)
+
+    def _read_seed(self, event: dict[str, Any]) -> None:
+        self._rng = ""  # a seed changes the state as well, but nothing is drawn
+        self._trace.events.setdefault("seed", []).append({**event, "site": self._trace.site(event["site"])})
 
     def _read_wrap(self, event: dict[str, Any]) -> None:
         if event["state"] == "end":

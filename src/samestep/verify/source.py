@@ -216,7 +216,9 @@ def find_calls(file: str, names: Iterable[str], scope: ast.AST | None = None) ->
     )
 
 
-def attribute_assignments(files: Iterable[str], attribute: str) -> list[tuple[str, ast.stmt]]:
+def attribute_assignments(
+    files: Iterable[str], attribute: str
+) -> list[tuple[str, ast.Assign | ast.AnnAssign | ast.AugAssign]]:
     """Statements that assign an attribute, such as `self.vocab = ...`."""
     return [
         (file, node)
@@ -224,6 +226,19 @@ def attribute_assignments(files: Iterable[str], attribute: str) -> list[tuple[st
         for node in ast.walk(_parse(file) or ast.Module([], []))
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
         and any(isinstance(target, ast.Attribute) and target.attr == attribute for target in _targets(node))
+    ]
+
+
+def key_assignments(file: str, key: str) -> list[int]:
+    """The lines of statements that assign to a key, such as `group["lr"] = ...`."""
+    return [
+        node.lineno
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+        and any(
+            isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant) and target.slice.value == key
+            for target in _targets(node)
+        )
     ]
 
 
@@ -244,6 +259,20 @@ def is_about_ranks(node: ast.AST) -> bool:
     """Whether an expression or a statement names the rank or the number of ranks."""
     names = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute)}
     return any(name in _RANK_NAMES or name.endswith("_rank") for name in names)
+
+
+def division_by_ranks(location: Location) -> Location | None:
+    """The first line after this one, in the same function, that divides by the number of ranks."""
+    function = function_at(location)
+    divisions = [
+        node.lineno
+        for node in (ast.walk(function) if isinstance(function, Function) else ())
+        if isinstance(node, ast.BinOp | ast.AugAssign)
+        and isinstance(node.op, ast.Div)
+        and node.lineno > location.line
+        and is_about_ranks(node)
+    ]
+    return replace(location, line=min(divisions)) if divisions else None
 
 
 def sharding_statement(files: Iterable[str], executed: set[tuple[str, int]]) -> Location | None:

@@ -217,7 +217,7 @@ class SyncPoint:
 class FileEvent:
     """A file that was opened, renamed or removed."""
 
-    action: str  # "read", "write", "update", "rename", "mkdir" or "remove"
+    action: str  # "read", "write", "update", "rename", "mkdir", "remove" or "rmtree"
     path: str
     mode: str
     site: Site

@@ -29,7 +29,7 @@ _EXPLAINS: Final = {
     "SS108": ("SS301", "SS304", "SS305", "SS306", "SS606", "SS901"),
     "SS110": ("SS108", "SS206", "SS209", "SS303", "SS901"),
     "SS201": ("SS205", "SS206", "SS208", "SS209"),
-    "SS202": ("SS201", "SS205", "SS206", "SS208", "SS209"),
+    "SS202": ("SS201", "SS205", "SS206", "SS208", "SS209", "SS607"),
     "SS203": ("SS201", "SS205", "SS206", "SS208", "SS209"),
     "SS204": ("SS205", "SS301", "SS304", "SS305", "SS306", "SS901"),
     "SS205": ("SS206", "SS208", "SS209"),
@@ -188,6 +188,8 @@ class _Session:
         if one.size > 1:
             self._scope.append(f"one rank was not compared: the script always starts {one.size} ranks")
             return None
+        if one.failed:
+            self._scope.append(f"one rank was compared until the script failed there ({_why_failed(one)})")
         return one
 
     def _run_nodes(self, many: WorldTrace) -> WorldTrace | None:
@@ -203,11 +205,9 @@ class _Session:
             return None
         nodes = self._world("nodes", replace(self._settings, world="nodes"))
         if nodes.failed:
-            errors = [
-                f"{each.ending.error}: {each.ending.message}".splitlines()[0] for each in nodes if each.ending.error
-            ]
-            why = errors[0] if errors else "it did not end" if nodes.run.hung or nodes.run.timed_out else "it crashed"
-            self._scope.append(f"ranks on separate nodes were not compared: the script failed there ({why[:200]})")
+            self._scope.append(
+                f"ranks on separate nodes were not compared: the script failed there ({_why_failed(nodes)})"
+            )
             return None
         return nodes
 
@@ -339,8 +339,9 @@ def _compared(worlds: Worlds) -> list[str]:
         found.append(
             f"compared with one rank: the gradients of {counted(gradients, 'step')} for the same samples and weights"
         )
-        if not gradients and many.steps:
-            found.append(f"gradients were not compared with one rank: {why_not_comparable(worlds)}")
+        left, why = why_not_comparable(worlds)
+        if left:
+            found.append(f"not compared with one rank: the gradients of {counted(left, 'step')}, since {why}")
     cut = [epoch for epoch in (*epochs, *evaluated) if epoch.ended and not epoch.is_complete]
     if cut:
         what = f"{counted(len(cut), 'epoch')} {'was' if len(cut) == 1 else 'were'}"
@@ -353,6 +354,11 @@ def _compared(worlds: Worlds) -> list[str]:
     if many.run.changed:
         found.append(f"the script has written to files of yours: {', '.join(many.run.changed)}")
     return found
+
+
+def _why_failed(world: WorldTrace) -> str:
+    errors = [f"{each.ending.error}: {each.ending.message}".splitlines()[0] for each in world if each.ending.error]
+    return errors[0][:200] if errors else "it did not end" if world.run.hung or world.run.timed_out else "it crashed"
 
 
 def _describe_exit(world: WorldTrace) -> str:

@@ -88,6 +88,12 @@ class Call:
         return Value(self.location, merge_taints(inputs), is_world=any_world(inputs), name=self.name, clock=clock)
 
 
+def is_on(call: Call | None, name: str, position: int | None = None) -> bool:
+    """Whether a call passes True for an option."""
+    value = call.get(name, position) if call is not None else None
+    return value is not None and value.constant is True
+
+
 FunctionHandler = Callable[[Call], Value]
 MethodHandler = Callable[[Call, Value], Value]
 AttributeHandler = Callable[[Value, str, Location], Value | None]

@@ -6,6 +6,7 @@ from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_functions, known_method
 from samestep.lint.project_calls import call_function
 from samestep.lint.values import (
+    ChoiceValue,
     ContainerValue,
     FunctionValue,
     ModelValue,
@@ -99,6 +100,8 @@ def _collective(call: Call) -> Value:
 def equalize(value: Value) -> None:
     """All ranks have the same value from now on."""
     value.taints = ()
+    if isinstance(value, ChoiceValue):
+        value.condition_taints = ()
     for option in options_of(value):
         option.taints = ()
         for each in (option, *(option.values() if isinstance(option, ContainerValue) else ())):
@@ -106,7 +109,7 @@ def equalize(value: Value) -> None:
             if isinstance(each, TensorValue):
                 each.is_reduced = True
             elif isinstance(each, ContainerValue):
-                each.is_unordered = False
+                each.is_unordered, each.order_from = False, None
 
 
 def _taint(value: Value, taint: Taint) -> None:

@@ -3,9 +3,11 @@
 from typing import Final
 
 from samestep.findings import Location
+from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
 from samestep.lint.library.partitions import join_taints, take_part
 from samestep.lint.project_calls import call_function
+from samestep.lint.rank_names import COUNTER
 from samestep.lint.values import (
     ContainerValue,
     FunctionValue,
@@ -25,6 +27,7 @@ DRAWS: Final = frozenset({
     "randperm",
 })  # fmt: skip
 _GENERATORS: Final = ("seed", "manual_seed", "default_rng", "RandomState", "Random", "SystemRandom", "Generator")
+_UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom")
 _SAMPLER_OPTIONS: Final = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
 _LOADER_OPTIONS: Final = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn")
 
@@ -184,7 +187,7 @@ def _range(call: Call) -> Value:
     limits = [each.constant for each in call.arguments]
     length = len(range(*limits)) if limits and all(isinstance(each, int) for each in limits) else None
     return ContainerValue(
-        call.location, taints, items={0: Value(call.location, taints)}, length=length, name="range",
+        call.location, taints, items={0: Value(call.location, taints, name=COUNTER)}, length=length, name="range",
     )  # fmt: skip
 
 
@@ -236,7 +239,9 @@ def _seed_generator(call: Call, owner: Value) -> Value:
 def _shuffle_with(call: Call, owner: Value) -> Value:
     """`random.Random(seed).shuffle(items)`: the order depends on the generator."""
     for value in call.arguments[:1]:
-        value.taints = merge_taints([value, owner])
+        value.taints, value.clock = merge_taints([value, owner]), value.clock or owner.clock
+        if owner.differs or owner.clock is not None:
+            _shuffle(call, value)
     return Value(call.location)
 
 
@@ -251,12 +256,27 @@ def _draw(call: Call) -> Value:
     if call.last in _GENERATORS:
         if call.last == "seed":
             _emit_seed(call)
-        return Value(call.location, call.taints, name=call.name)
+        return _generator(call)
     call.emit("draw", name=call.name, arguments=call.arguments, generator=call.get("generator"))
     if call.last == "shuffle":
         for value in call.arguments[:1]:
-            value.name = call.name
+            _shuffle(call, value)
     return TensorValue(call.location, call.taints, is_noise=True, length=first_length(call), name=call.name)
+
+
+def _generator(call: Call) -> Value:
+    """A generator; one without a seed draws other numbers in every process."""
+    taints, clock = call.taints, next((each.clock for each in call.inputs if each.clock is not None), None)
+    if call.last in _UNSEEDED and all(each.constant is None for each in call.inputs):
+        taints = (Taint("data", call.location, f"`{source_text(call.node)}` has no seed"),)
+    return Value(call.location, taints, name=call.name, clock=clock)
+
+
+def _shuffle(call: Call, value: Value) -> None:
+    """A list that is shuffled in place keeps the name of what shuffled it, and the line."""
+    value.name = call.name
+    if isinstance(value, ContainerValue) and not value.is_unordered:
+        value.order_from = call.location
 
 
 def first_length(call: Call) -> int | None:

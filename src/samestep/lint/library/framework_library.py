@@ -6,8 +6,10 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
 from samestep.lint.library.collective_library import equalize
+from samestep.lint.project_calls import call_function
 from samestep.lint.values import (
     ContainerValue,
+    FunctionValue,
     InstanceValue,
     LoaderValue,
     ModelValue,
@@ -16,6 +18,7 @@ from samestep.lint.values import (
     Taint,
     TensorValue,
     Value,
+    choose,
     merge_taints,
     options_of,
 )
@@ -120,6 +123,17 @@ def _prepared(value: Value, location: Location) -> Value:
     return option
 
 
+@known_method("fabric", "launch")
+def _launch(call: Call, owner: Value) -> Value:
+    """`fabric.launch(train, ...)` calls the function with the Fabric first."""
+    results = [
+        call_function(call.run, option, [owner, *call.arguments[1:]], call.keywords, call.node)
+        for option in options_of(call.get("function", 0))
+        if isinstance(option, FunctionValue)
+    ]
+    return choose(results) if results else Value(call.location)
+
+
 @known_method("trainer", "fit", "validate", "test")
 def _fit(call: Call, owner: Value) -> Value:
     call.emit("fit", trainer=owner, arguments=call.arguments, keywords=call.keywords)
@@ -210,7 +224,9 @@ def _compute_metric(call: Call, owner: Value) -> Value:
     syncs = owner.options.get("sync_on_compute") if isinstance(owner, ServiceValue) else None
     if syncs is not None and syncs.constant is False:
         return TensorValue(call.location, owner.taints)
-    call.emit("collective", name="compute", tensors=[], arguments=[], keywords={}, service=owner)
+    group = owner.options.get("process_group") if isinstance(owner, ServiceValue) else None
+    keywords = {} if group is None else {"group": group}
+    call.emit("collective", name="compute", tensors=[], arguments=[], keywords=keywords, service=owner)
     return TensorValue(call.location, is_reduced=True, name="metric.compute")
 
 

@@ -85,7 +85,7 @@ def _wrap(call: Call) -> Value:
     inner, kind = call.get("module", 0) or Value(), _WRAPPERS[call.name]
     options = dict(call.keywords)
     option = (options_of(inner) or [inner])[-1]
-    value = ModelValue(call.location, option.taints, wrapper=kind, inner=option, options=options)
+    value = ModelValue(call.location, option.taints, wrapper=kind, inner=option, options=options, name=call.last)
     call.emit("wrap", wrapper=kind, model=value, inner=inner)
     return value
 
@@ -261,6 +261,7 @@ def _children(call: Call, owner: Value) -> Value:
 @known_method("lightning", "parameters", "named_parameters", "buffers", "named_buffers")
 def _parameters(call: Call, owner: Value) -> Value:
     content: TensorContent = "buffer" if "buffers" in call.last else "parameter"
+    call.emit("parameters", owner=owner)
     return ParametersValue(
         call.location, models=(owner,), origins=(call.location,), content=content,
         is_named=call.last.startswith("named"),

@@ -35,6 +35,8 @@ from samestep.lint.values import (
 CONTEXTS: Final = frozenset({
     "no_grad", "inference_mode", "no_sync", "no_backward_sync", "join", "accumulate", "autocast", "enable_grad",
 })  # fmt: skip
+LOCK: Final = "lock"
+"""The name of contexts that one rank enters after the other."""
 ARITHMETIC: Final = "arithmetic"
 """The name of a number that an operator computes."""
 _MAX_CONSTANT: Final = 10**15  # larger results are not computed
@@ -176,8 +178,8 @@ def _element(run: Interpreter, iterable: Value, node: ast.AST) -> Value:
     if isinstance(iterable, LoaderValue):
         taints = iterable.taints
         if iterable.is_sharded:
-            own = Taint("data", iterable.location or location, "each rank reads its own samples from the loader")
-            taints = (*taints, own)
+            text = "each rank reads its own samples from the loader"
+            taints = (*taints, Taint("data", iterable.location or location, text, loop=location))
         return TensorValue(location, taints)
     if isinstance(iterable, ContainerValue):
         if iterable.is_unordered:
@@ -210,7 +212,9 @@ def _pair_of_modules(items: Sequence[Value]) -> Value | None:
 def _parameter(source: ParametersValue, location: Location) -> Value:
     """One of the parameters of models."""
     needs_grad = source.content == "parameter"
-    tensor = TensorValue(location, content=source.content, models=source.models, needs_grad=needs_grad)
+    tensor = TensorValue(
+        source.location or location, content=source.content, models=source.models, needs_grad=needs_grad
+    )
     if not source.is_named:
         return tensor
     return ContainerValue(location, items={0: Value(location), 1: tensor}, length=2)
@@ -257,7 +261,7 @@ def context_name(value: Value) -> str:
     name = value.qualname if isinstance(value, ExternalValue | InstanceValue) else value.name
     last = value.class_name if isinstance(value, InstanceValue) else name.rpartition(".")[2]
     if ("lock" in last.lower() and "block" not in last.lower()) or last.endswith(("_zero_first", "_process_first")):
-        return "lock"  # one rank after the other
+        return LOCK
     return last if last in CONTEXTS else ""
 
 

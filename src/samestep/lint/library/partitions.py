@@ -7,6 +7,8 @@ from samestep.lint.abstract_interpreter import Interpreter
 from samestep.lint.events import source_text
 from samestep.lint.values import ContainerValue, IteratorValue, Taint, Value, merge_taints, options_of, sources_of
 
+IS_PART: Final = "is the part of each rank"
+"""The end of the text of a taint: each rank has taken its own part of something."""
 _POSITIONAL: Final = ("enumerate", "zip")
 
 
@@ -14,7 +16,7 @@ def take_part(run: Interpreter, node: ast.AST, rank: Value, world: Value, source
     """Record that each rank takes its own part of something; returns why the part differs between ranks."""
     location = run.locate(node)
     run.emit("shard", node, rank=rank, world=world, source=source, how=how)
-    return Taint("rank", location, f"`{source_text(node)}` is the part of each rank")
+    return Taint("rank", location, f"`{source_text(node)}` {IS_PART}")
 
 
 def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Taint, ...]:
@@ -28,7 +30,22 @@ def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Tai
         return (take_part(run, node, lower, run.evaluate(node.slice.step), owner, "stride"),)
     upper = run.evaluate(node.slice.upper) if node.slice.upper is not None else Value()
     how = "floor" if lower.is_floored and upper.is_floored else "range"
+    if _is_window(node.slice):
+        how = "window"
     return (take_part(run, node, lower, Value(), owner, how),)
+
+
+def _is_window(node: ast.Slice) -> bool:
+    """Whether a slice has the same length on all ranks: `x[start : start + length]`."""
+    upper = node.upper
+    if node.lower is None or not isinstance(upper, ast.BinOp):
+        return False
+    start = ast.unparse(node.lower)
+    while isinstance(upper, ast.BinOp) and isinstance(upper.op, ast.Add):
+        if ast.unparse(upper.left) == start:
+            return True
+        upper = upper.left
+    return False
 
 
 def is_floored(node: ast.AST, left: Value, right: Value, operator: ast.operator) -> bool:

@@ -1,5 +1,7 @@
 """Built-in functions, containers, iterators and clocks."""
 
+from typing import Any
+
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_method
 from samestep.lint.library.data_library import length_of
@@ -18,13 +20,30 @@ from samestep.lint.values import (
     TensorValue,
     Value,
     merge_taints,
+    options_of,
     sources_of,
 )
 
 
+@known_function("dict")
+def _dict(call: Call) -> Value:
+    """`dict(a=1)` and `dict(other, a=1)`."""
+    source = call.arguments[0] if call.arguments else None
+    if source is not None and not call.keywords:
+        return source
+    items = dict[Any, Value](source.items) if isinstance(source, ContainerValue) else {}
+    return ContainerValue(call.location, call.taints, items=items | call.keywords)
+
+
+@known_function("isinstance", "hasattr", "issubclass", "callable", "type")
+def _type_of(call: Call) -> Value:
+    """What kind of object something is; ranks differ in it only if some of them have None."""
+    absent = [each for each in options_of(call.arguments[0]) if each.constant is None] if call.arguments else []
+    return Value(call.location, merge_taints(absent), name=call.name)
+
+
 @known_function(
     "int", "float", "str", "bool", "abs", "round", "max", "min", "list", "tuple", "reversed", "iter", "typing.cast",
-    "dict",
 )  # fmt: skip
 def _pass_on(call: Call) -> Value:
     """A conversion: what is known of the argument is known of the result."""
@@ -90,7 +109,7 @@ def _length(call: Call) -> Value:
     if isinstance(source, TensorValue) and source.length is not None and not source.taints:
         return Value(call.location, constant=source.length)
     if isinstance(source, TensorValue):
-        return TensorValue(call.location, source.taints, is_count=True)
+        return TensorValue(call.location, source.taints, is_count=True, name="len")
     if isinstance(source, InstanceValue) and not source.differs and (length := length_of(call, source)) is not None:
         return Value(call.location, constant=length)
     return Value(call.location, source.taints if isinstance(source, LoaderValue | InstanceValue) else ())
@@ -120,7 +139,7 @@ def _print(call: Call) -> Value:
 @known_function(
     "datetime.datetime.now", "datetime.now", "datetime.datetime.today", "datetime.date.today",
     "datetime.datetime.utcnow", "time.time", "time.strftime", "time.time_ns", "time.localtime", "time.asctime",
-    "time.ctime", "time.gmtime",
+    "time.ctime", "time.gmtime", "time.perf_counter", "time.monotonic", "time.process_time",
 )  # fmt: skip
 def _clock(call: Call) -> Value:
     return Value(call.location, name="clock", clock=call.location)
@@ -165,13 +184,13 @@ def _lose_order(call: Call, owner: ContainerValue) -> None:
             sources.append(unordered_source(loop.iterable))
     found = next((each for each in sources if each is not None), None)
     if found is not None:
-        owner.is_unordered, owner.order_from = True, found.order_from
+        owner.is_unordered, owner.order_from, owner.name = True, found.order_from, owner.name or found.name
 
 
 @known_method("container", "sort")
 def _sort(call: Call, owner: Value) -> Value:
     if isinstance(owner, ContainerValue):
-        owner.is_unordered = False
+        owner.is_unordered, owner.order_from = False, None
     return Value(call.location)
 
 
@@ -187,6 +206,11 @@ def _parse_arguments(call: Call, owner: Value) -> Value:
     """The arguments of the command line: an object whose attributes the script may set."""
     arguments = InstanceValue(call.location, qualname=NAMESPACE)
     return arguments if call.last == "parse_args" else ContainerValue(call.location, items={0: arguments, 1: Value()})
+
+
+@known_function("argparse.Namespace")
+def _namespace(call: Call) -> Value:
+    return InstanceValue(call.location, qualname=NAMESPACE, attributes=dict(call.keywords))
 
 
 @known_function("hash")

@@ -6,7 +6,19 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
 from samestep.lint.library.data_library import first_length
-from samestep.lint.values import ContainerValue, TensorContent, TensorValue, Value, merge_taints
+from samestep.lint.values import (
+    ContainerValue,
+    ModelValue,
+    Taint,
+    TensorContent,
+    TensorValue,
+    Value,
+    merge_taints,
+    options_of,
+)
+
+IS_SHARD: Final = "is the shard of this rank"
+"""The end of the text of a taint."""
 
 _JOINS: Final = ("cat", "concat", "stack", "_flatten_dense_tensors", "parameters_to_vector", "clone")
 _OUTPUTS: Final = ("loss", "logits", "last_hidden_state", "pooler_output", "T", "mT")
@@ -40,7 +52,9 @@ def _tensor(call: Call) -> Value:
 # -- attributes and methods
 
 
+@known_attribute("value", "dtype", "device", "ndim", "shape", "is_nested")
 @known_attribute("tensor", "dtype", "device", "is_cuda", "requires_grad", "ndim", "is_leaf", "shape", "layout")
+@known_attribute("tensor", "is_nested", "is_sparse", "is_meta", "is_quantized")
 def _same_on_all_ranks(owner: Value, name: str, location: Location) -> Value:
     """What the samples in a tensor do not change."""
     return Value(location)
@@ -54,9 +68,37 @@ def _tensor_attribute(owner: Value, name: str, location: Location) -> Value | No
         return owner
     if name == "grad":
         content: TensorContent = "gradient" if owner.content in ("parameter", "state") else ""
-        return TensorValue(location, (), content=content, models=owner.models)
+        taints = (Taint("data", location, f"`grad` {IS_SHARD}"),) if content and _is_flat(owner) else ()
+        return TensorValue(location, taints, content=content, models=owner.models)
     is_mean = owner.is_mean or name == "loss"
     return replace(owner, location=location, is_mean=is_mean, operation="", parts=(owner,), content="", models=())
+
+
+def _is_flat(owner: TensorValue) -> bool:
+    """Whether FullyShardedDataParallel owns a parameter: its gradient is a part, which knows nothing of the rest."""
+    return any(
+        isinstance(each, ModelValue) and each.name == "FullyShardedDataParallel"
+        for model in owner.models
+        for each in options_of(model)
+    )
+
+
+@known_attribute("tensor", "_local_tensor")
+def _local_tensor(owner: Value, name: str, location: Location) -> Value | None:
+    return _shard_of(owner, name, location)
+
+
+@known_method("tensor", "to_local")
+def _to_local(call: Call, owner: Value) -> Value:
+    """The part of a DTensor that this rank has."""
+    return _shard_of(owner, "to_local()", call.location) or call.unknown_result(owner)
+
+
+def _shard_of(owner: Value, name: str, location: Location) -> Value | None:
+    if not isinstance(owner, TensorValue):
+        return None
+    own = Value(taints=(Taint("data", location, f"`{name}` {IS_SHARD}"),))
+    return replace(owner, location=location, taints=merge_taints([owner, own]))
 
 
 @known_method(

@@ -39,9 +39,8 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
+from samestep.lint.loader_loops import library_of, seeds_of
 from samestep.lint.rule import Analysis, Rule
-
-_SEEDS_ALL = ("seed_everything", "set_seed")
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -59,8 +58,8 @@ def find(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _of_global_generator(analysis: Analysis, event: Event) -> Iterator[Finding]:
-    library = _library(event.name)
-    seeds = [each for each in analysis.of("seed") if each.order < event.order and _seeds(each, library)]
+    library = library_of(event.name)
+    seeds = seeds_of(analysis, library, event)
     if seeds and seeds[-1].value.differs:
         taints = seeds[-1].value.taints
         reasons = [f"{taint.text} ({taint.location})" for taint in taints[:2]]
@@ -76,19 +75,6 @@ def _finding(event: Event, evidence: list[str], seed: Event | None = None) -> Fi
         evidence=evidence,
         related=[seed.location] if seed is not None else [],
     )
-
-
-def _library(name: str) -> str:
-    if name.startswith(("torch", "random_split")):
-        return "torch"
-    return "random" if name.startswith("random.") else "numpy"
-
-
-def _seeds(event: Event, library: str) -> bool:
-    """Whether a seed is that of a library."""
-    if "worker_init" in event.contexts:
-        return False
-    return event.which.startswith(library) or event.which.rpartition(".")[2] in _SEEDS_ALL
 
 
 RULE = Rule(

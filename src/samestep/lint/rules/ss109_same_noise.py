@@ -53,11 +53,9 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.loader_loops import is_data_parallel, training_loops
+from samestep.lint.loader_loops import is_data_parallel, seeds_of, training_loops
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import ContainerValue, Value
-
-_SEEDS_ALL = ("seed_everything", "set_seed")
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -70,9 +68,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if event.generator is not None and event.generator.constant is not None:
             continue
         library = "numpy" if event.name.startswith("numpy") else "torch"
-        seeds = [each for each in analysis.of("seed") if each.order < event.order and _seeds(each, library)]
-        if analysis.of("trainer"):
-            seeds = [each for each in analysis.of("seed") if _seeds(each, library)]
+        seeds = seeds_of(analysis, library, None if analysis.of("trainer") else event)
         if seeds and not any(each.value.differs for each in seeds) and seeds[-1].rank_guard is None:
             yield RULE.finding(
                 seeds[-1].location,
@@ -102,12 +98,6 @@ def _has_rows(event: Event) -> bool:
 def _is_from_batch(value: Value) -> bool:
     values = [value, *value.values()] if isinstance(value, ContainerValue) else [value]
     return any(taint.kind == "data" for each in values for taint in each.taints)
-
-
-def _seeds(event: Event, library: str) -> bool:
-    if "worker_init" in event.contexts:
-        return False
-    return event.which.startswith(library) or event.which.rpartition(".")[2] in _SEEDS_ALL
 
 
 RULE = Rule(

@@ -65,6 +65,7 @@ from typing import Final
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event, Guard
+from samestep.lint.rank_decisions import rank_guard
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
 from samestep.lint.values import ClassValue, InstanceValue, MethodValue, Value, options_of
 
@@ -79,7 +80,7 @@ _SHARED: Final = ("datamodule", "train_dataloader", "train_dataloaders", "datase
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for changes of shared state under a condition on the rank."""
     for event in analysis.of("assign_attribute"):
-        guard = event.rank_guard
+        guard = rank_guard(event)
         if guard is None or "uncalled" in event.contexts or not _is_rank_only(guard):
             continue
         for owner in options_of(event.owner):
@@ -87,7 +88,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 yield _finding(event, guard, event.name)
                 break
     for event in analysis.of("call"):
-        guard = event.rank_guard
+        guard = rank_guard(event)
         is_shared = guard is not None and event.owner is not None and _root(event.owner) in _SHARED
         if guard is not None and is_shared and any(_changes(each, event.name) for each in _fitted(analysis)):
             yield _finding(event, guard, event.name)

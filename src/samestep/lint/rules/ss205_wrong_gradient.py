@@ -2,7 +2,7 @@
 
 DDP gives the optimizer the mean of the gradients of all ranks. A hand-written `all_reduce` computes their sum: without
 a division by the number of ranks, the step grows with them. A loss that is multiplied with or divided by the number of
-ranks under DDP changes the step in the same way.
+ranks under DDP changes the step in the same way, also if that happens in a function that averages it for the log.
 
 Bad:
 
@@ -69,6 +69,8 @@ from samestep.lint.training_steps import Factor, factors
 from samestep.lint.values import ChoiceValue, ExternalValue, TensorValue, Value, options_of
 
 _SCALING = ("div_", "mul_", "true_divide_")
+_LEAVE = "leave the loss as it is: DDP divides the sum of the gradients by the number of ranks"
+_COPY = "reduce a copy for the log, `loss.detach().clone()`, and call `backward()` on the loss itself"
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -82,7 +84,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         )
     elif summed and not analysis.wrapped:
         yield from _incomplete(analysis, summed)
-    if any(wrap.wrapper == "ddp" for wrap in analysis.wrapped) and not exchanges(analysis, "gradient"):
+    if (analysis.wrapped or analysis.of("prepare")) and not exchanges(analysis, "gradient"):
         yield from _scaled_losses(analysis)
 
 
@@ -147,18 +149,36 @@ def _scaled_losses(analysis: Analysis) -> Iterator[Finding]:
         loss = next((each for each in options_of(event.loss) if isinstance(each, TensorValue)), None)
         if loss is None or not loss.is_mean or _has_collective(analysis, event):
             continue
-        found = factors(loss)
+        found = [*factors(loss), *_in_place(analysis, event, loss)]
         scaled = [each for each in found if _is_world_size(each.operand)]
         if len(scaled) != 1 or scaled[0].location is None or _compensates(found, scaled[0]):
             continue
         verb = "multiplied with" if scaled[0].operation == "*" else "divided by"
+        is_logged = any(_is_in_loss(each, event.loss) for each in analysis.of("collective"))
         yield RULE.finding(
             scaled[0].location,
             f"the loss is a mean and {verb} the number of ranks, but DDP computes the mean of the gradients",
             evidence=[f"the backward pass ({event.location})"],
             related=[event.location],
-            repair="leave the loss as it is: DDP divides the sum of the gradients by the number of ranks",
+            repair=_COPY if is_logged else _LEAVE,
         )
+
+
+def _in_place(analysis: Analysis, backward: Event, loss: TensorValue) -> list[Factor]:
+    """What a loss is scaled by with `loss.div_(...)`, and by the mean that `accelerator.reduce` computes."""
+    before = [event for event in analysis.of("in_place", "collective") if event.order < backward.order]
+    parts = {id(each) for each in derived_from(loss)}
+    found = [
+        Factor("*" if event.name == "mul_" else "/", event.value, event.location)
+        for event in before
+        if event.kind == "in_place" and event.name in _SCALING and id(event.owner) in parts and event.value is not None
+    ]
+    for event in before:
+        how = event.call.get("reduction", 1) if event.kind == "collective" and event.service is not None else None
+        is_mean = event.name == "reduce" and how is not None and how.constant == "mean"
+        if is_mean and _is_in_loss(event, loss):
+            found.append(Factor("/", Value(is_world=True), event.location))
+    return found
 
 
 def _is_world_size(value: Value) -> bool:
@@ -173,12 +193,22 @@ def _compensates(found: list[Factor], scaled: Factor) -> bool:
 
 def _has_collective(analysis: Analysis, backward: Event) -> bool:
     """Whether the loss may contain samples of other ranks."""
-    inside = backward.loops[-1] if backward.loops else None
+    inside = backward.loops[0] if backward.loops else None
     names = ("all_gather", "all_gather_into_tensor", "all_reduce", "gather", "reduce")
     return any(
         event.name in names and event.order < backward.order and (inside is None or inside in event.loops)
         for event in analysis.of("collective")
+        if not _is_in_loss(event, backward.loss)
     )
+
+
+def _is_in_loss(event: Event, loss: Value) -> bool:
+    """Whether a collective changes the value of the loss for the log: its gradient stays that of this rank."""
+    if event.name not in ("all_reduce", "reduce") or not event.tensors:
+        return False
+    reduced = [each for each in options_of(event.tensors[0]) if isinstance(each, TensorValue) and each.needs_grad]
+    parts = [each for each in derived_from(loss) if isinstance(each, TensorValue)]
+    return any(each is part for each in reduced for part in parts)
 
 
 RULE = Rule(

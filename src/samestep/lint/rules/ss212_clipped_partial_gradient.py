@@ -2,7 +2,8 @@
 
 The norm of a gradient has a meaning after all ranks and all micro-batches have contributed to it. Clipping before a
 hand-written `all_reduce` scales the gradient of each rank differently. Clipping after every micro-batch scales what was
-accumulated so far again and again. Both give another step than clipping the complete gradient once.
+accumulated so far again and again. Both give another step than clipping the complete gradient once. The same holds for
+a norm that each rank computes from its own shards of a model of FSDP.
 
 Bad:
 
@@ -50,13 +51,18 @@ Source: petuum/adaptdl#26, huggingface/accelerate#641, huggingface/diffusers#721
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
+from samestep.lint.library.tensor_library import IS_SHARD
 from samestep.lint.module_trees import exchanges, modules_of
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.training_steps import accumulates, accumulations, mentions
-from samestep.lint.values import ModelValue
+from samestep.lint.values import ModelValue, Taint, TensorValue, Value, options_of
+
+_SCALING: Final = ("mul_", "div_")
+_SCALE_ALL: Final = ("_foreach_mul_", "_foreach_div_", "clip_grads_with_norm_")
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -66,6 +72,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield from _in_accelerate(analysis, clip)
         yield from _after_micro_batch(analysis, clip)
         yield from _of_own_shard(analysis, clip)
+    yield from _scaled_shards(analysis)
 
 
 def _before_exchange(analysis: Analysis, clip: Event) -> Iterator[Finding]:
@@ -127,6 +134,44 @@ def _of_own_shard(analysis: Analysis, clip: Event) -> Iterator[Finding]:
                 evidence=[f"FSDP shards the model ({model.location})"],
                 repair="`model.clip_grad_norm_(max_norm)`, which computes the norm over all ranks",
             )
+
+
+def _scaled_shards(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients that are scaled by a norm of this rank's shards, which nothing reduces."""
+    for event in analysis.of("in_place", "assign_attribute", "call"):
+        if event.kind == "call":
+            is_scaling = event.name.rpartition(".")[2] in _SCALE_ALL and len(event.arguments) > 1
+            targets, factor = (event.arguments[0], event.arguments[-1]) if is_scaling else (None, None)
+        elif event.kind == "in_place":
+            targets, factor = event.owner, event.value if event.name in _SCALING else None
+        else:
+            targets, factor = (event.owner, _factor(event.value)) if event.name == "grad" else (None, None)
+        taint = _shard_taint(factor)
+        if taint is not None and (event.kind != "in_place" or _is_gradient(targets)):
+            yield RULE.finding(
+                event.location,
+                "the shards of the gradient are scaled by a norm of this rank's shards",
+                evidence=[f"{taint.text} ({taint.location})", "nothing adds the norms of the ranks"],
+                repair="`dist.all_reduce` the sum of the squares, or call `torch.nn.utils.clip_grad_norm_`",
+            )
+            return
+
+
+def _factor(value: Value | None) -> Value | None:
+    """By what a gradient is multiplied: `p.grad = p.grad * scale`."""
+    for each in options_of(value):
+        if isinstance(each, TensorValue) and each.operation in ("*", "/") and len(each.parts) > 1:
+            return each.parts[1]
+    return None
+
+
+def _is_gradient(value: Value | None) -> bool:
+    return any(isinstance(each, TensorValue) and each.content == "gradient" for each in options_of(value))
+
+
+def _shard_taint(value: Value | None) -> Taint | None:
+    taints = value.taints if value is not None else ()
+    return next((each for each in taints if each.text.endswith(IS_SHARD)), None)
 
 
 def _is_class(analysis: Analysis, model: ModelValue) -> bool:

@@ -57,6 +57,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.rule import Analysis, Rule
+from samestep.lint.training_steps import Synchronization
 from samestep.lint.unsynchronized_steps import unsynchronized_steps
 
 
@@ -69,12 +70,18 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             found.synchronization.location,
             "the last backward pass before a step is inside of `no_sync()`",
             evidence=[
-                f"`no_sync()` ({found.synchronization.context})",
+                _how(found.synchronization),
                 f"with 4 micro-batches per step, the step after {found.describe()} applies gradients that were "
                 f"not exchanged ({found.step.location})",
             ],
             related=[found.step.location],
         )
+
+
+def _how(synchronization: Synchronization) -> str:
+    if synchronization.is_late:
+        return f"the forward pass, which decides, comes before the flag is set ({synchronization.context})"
+    return f"`no_sync()` ({synchronization.context})"
 
 
 RULE = Rule(

@@ -101,7 +101,7 @@ def _call_finding(event: Event, guard: Guard, is_unknown: bool) -> Finding:
 def _skipped_steps(analysis: Analysis) -> Iterator[Finding]:
     """Backward passes that a rank skips because of its samples."""
     steps = analysis.of("backward")
-    if not analysis.wrapped and not analysis.of("prepare"):
+    if (not analysis.wrapped and not analysis.of("prepare")) or _has_own_group(analysis):
         return
     reported = set[int]()
     for event in steps:
@@ -118,6 +118,14 @@ def _skipped_steps(analysis: Analysis) -> Iterator[Finding]:
             related=[event.location],
             repair="decide together: `dist.all_reduce(flag, op=dist.ReduceOp.MAX)` before the condition",
         )
+
+
+def _has_own_group(analysis: Analysis) -> bool:
+    """Whether DDP, or a strategy of Lightning, exchanges gradients in a group of some ranks."""
+    wraps = [each.model.options for each in analysis.wrapped if isinstance(each.model, ModelValue)]
+    calls = [each.keywords for each in analysis.of("call") if each.name.endswith("Strategy")]
+    groups = [each.get("process_group") for each in (*wraps, *calls)]
+    return any(each is not None and each.constant is not None for each in groups)
 
 
 RULE = Rule(

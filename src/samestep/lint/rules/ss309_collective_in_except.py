@@ -53,7 +53,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         guard = next((each for each in reversed(event.guards) if each.kind == "except"), None)
         if guard is None or not isinstance(guard.node, ast.ExceptHandler) or not catches_failures(guard.node):
             continue
-        if _is_in_body_too(found, event, guard.node):
+        if _is_in_body_too(found, event, guard.node) or _is_about_error(event, guard.node):
             continue
         location = call_in_guard(event, guard)
         yield RULE.finding(
@@ -66,6 +66,13 @@ def find(analysis: Analysis) -> Iterator[Finding]:
 
 def _describe(guard: Guard) -> str:
     return f"this runs only on a rank on which the exception happens ({guard.location})"
+
+
+def _is_about_error(event: Event, handler: ast.ExceptHandler) -> bool:
+    """Whether a condition on the exception itself is around it: `if "..." in str(error)` is an error of all ranks."""
+    conditions = [guard.condition for guard in event.guards if guard.kind == "if" and guard.condition is not None]
+    names = (each for condition in conditions for each in ast.walk(condition) if isinstance(each, ast.Name))
+    return handler.name is not None and any(each.id == handler.name for each in names)
 
 
 def _is_in_body_too(events: list[Event], event: Event, handler: ast.ExceptHandler) -> bool:

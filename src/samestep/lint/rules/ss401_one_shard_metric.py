@@ -60,7 +60,9 @@ from samestep.findings import Finding, Location
 from samestep.lint.events import Event
 from samestep.lint.rank_decisions import evaluation_taint, metric_origin, rank_guard, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule
-from samestep.lint.values import ContainerValue, ServiceValue, TensorValue, Value
+from samestep.lint.values import ContainerValue, ServiceValue, TensorValue, Value, options_of
+
+_MAX_STEPS: Final = 20
 
 _LOGGING: Final = frozenset({
     "info", "warning", "debug", "log", "log_metrics", "add_scalar", "add_scalars", "write", "print", "dump",
@@ -70,8 +72,8 @@ _LOGGING: Final = frozenset({
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for output on one rank of values that come from its own evaluation samples."""
-    loaders = sharded_evaluation(analysis)
-    if not loaders or analysis.uses_samestep:
+    loops = sharded_evaluation(analysis)
+    if not loops or analysis.uses_samestep:
         return
     texts = {id(event.node): event for event in analysis.of("text")}
     evaluating = {
@@ -82,7 +84,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if not _is_output(event) or not _is_on_one_rank(event):
             continue
         for value in _values(event, texts):
-            origin, taint = metric_origin(value), evaluation_taint(value.taints, loaders)
+            origin, taint = metric_origin(value) or _quotient(value), evaluation_taint(value.taints, loops)
             if origin is None or taint is None:
                 continue
             location = _location(origin, event, evaluating)
@@ -95,6 +97,29 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 evidence=[f"{taint.text} ({taint.location})", f"one rank reports it ({event.location})"],
                 related=[event.location],
             )
+
+
+def _quotient(value: Value) -> TensorValue | None:
+    """The quotient of a sum over the samples of a rank and a number that is the same on all ranks: `/ len(dataset)`."""
+    current = next((each for each in options_of(value) if isinstance(each, TensorValue)), None)
+    for _ in range(_MAX_STEPS):
+        if current is None or not current.operation or len(current.parts) < 2:
+            return None
+        if current.operation == "/":
+            return None if _is_size(current.parts[0]) or current.parts[1].clock is not None else current
+        parts = [option for each in current.parts for option in options_of(each)]
+        current = next((each for each in parts if isinstance(each, TensorValue) and each.operation), None)
+    return None
+
+
+def _is_size(value: Value) -> bool:
+    """Whether it is a number of samples: a quotient of it is a rate."""
+    for each in options_of(value):
+        if isinstance(each, TensorValue) and each.operation in ("+", "-"):
+            return all(_is_size(part) for part in each.parts)
+        if isinstance(each, TensorValue) and each.name not in ("Tensor.size", "Tensor.numel", "len"):
+            return False
+    return True
 
 
 def _location(origin: TensorValue, event: Event, evaluating: set[tuple[str, str]]) -> Location:

@@ -47,7 +47,7 @@ Source: Lightning-AI/pytorch-lightning#5865.
 
 from collections.abc import Iterator
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.lint.events import Event, Guard
 from samestep.lint.rank_decisions import evaluation_taint, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule, explain
@@ -55,12 +55,12 @@ from samestep.lint.rule import Analysis, Rule, explain
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for files that are written because of a rank's own evaluation."""
-    loaders = sharded_evaluation(analysis)
-    if not loaders or analysis.uses_samestep:
+    loops = sharded_evaluation(analysis)
+    if not loops or analysis.uses_samestep:
         return
     reported = set[int]()
     for event in analysis.of("write"):
-        guard = _guard(event, set(loaders))
+        guard = _guard(event, loops)
         if guard is not None and id(guard.node) not in reported:
             reported.add(id(guard.node))
             yield RULE.finding(
@@ -71,9 +71,9 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             )
 
 
-def _guard(event: Event, loaders: set[tuple[str, int]]) -> Guard | None:
+def _guard(event: Event, loops: set[Location]) -> Guard | None:
     for guard in reversed(event.guards):
-        if guard.kind == "if" and evaluation_taint(guard.taints, loaders) is not None:
+        if guard.kind == "if" and evaluation_taint(guard.taints, loops) is not None:
             return guard
     return None
 

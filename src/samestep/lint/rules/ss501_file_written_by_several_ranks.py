@@ -45,7 +45,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield from _once_per_node(event)
         if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
-        if _is_before_ranks(analysis, event):
+        if _is_before_ranks(analysis, event) or _is_moved(event):
             continue
         yield RULE.finding(
             event.location,
@@ -74,6 +74,13 @@ def _is_before_ranks(analysis: Analysis, event: Event) -> bool:
     """Whether the process that starts the ranks writes, before `spawn`."""
     spawns = analysis.of("spawn")
     return bool(spawns) and event.order < spawns[0].order and not any("spawn" in name for name in event.contexts)
+
+
+def _is_moved(event: Event) -> bool:
+    """`os.replace(own, shared)`: each rank writes its own file, and the last one that is complete stays."""
+    source = event.call.get("src", 0) if event.call is not None else None
+    is_atomic = event.how in ("os.replace", "os.rename")
+    return is_atomic and source is not None and (source.differs or source.clock is not None)
 
 
 def _launch(analysis: Analysis) -> list[str]:

@@ -1,6 +1,8 @@
 """Several ranks remove the same file.
 
-The rank that comes second fails with FileNotFoundError, or removes what another rank has just written.
+The rank that comes second fails with FileNotFoundError, or removes what another rank has just written. With
+`ignore_errors=True` it does not fail, but if the ranks do not wait for each other, it still removes what a faster rank
+has already written to the folder.
 
 Bad:
 
@@ -31,23 +33,54 @@ Source: huggingface/transformers#20988, huggingface/diffusers#4977.
 from collections.abc import Iterator
 
 from samestep.findings import Finding
-from samestep.lint.file_access import is_on_all_ranks, is_shared, is_tried, path_text
+from samestep.lint.events import Event
+from samestep.lint.file_access import (
+    is_inside_path,
+    is_on_all_ranks,
+    is_same_path,
+    is_shared,
+    is_synchronized,
+    is_tried,
+    path_text,
+)
 from samestep.lint.rule import Analysis, Rule
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
-    """Look for files that all ranks remove."""
+    """Look for files and folders that all ranks remove."""
     spawns = analysis.of("spawn")
     for event in analysis.of("remove"):
-        if event.ignores_missing or not is_on_all_ranks(event) or not is_shared(event.path):
+        if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
-        if event.path.clock is not None or (spawns and event.order < spawns[0].order) or is_tried(analysis, event):
+        if spawns and event.order < spawns[0].order:
             continue
-        yield RULE.finding(
-            event.location,
-            f"every rank removes `{path_text(event)}`",
-            evidence=["there is no condition on the rank"],
-        )
+        written = _next_write(analysis, event)
+        if written is not None:
+            yield RULE.finding(
+                event.location,
+                f"every rank removes `{path_text(event)}`, also after a faster rank has written to it",
+                evidence=[f"it is written here, without a barrier in between ({written.location})"],
+                related=[written.location],
+                repair="remove it on rank 0 only, or call `dist.barrier()` before anything is written",
+            )
+        elif not event.ignores_missing and not is_tried(analysis, event):
+            yield RULE.finding(
+                event.location,
+                f"every rank removes `{path_text(event)}`",
+                evidence=["there is no condition on the rank"],
+            )
+
+
+def _next_write(analysis: Analysis, remove: Event) -> Event | None:
+    """The first write to a folder that was removed that ranks reach without waiting for each other."""
+    if remove.call is None or remove.call.last != "rmtree" or any(each.kind == "except" for each in remove.guards):
+        return None
+    for event in analysis.of("write"):
+        if event.order < remove.order or "uncalled" in event.contexts:
+            continue
+        if is_same_path(remove, event) or is_inside_path(remove, event):
+            return None if is_synchronized(analysis, remove, event) else event
+    return None
 
 
 RULE = Rule(

@@ -77,6 +77,18 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 evidence=[f"the parameters change afterwards ({where.location})"],
                 related=[where.location, *where.frames[-1:]],
             )
+        elif (stale := _taken_before(analysis, event)) is not None:
+            asked, wrap = stale
+            yield RULE.finding(
+                event.location,
+                f"the optimizer holds parameters from before {_name_of(wrap)}, which gives the model new ones",
+                evidence=[
+                    f"the parameters are asked for here ({asked.location})",
+                    f"and change afterwards ({wrap.location})",
+                ],
+                related=[asked.location, wrap.location],
+                repair=f"call `model.parameters()` after {_name_of(wrap)}",
+            )
         elif _is_elsewhere(analysis, event, models):
             yield RULE.finding(
                 event.location,
@@ -101,11 +113,36 @@ def _is_extended(analysis: Analysis, event: Event) -> bool:
 
 def _sharded(analysis: Analysis, event: Event, models: list[Value]) -> tuple[str, Event] | None:
     for wrap in analysis.wrapped:
-        if wrap.wrapper != "fsdp" or wrap.order < event.order:
+        if wrap.wrapper != "fsdp" or wrap.order < event.order or _keeps_parameters(wrap):
             continue
         if any(overlap(tree, model) for tree in options_of(wrap.inner) for model in models):
-            return ("`fully_shard`" if not isinstance(wrap.model, ModelValue) else "FSDP"), wrap
+            return _name_of(wrap), wrap
     return None
+
+
+def _name_of(wrap: Event) -> str:
+    return "FSDP" if isinstance(wrap.model, ModelValue) else "`fully_shard`"
+
+
+def _taken_before(analysis: Analysis, event: Event) -> tuple[Event, Event] | None:
+    """Where the parameters were put into a list, and the sharding between that and the optimizer."""
+    for model, origin in optimized(event.optimizer.parameters):
+        asked = [each for each in analysis.of("parameters") if each.location == origin and each.order < event.order]
+        wraps = [
+            wrap
+            for wrap in analysis.wrapped
+            if wrap.wrapper == "fsdp" and wrap.order < event.order and not _keeps_parameters(wrap)
+            and any(overlap(tree, raw_module(model)) for tree in options_of(wrap.inner))
+        ]  # fmt: skip
+        if asked and wraps and asked[-1].order < wraps[0].order:
+            return asked[-1], wraps[0]
+    return None
+
+
+def _keeps_parameters(wrap: Event) -> bool:
+    """`FullyShardedDataParallel(use_orig_params=True)` keeps the objects."""
+    option = wrap.model.options.get("use_orig_params") if isinstance(wrap.model, ModelValue) else None
+    return option is not None and option.constant is not False
 
 
 def _replaced(analysis: Analysis, event: Event, models: list[Value]) -> tuple[str, Event] | None:

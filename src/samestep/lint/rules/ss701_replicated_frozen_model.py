@@ -3,7 +3,8 @@
 A teacher that only computes targets is the same on all ranks. If every rank has its own copy of it, the memory of N
 ranks holds N copies of weights that never change, which is often what limits the batch size. Lint reports it if the
 sizes are in the script and the frozen model is at least four times as large as the one that is trained, and for
-language models that `from_pretrained` loads.
+language models that `from_pretrained` loads. Weights that are mapped from a file, with `torch.load(mmap=True)` and
+`load_state_dict(assign=True)`, are in memory once per machine.
 
 Bad:
 
@@ -54,6 +55,7 @@ from typing import Final
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event
+from samestep.lint.library.call import is_on
 from samestep.lint.loader_loops import training_loops
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import ContainerValue, InstanceValue, ModelValue, Value, options_of
@@ -80,6 +82,8 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             continue
         if any(model is each for each in trained) or model.differs or not _is_large(model, largest, minimum):
             continue
+        if _is_mapped(analysis, model):
+            continue
         seen.add(id(model))
         location = _assigned(analysis, event) or model.location or event.location
         yield RULE.finding(
@@ -88,6 +92,18 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             evidence=[f"the training step calls it without gradients ({event.location})"],
             related=[event.location],
         )
+
+
+def _is_mapped(analysis: Analysis, model: InstanceValue) -> bool:
+    """Whether the weights are the pages of a file, which processes share: `assign=True` from a file that is mapped."""
+    mapped = {each.location for each in analysis.of("torch_load") if is_on(each.call, "mmap")}
+    for load in analysis.of("load_state"):
+        if _raw(load.owner) is model and is_on(load.call, "assign", 2):
+            states = options_of(load.call.get("state_dict", 0))
+            return any(each.location in mapped or each.name == "safetensors.torch.load_file" for each in states) and (
+                not any(_raw(each.owner) is model and each.order > load.order for each in analysis.of("to_device"))
+            )
+    return False
 
 
 def _raw(value: Value | None) -> Value | None:

@@ -44,6 +44,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event
+from samestep.lint.library.call import is_on
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import InstanceValue, ModelValue, Value, options_of
 
@@ -67,9 +68,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
 
 def _is_lazy(event: Event) -> bool:
     """Whether only some ranks load, or the file is mapped into memory."""
-    mmap = event.call.get("mmap") if event.call is not None else None
-    is_mapped = mmap is not None and mmap.constant is True
-    return event.rank_guard is not None or is_mapped or "uncalled" in event.contexts
+    return event.rank_guard is not None or is_on(event.call, "mmap") or "uncalled" in event.contexts
 
 
 def _broadcasts(event: Event) -> bool:

@@ -55,9 +55,17 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if "uncalled" in event.contexts or event.rank_guard is not None or not _is_of_model(event):
             continue
         names = _devices(event)
+        if event.kind == "device" and _is_chosen_again(analysis, event):
+            continue
         if "cuda:0" in names or ("cuda" in names and not chooses):
             yield _finding(event, "every rank uses the first GPU")
             return
+
+
+def _is_chosen_again(analysis: Analysis, event: Event) -> bool:
+    """Whether the script also creates the device of the rank: `device = torch.device("cuda", local_rank)`."""
+    others = [each for each in analysis.of("device") if each is not event]
+    return any(each.value.differs or (each.index is not None and each.index.differs) for each in others)
 
 
 def _finding(event: Event, summary: str) -> Finding:

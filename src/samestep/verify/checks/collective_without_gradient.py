@@ -5,9 +5,11 @@ tensor with a gradient was passed to `dist.all_gather` or another collective of 
 without a gradient.
 
 Fault: a contrastive loss over `dist.all_gather(buffers, features)`: no gradient flows to the features of the other
-side.
+side. Or `dist.all_reduce(loss)` and `loss /= world_size` before `loss.backward()`: the gradient is divided by the
+number of ranks, and DDP averages it as well.
 
-Repair: `torch.distributed.nn.functional.all_gather`, or `run.gather(features)`.
+Repair: `torch.distributed.nn.functional.all_gather`, or `run.gather(features)`. For the log, average a copy of the
+loss: `loss.detach().clone()`.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.gradient_fit import comparable_steps, fit_weights
+from samestep.verify.source import division_by_ranks
 
 _TOLERANCE = 1e-2
 _MIN_STEPS = 2
@@ -30,13 +33,26 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     trace = worlds.many[0]
     fits = [fit for steps, one in comparable_steps(worlds) if (fit := fit_weights(trace, steps, one)) is not None]
     different = [difference for _, _, difference in fits if difference > _TOLERANCE]
-    if different and len(different) >= min(_MIN_STEPS, len(fits)):
+    if not different or len(different) < min(_MIN_STEPS, len(fits)):
+        return
+    location, size = first(calls[0].site), worlds.many.size
+    seen = f"the gradient of {size} ranks differs by {100 * max(different):.0f} % from that of one rank for the same "
+    is_divided = calls[0].name == "all_reduce" and all(abs(each + 1 / size - 1) < _TOLERANCE for each in different)
+    divided = division_by_ranks(location) if location is not None and is_divided else None
+    if divided is not None:
         yield CHECK.finding(
-            first(calls[0].site),
-            f"{calls[0].name} gets a tensor with a gradient and returns one without: the gradient of "
-            f"{worlds.many.size} ranks differs by {100 * max(different):.0f} % from that of one rank for the "
-            "same samples and weights",
+            divided,
+            "a value with a gradient is summed over the ranks in place and divided by their number, and its gradient "
+            f"is averaged over the ranks as well: {seen}samples and weights",
+            related=[location] if location else [],
+            consequence="the gradient is divided by the number of ranks twice",
+            repair="average a copy of the loss for the log: loss.detach().clone()",
         )
+        return
+    yield CHECK.finding(
+        location,
+        f"{calls[0].name} gets a tensor with a gradient and returns one without: {seen}samples and weights",
+    )
 
 
 CHECK = Check(

@@ -10,13 +10,14 @@ Repair: update the average on every rank, or evaluate it on rank 0 only; broadca
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, pair_by
 from samestep.verify.checks.rank_dependent_shapes import one_rank_change
 from samestep.verify.checks.unsynchronized_parameters import first_difference
 from samestep.verify.source import assigned, assignment, calls_at
+from samestep.verify.trace_events import Call
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -27,6 +28,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     evaluations = zip(*(trace.evaluations for trace in ranks), strict=False)
     windows = [[each.calls for each in group] for group in evaluations if len({each.step for each in group}) == 1]
     windows += [[step.calls for step in group] for group in zip(*(trace.steps for trace in ranks), strict=False)]
+    frozen = [_by_step(trace.frozen_calls) for trace in ranks]
+    windows += [[each[step] for each in frozen] for step in frozen[0] if all(step in each for each in frozen)]
     yield from _different_buffers(worlds)
     for window in windows:
         for calls in pair_by(window, lambda call: call.site):
@@ -42,6 +45,13 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                     related=[location] if location else [],
                 )
                 return
+
+
+def _by_step(calls: Iterable[Call]) -> dict[int, list[Call]]:
+    found = dict[int, list[Call]]()
+    for call in calls:
+        found.setdefault(call.step, []).append(call)
+    return found
 
 
 def _different_buffers(worlds: Worlds) -> Iterator[Finding]:

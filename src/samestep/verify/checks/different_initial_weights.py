@@ -1,7 +1,7 @@
 """The ranks start with different weights.
 
 What it compares: the weights of all ranks before the first optimizer step. DDP sends those of rank 0 to all ranks, so
-this happens without DDP, or for parts outside of it.
+this happens without DDP, for parts outside of it, or if the script changes the weights after DDP was created.
 
 Fault: `torch.manual_seed(seed + rank)` before the model is built, and gradients that are averaged by hand.
 
@@ -9,13 +9,19 @@ Repair: `torch.distributed.broadcast(parameter.data, src=0)` for every parameter
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.checks.unsynchronized_parameters import first_difference, parameter_name
-from samestep.verify.source import calls_at, name_of, origin
+from samestep.verify.source import calls_at, find_calls, function_at, name_of, origin
+
+_SETTERS = (  # methods and functions that people set the weights of a model with
+    "apply", "load_state_dict", "reset_parameters", "init_weights", "initialize_weights", "xavier_uniform_",
+    "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "normal_", "uniform_", "orthogonal_",
+)  # fmt: skip
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -33,12 +39,26 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             if name_of(call) == "parameters" and isinstance(call.func, ast.Attribute):
                 location = origin(location, call.func.value)
                 break
+    changed = _changed_after_wrapping(worlds, numbers)
     yield CHECK.finding(
-        location,
+        changed or location,
         f"{len(numbers)} of {len(ranks[0].steps[0].weights)} parameters differ between the ranks before the first step "
-        f"({names})",
+        f"({names}){': they were changed after DDP had made them equal' if changed else ''}",
         ranks=range(len(ranks)),
+        repair="initialize or load the weights before you create DDP" if changed else "",
     )
+
+
+def _changed_after_wrapping(worlds: Worlds, numbers: Sequence[int]) -> Location | None:
+    """The first executed line after DDP was created, in the same function, that sets weights which DDP covers."""
+    trace = worlds.many[0]
+    wrapped = [event["site"][0] for event in trace.of("wrap") if event["state"] == "end" and event["site"]]
+    if not wrapped or not trace.covered.issuperset(numbers):
+        return None
+    calls = find_calls(wrapped[0].file, _SETTERS, function_at(wrapped[0]))
+    lines = [call.lineno for call in calls if (wrapped[0].file, call.lineno) in worlds.executed()]
+    later = [line for line in lines if line > wrapped[0].line]
+    return replace(wrapped[0], line=later[0]) if later else None
 
 
 CHECK = Check(

@@ -15,7 +15,12 @@ from samestep.findings import Finding
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.checks.rank_dependent_shapes import one_rank_change
-from samestep.verify.checks.unsynchronized_parameters import first_difference, have_same_rates, parameter_name
+from samestep.verify.checks.unsynchronized_parameters import (
+    first_difference,
+    have_same_rates,
+    parameter_name,
+    previous_step,
+)
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -25,13 +30,14 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if found is None or found[0] == 0:
         return
     number, parameters = found
-    steps = [trace.steps[number - 1] for trace in ranks]
+    before = previous_step(ranks[0], number)
+    steps = [trace.steps[before] for trace in ranks]
     if len({str(step.applied) for step in steps}) > 1 or not have_same_rates(ranks, number):
         return
     names = format_list([parameter_name(ranks[0], each) for each in parameters], 3)
     yield CHECK.finding(
         one_rank_change(worlds) or first(steps[0].site),
-        f"{len(parameters)} parameters differ between the ranks after step {number - 1} ({names}), although all ranks "
+        f"{len(parameters)} parameters differ between the ranks after step {before} ({names}), although all ranks "
         "apply the same gradients: their optimizers have different states",
         ranks=range(len(ranks)),
     )

@@ -15,24 +15,34 @@ shuffle=True)` in samestep. An IterableDataset must skip the samples of other ra
 import ast
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from samestep.findings import Finding, Location
-from samestep.verify.check import Check, Worlds, first
+from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import (
     argument,
     assigned,
     call_named,
+    find_calls,
     find_class,
+    function_at,
     is_about_ranks,
     name_of,
     parents,
     sharding_statement,
+    statement_at,
 )
 from samestep.verify.trace_events import Batch, Epoch, LoaderInfo
 
 _LARGE_SHARE = 0.25  # of the samples of a rank that others have too; a sampler that pads repeats far fewer
 _MIN_STEPS = 3
+_SHUFFLES = ("shuffle", "randperm", "permutation", "sample")
+_OVERLAP = "some samples count several times in an epoch, and others are not used"
+_SAME_ORDER = (
+    "let all ranks take their parts of the same order: shuffle with the same seed on every rank, such as "
+    "random.Random(epoch).shuffle(indices)"
+)
 _WEIGHTED_REPAIR = (
     "let each rank draw with its own generator: WeightedRandomSampler(weights, len(weights) // world_size, "
     "generator=torch.Generator().manual_seed(seed + rank)); a DistributedSampler would ignore the weights"
@@ -135,6 +145,12 @@ def _describe(worlds: Worlds, epochs: list[Epoch], number: int, shared: int, of:
     text = f"{which} trained on the same {shared} of {of} samples of epoch {number}"
     if loader.is_iterable:
         location, is_by_worker = _stream_location(worlds, loader)
+        shuffle = _shuffle_before(location)
+        if shuffle is not None and not same_on_all(set(epoch.samples) for epoch in epochs):
+            return CHECK.finding(
+                shuffle, f"{text}: they shuffle in different orders before each takes its part", ranks=members,
+                consequence=_OVERLAP, repair=_SAME_ORDER,
+            )  # fmt: skip
         used = "uses get_worker_info() but neither the rank nor the number of ranks"
         name = loader.dataset_class.rpartition(".")[2]
         return CHECK.finding(
@@ -218,6 +234,16 @@ def loader_location(worlds: Worlds, loader: LoaderInfo) -> Location | None:
     return first(chosen.site)
 
 
+def _shuffle_before(shard: Location | None) -> Location | None:
+    """The line that shuffles before the statement that takes a rank's part, in the same function."""
+    statement = statement_at(shard) if shard is not None else None
+    if shard is None or statement is None or not is_about_ranks(statement):
+        return None
+    calls = find_calls(shard.file, _SHUFFLES, function_at(shard))
+    lines = [call.lineno for call in calls if call.lineno <= shard.line]
+    return replace(shard, line=lines[-1]) if lines else None
+
+
 def _stream_location(worlds: Worlds, loader: LoaderInfo) -> tuple[Location | None, bool]:
     """The statement of __iter__ that shards, or else its first loop; and whether it shards by data worker."""
     found = find_class(worlds.files, loader.dataset_class.rpartition(".")[2])
@@ -289,9 +315,8 @@ def _overlapping_parts(worlds: Worlds) -> Iterator[Finding]:
             f"the parts that the ranks take are not disjoint: in {steps} steps, {len(ranks)} ranks trained on the same "
             f"{len(shared)} of {smallest} samples",
             ranks=range(len(ranks)),
-            consequence="some samples count several times in an epoch, and others are not used",
-            repair="let all ranks take their parts of the same order: shuffle with the same seed on every rank, such "
-            "as random.Random(epoch).shuffle(indices)",
+            consequence=_OVERLAP,
+            repair=_SAME_ORDER,
         )
 
 

@@ -11,8 +11,10 @@ Repair: reduce the value over all ranks first, or broadcast that of rank 0.
 
 from collections.abc import Iterator
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
+from samestep.verify.source import key_assignments
+from samestep.verify.trace_events import OptimizerStep
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -31,28 +33,44 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             )
             return
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
-        if not same_on_all(str(step.lr) for step in steps):
-            text = ", ".join(f"rank {rank}: {step.lr[0]}" for rank, step in enumerate(steps))
-            seen = f"the learning rate of step {steps[0].number} differs between the ranks ({text})"
-            reduced = [
-                call.site for call in ranks[0].collectives if call.name == "reduce" and call.step <= steps[0].number
-            ]
-            if reduced:
-                yield CHECK.finding(
-                    first(reduced[-1]),
-                    f"{seen}: dist.reduce leaves the result on one rank only",
-                    ranks=range(len(ranks)),
-                    repair="use dist.all_reduce if every rank uses the result",
-                )
-                return
+        if same_on_all(str(step.lr) for step in steps):
+            continue
+        text = ", ".join(f"rank {rank}: {step.lr[0]}" for rank, step in enumerate(steps))
+        seen = f"the learning rate of step {steps[0].number} differs between the ranks ({text})"
+        reduced = [call.site for call in ranks[0].collectives if call.name == "reduce" and call.step <= steps[0].number]
+        if reduced:
             yield CHECK.finding(
-                first(ranks[0].optimizers[steps[0].optimizer]["site"]),
+                first(reduced[-1]),
+                f"{seen}: dist.reduce leaves the result on one rank only",
+                ranks=range(len(ranks)),
+                repair="use dist.all_reduce if every rank uses the result",
+            )
+        else:
+            yield CHECK.finding(
+                _changing_location(worlds, steps[0]),
                 seen,
                 ranks=range(len(ranks)),
                 repair="use the same learning rate on every rank: do not derive it from the rank or from values of one "
                 "rank",
             )
-            return
+        return
+
+
+def _changing_location(worlds: Worlds, step: OptimizerStep) -> Location | None:
+    """The line that changes the learning rate, if there is only one; else that of the optimizer."""
+    trace = worlds.many[0]
+    optimizer = first(trace.optimizers[step.optimizer]["site"])
+    if step.number == 0:
+        return optimizer
+    assigned = [
+        Location(file, line)
+        for file in worlds.files
+        for line in key_assignments(file, "lr")
+        if (file, line) in worlds.executed()
+    ]
+    created = [location for event in trace.of("new_scheduler") if (location := first(event["site"])) is not None]
+    changing = [*assigned, *dict.fromkeys(created)]
+    return changing[0] if len(changing) == 1 else optimizer
 
 
 CHECK = Check(

@@ -2,7 +2,9 @@
 
 What it compares: numbers that the ranks reduce after an evaluation with those of one rank that evaluates all samples
 with the same weights. If the mean over the ranks differs, and the mean weighted by the numbers of samples does not, the
-counts are missing. Numbers that do not depend on what was evaluated, such as times, are not compared.
+counts are missing. Numbers that do not depend on what was evaluated, such as times, are not compared. It also compares
+running sums: one that is reduced after every batch or epoch, and not reset, counts the earlier ones again on every
+rank.
 
 Fault: `dist.all_reduce(val_loss)`, `val_loss / world_size` with shards of 20 and 5 samples.
 
@@ -11,16 +13,17 @@ Repair: reduce the sum and the count: `torch.tensor([total, count])`, then divid
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import pairwise
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.rank_trace import RankTrace
-from samestep.verify.source import Function, call_named, function_at, is_about_ranks, origin, statement_at
+from samestep.verify.source import Function, call_named, division_by_ranks, function_at, origin, statement_at
 from samestep.verify.trace_events import CollectiveCall, Evaluation, Site
 
 _TOLERANCE = 1e-4
 _LARGE = 5e-3  # a relative difference that rounding does not explain
+_MIN_REPETITIONS = 2
 _MEANS = ("sum", "avg", "")  # operations after which people divide
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
 
@@ -41,6 +44,13 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         if found is not None:
             yield _describe(*found, counts)
             return
+        repeated = _reduced_again([each.collectives for each in (*evaluations, reference)], in_run=False)
+        if repeated is not None:
+            yield _describe_repeated(*repeated, "in one evaluation", len(ranks))
+            return
+    repeated = _reduced_again([trace.collectives for trace in (*ranks, worlds.one[0])], in_run=True)
+    if repeated is not None:
+        yield _describe_repeated(*repeated, "and not reset in between", len(ranks))
 
 
 def _describe(call: CollectiveCall, mean: float, expected: float, is_weighted: bool, counts: list[int]) -> Finding:
@@ -57,6 +67,59 @@ def _describe(call: CollectiveCall, mean: float, expected: float, is_weighted: b
         consequence="the reported metric is not that of the data, and depends on the number of ranks",
         repair="reduce what the metric is computed from, such as numbers of hits, and compute it afterwards",
     )  # fmt: skip
+
+
+def _describe_repeated(
+    call: CollectiveCall, total: float, expected: float, times: int, when: str, ranks: int
+) -> Finding:
+    return CHECK.finding(
+        first(call.site),
+        f"a running sum is reduced {times} times {when}: it becomes {total:.6g}, where one rank has {expected:.6g} for "
+        "the same samples",
+        ranks=range(ranks),
+        consequence="each reduction adds the earlier batches of the other ranks again, so the metric is too large",
+        repair="reduce the sum once, after the last batch, and begin the next one with zero",
+    )
+
+
+def _reduced_again(
+    lists: Sequence[Sequence[CollectiveCall]], in_run: bool
+) -> tuple[CollectiveCall, float, float, int] | None:
+    """A sum that goes into its own next reduction: what it becomes, what one rank has, and how often it is reduced.
+
+    The lists are those of all ranks, and of one rank at last. In a whole run, sums that grow by themselves may look as
+    if they were reduced again, so that it takes one more repetition, as many on one rank.
+    """
+    repetitions = _MIN_REPETITIONS + in_run
+    by_site = [_sums(each) for each in lists]
+    for site, calls in by_site[0].items():
+        sequences = [found.get(site, []) for found in by_site]
+        if any(len(each) < repetitions for each in sequences) or not all(map(_accumulates, sequences)):
+            continue
+        if in_run and not same_on_all(map(len, sequences)):
+            continue
+        for total, expected in zip(calls[-1].result or [], sequences[-1][-1].result or [], strict=True):
+            if total > (1 + _LARGE) * expected:
+                return calls[0], total, expected, len(calls)
+    return None
+
+
+def _sums(calls: Sequence[CollectiveCall]) -> dict[Site, list[CollectiveCall]]:
+    """The sums of few numbers by the lines that reduce them."""
+    found = dict[Site, list[CollectiveCall]]()
+    for call in calls:
+        if call.name == "all_reduce" and call.op == "sum" and call.value and call.result:
+            found.setdefault(call.site, []).append(call)
+    return found
+
+
+def _accumulates(calls: Sequence[CollectiveCall]) -> bool:
+    """Whether every reduction begins with at least the result of the one before it."""
+    pairs = [(before.result or [], call.value or []) for before, call in pairwise(calls)]
+    return all(
+        len(result) == len(value) and all(0 < a <= b for a, b in zip(result, value, strict=True))
+        for result, value in pairs
+    )
 
 
 def _has_batchnorm(trace: RankTrace, evaluation: Evaluation) -> bool:
@@ -112,15 +175,7 @@ def _location(site: Site) -> Location | None:
     parameters = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
     if names & parameters and len(site) > 1:
         return site[1]
-    divisions = [
-        node.lineno
-        for node in ast.walk(function)
-        if isinstance(node, ast.BinOp | ast.AugAssign)
-        and isinstance(node.op, ast.Div)
-        and node.lineno > location.line
-        and is_about_ranks(node)
-    ]
-    return replace(location, line=min(divisions)) if divisions else location
+    return division_by_ranks(location) or location
 
 
 CHECK = Check(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.messages import format_list
-from samestep.verify.check import Check, Worlds, first
+from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.checks.duplicated_data import loader_location, sample_lists
 from samestep.verify.rank_trace import RankTrace, WorldTrace
 from samestep.verify.source import sharding_statement
@@ -62,6 +62,8 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
     count = min(len(each) for each in epochs)
     drops = any(_drops_tail(each[0].loader) for each in epochs)
     batch = (reference[0].loader.batch_size or 1) if role == "train" and (count < 2 or drops) else 0
+    if role == "train" and _has_own_batches(epochs):
+        batch = sum(len(each[0].batches[0].samples) for each in epochs) - 1  # less than a batch of all ranks
     if len(missing) <= batch or not union <= expected:
         return None
     loader = epochs[0][0].loader
@@ -81,6 +83,13 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
 
 def _drops_tail(loader: LoaderInfo) -> bool:
     return loader.drop_last or bool((loader.distributed or {}).get("drop_last"))
+
+
+def _has_own_batches(epochs: list[list[Epoch]]) -> bool:
+    """Whether a batch sampler of the script makes batches of one size only, and so leaves out smaller ones."""
+    batches = [batch for each in epochs for epoch in each for batch in epoch.batches]
+    is_own = all(each[0].loader.batch_sampler not in ("", "BatchSampler") for each in epochs)
+    return is_own and same_on_all(len(batch.samples) for batch in batches)
 
 
 def _complete(trace: RankTrace, role: Role) -> list[Epoch]:

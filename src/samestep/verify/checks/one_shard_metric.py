@@ -3,6 +3,7 @@
 What it compares: which samples each rank evaluates between two steps, whether the ranks communicate before the next
 step, and which ranks print numbers that depend on what was evaluated, other than those that one rank prints. Times,
 counts and epochs do not depend on it. If every rank evaluates the whole set, or all ranks print, nothing is reported.
+It also looks for evaluations on rank 0 alone whose sampler has a part of the samples.
 
 Fault: `DataLoader(val_set, sampler=DistributedSampler(val_set))`, then `if rank == 0: print(correct / total)`. The
 number covers half of the samples.
@@ -11,14 +12,16 @@ Repair: `dist.all_reduce` of the sum and of the count, `run.mean(...)`, or torch
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, reports
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import Function, function_at
-from samestep.verify.trace_events import Evaluation
+from samestep.verify.trace_events import Evaluation, LoaderInfo
+
+_MAX_REPEATED = 0.25  # of the samples, on two ranks
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -27,12 +30,10 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if len(ranks) < 2 or any(trace.of("trainer") for trace in ranks):
         return
     for evaluations in zip(*(trace.evaluations for trace in ranks), strict=False):
-        if len({each.step for each in evaluations}) > 1 or any(
-            each.collectives or each.gathers for each in evaluations
-        ):
+        if len({each.step for each in evaluations}) > 1 or any(map(_communicates, evaluations)):
             continue
         samples = [_samples(trace, each) for trace, each in zip(ranks, evaluations, strict=True)]
-        if not all(samples) or any(a & b for a in samples for b in samples if a is not b):
+        if not all(samples) or not _are_shards(samples):
             continue
         printed = [list(reports(worlds, rank, each)) for rank, each in enumerate(evaluations)]
         wrong = [site for site, is_same in printed[0] if not is_same]
@@ -41,12 +42,57 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(samples))
         yield CHECK.finding(
             _result(evaluations[0]) or first(wrong[0]),
-            f"rank 0 reports a result of {len(samples[0])} of {sum(map(len, samples))} evaluated samples after "
-            f"step {evaluations[0].step}: the ranks evaluate different samples ({counts}) and do not communicate",
+            f"rank 0 reports a result of {len(samples[0])} of {len(set[str]().union(*samples))} evaluated samples "
+            f"after step {evaluations[0].step}: the ranks evaluate different samples ({counts}) and do not communicate",
             ranks=[0],
             related=[each for call in evaluations[0].calls[:1] if (each := first(call.site))],
         )
         return
+    yield from _evaluated_alone(worlds)
+
+
+def _evaluated_alone(worlds: Worlds) -> Iterator[Finding]:
+    """Rank 0 evaluates alone, with a loader that gives every rank a part of the samples."""
+    trace, *others = worlds.many.ranks
+    shared = {each.step for other in others for each in other.evaluations}
+    for evaluation in trace.evaluations:
+        epochs = [trace.epochs[number] for number in evaluation.epochs]
+        divided = [each.loader for each in epochs if each.is_complete and _divides(each.loader)]
+        if evaluation.step in shared or _communicates(evaluation) or not divided:
+            continue
+        wrong = [site for site, is_same in reports(worlds, 0, evaluation) if is_same is False]
+        if wrong:
+            loader = divided[0]
+            yield CHECK.finding(
+                first(loader.sampler_site) or first(loader.site),
+                f"only rank 0 evaluates after step {evaluation.step}, and its sampler has {loader.samples} of "
+                f"{loader.length} samples: the others belong to ranks that do not evaluate",
+                ranks=[0],
+                related=[each for each in [first(wrong[0])] if each],
+                repair="evaluate without a DistributedSampler if one rank evaluates alone, or evaluate on all ranks "
+                "and reduce the sum and the count",
+            )
+            return
+
+
+def _divides(loader: LoaderInfo) -> bool:
+    return (
+        loader.distributed is not None
+        and loader.samples is not None
+        and loader.length is not None
+        and loader.samples < loader.length
+    )
+
+
+def _communicates(evaluation: Evaluation) -> bool:
+    """Whether the rank exchanges values after an evaluation; a barrier exchanges none."""
+    return bool(evaluation.gathers) or any(not each.name.endswith("barrier") for each in evaluation.collectives)
+
+
+def _are_shards(samples: Sequence[set[str]]) -> bool:
+    """Whether the ranks have different samples, but for a few that a sampler repeats to make the shards equal."""
+    total = len(set[str]().union(*samples))
+    return sum(map(len, samples)) - total <= _MAX_REPEATED * total and all(len(each) < total for each in samples)
 
 
 def _result(evaluation: Evaluation) -> Location | None:

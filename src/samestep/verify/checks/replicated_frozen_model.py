@@ -1,9 +1,10 @@
 """A large frozen model on every rank.
 
 What it compares: the size of modules without trainable parameters that every rank calls with the size of what is
-trained. It is reported from four times the size on, if the copies take memory at all: from 2 MiB on. verify runs small
-models in place of large ones, so it cannot compare the size with the memory of a GPU: ignore this warning if the copies
-fit.
+trained. It is reported from four times the size on, if the copies take memory at all: from 2 MiB on. Weights in shared
+memory and weights that are mapped from a file, as by `torch.load(..., mmap=True)` or `run.teacher(placement="cpu")`, do
+not count: the ranks of a node have one copy of them. verify runs small models in place of large ones, so it cannot
+compare the size with the memory of a GPU: ignore this warning if the copies fit.
 
 Fault: a teacher of 120 GB that each of four ranks on a node loads.
 
@@ -29,14 +30,15 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     trace = ranks[0]
     trained = max((module["bytes"] for module in trace.modules.values() if module["trainable"]), default=0)
     for number, module in trace.modules.items():
-        is_large = module["bytes"] >= max(_MIN_BYTES, _TIMES * trained)
+        private = module["bytes"] - module["mapped"]
+        is_large = private >= max(_MIN_BYTES, _TIMES * trained)
         if module["trainable"] or not is_large or not trained:
             continue
         calls = [call for step in trace.steps for call in step.calls if call.module == number]
         calls += [call for call in trace.frozen_calls if call.module == number]
         is_everywhere = all(
             any(
-                other["class"] == module["class"] and other["bytes"] == module["bytes"]
+                other["class"] == module["class"] and other["bytes"] - other["mapped"] == private
                 for other in each.modules.values()
             )
             for each in ranks
@@ -46,8 +48,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             call = next((each for each in calls_at(location) if name_of(each) != "no_grad"), None) if location else None
             yield CHECK.finding(
                 assigned(location, call.func) if location and call else location,
-                f"{module['class']} with {format_bytes(module['bytes'])} of frozen weights is on every rank, "
-                f"{module['bytes'] / trained:.0f} times the size of the model that is trained: {len(ranks)} copies",
+                f"{module['class']} with {format_bytes(private)} of frozen weights is on every rank, "
+                f"{private / trained:.0f} times the size of the model that is trained: {len(ranks)} copies",
                 ranks=range(len(ranks)),
             )
             return

@@ -12,7 +12,7 @@ Repair: `sampler.set_epoch(epoch)` at the beginning of each epoch.
 from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
-from samestep.verify.check import Check, Worlds, first
+from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import epoch_loop, find_calls
 from samestep.verify.trace_events import Epoch, LoaderInfo
@@ -59,7 +59,10 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding 
 
 
 def _was_called(calls: list[dict[str, object]]) -> str:
-    return f"was called {len(calls)} times, with the same number" if calls else "was never called"
+    if not calls:
+        return "was never called"
+    is_same = same_on_all(call["epoch"] for call in calls)
+    return f"was called {len(calls)} times, with the same number" if is_same else "was called for another sampler"
 
 
 def _is_unshuffled(loader: LoaderInfo) -> bool:

@@ -2,7 +2,7 @@
 
 What it compares: the files that each rank writes, and whether anything orders these writes: a collective, as for ranks
 that take turns, a message, or a lock. Files that are opened to change parts of them (`r+`), databases of SQLite, which
-locks them itself, and caches are not reported.
+locks them itself, and caches are not reported. A folder that one rank removes while another one writes to it is.
 
 Fault: `torch.save(state, "checkpoints/last.pt")` on every rank. The file is usually right and sometimes corrupt.
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding, Location, relative_path
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.file_order import FileOrder
+from samestep.verify.rank_trace import WorldTrace
 from samestep.verify.trace_events import FileEvent
 
 _MOST = 5
@@ -25,18 +26,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         if world is None:
             continue
         order = FileOrder(world.ranks)
-        writes = dict[str, dict[int, list[FileEvent]]]()
-        for trace in world:
-            for event in trace.files:
-                if event.action in ("write", "rename") and event.path not in order.locks:
-                    writes.setdefault(event.path, {}).setdefault(trace.rank, []).append(event)
-        found = dict[Location | None, tuple[str, list[int]]]()
-        for path, by_rank in writes.items():
-            ranks = sorted(by_rank)
-            pairs = [(rank, other) for rank in ranks for other in ranks if rank < other]
-            if any(_are_concurrent(order, rank, by_rank[rank], other, by_rank[other]) for rank, other in pairs):
-                event = next(iter(by_rank.values()))[0]
-                found.setdefault(first(event.site), (path, sorted(by_rank)))
+        found = _written_by_several(world, order)
         where = " if every rank is on a separate node" if world is worlds.nodes else ""
         for location, (path, ranks) in list(found.items())[:_MOST]:
             yield CHECK.finding(
@@ -46,6 +36,51 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             )
         if found:
             return
+        removal = next(_removals(world, order), None)
+        if removal is not None:
+            yield removal
+            return
+
+
+def _written_by_several(world: WorldTrace, order: FileOrder) -> dict[Location | None, tuple[str, list[int]]]:
+    """Paths that several ranks write in no order, with these ranks, by the line that writes."""
+    writes = dict[str, dict[int, list[FileEvent]]]()
+    for trace in world:
+        for event in trace.files:
+            if event.action in ("write", "rename") and event.path not in order.locks:
+                writes.setdefault(event.path, {}).setdefault(trace.rank, []).append(event)
+    found = dict[Location | None, tuple[str, list[int]]]()
+    for path, by_rank in writes.items():
+        ranks = sorted(by_rank)
+        pairs = [(rank, other) for rank in ranks for other in ranks if rank < other]
+        if any(_are_concurrent(order, rank, by_rank[rank], other, by_rank[other]) for rank, other in pairs):
+            event = next(iter(by_rank.values()))[0]
+            found.setdefault(first(event.site), (path, sorted(by_rank)))
+    return found
+
+
+def _removals(world: WorldTrace, order: FileOrder) -> Iterator[Finding]:
+    """Folders that a rank removes, while nothing keeps another rank from writing to them."""
+    for trace in world:
+        for removed in (event for event in trace.files if event.action == "rmtree"):
+            for other in world:
+                writes = [each for each in other.files if each.action in ("write", "rename") and other is not trace]
+                lost = [
+                    each
+                    for each in writes
+                    if each.path.startswith(f"{removed.path}/")
+                    and _are_concurrent(order, trace.rank, [removed], other.rank, [each])
+                ]
+                if lost:
+                    yield CHECK.finding(
+                        first(removed.site),
+                        f"rank {trace.rank} removes {relative_path(removed.path)}, to which rank {other.rank} writes "
+                        f"{relative_path(lost[0].path)}, and nothing orders the two",
+                        ranks=sorted((trace.rank, other.rank)),
+                        related=[each for each in [first(lost[0].site)] if each],
+                        consequence="files disappear, depending on which rank is faster",
+                        repair="let rank 0 remove and create the folder, and call dist.barrier() before others use it",
+                    )
 
 
 def _are_concurrent(order: FileOrder, rank: int, events: list[FileEvent], other: int, others: list[FileEvent]) -> bool:

@@ -18,7 +18,16 @@ from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.gradient_fit import is_local_sgd
 from samestep.verify.rank_trace import RankTrace
-from samestep.verify.source import argument, call_named, calls_at, find_calls, name_of, origin, tree_of
+from samestep.verify.source import (
+    argument,
+    attribute_assignments,
+    call_named,
+    calls_at,
+    find_calls,
+    name_of,
+    origin,
+    tree_of,
+)
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -27,20 +36,21 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     found = first_difference(ranks)
     if found is None or found[0] == 0:
         return
-    step, numbers = found
-    if not have_same_rates(ranks, step):
+    before, numbers = found
+    step = previous_step(ranks[0], before)
+    if not have_same_rates(ranks, before):
         return
     outside = [number for number in numbers if number not in ranks[0].covered]
-    if not outside or any(trace.steps[step - 1].is_sharded for trace in ranks):
+    if not outside or any(trace.steps[step].is_sharded for trace in ranks):
         return
-    if not ranks[0].covered and _exchanges_gradients(ranks[0], step):
+    if not ranks[0].covered and _exchanges_gradients(ranks[0], before):
         return
     names = format_list([parameter_name(ranks[0], number) for number in outside], 3)
     location, why = _early_exchange(worlds) or _cause(ranks[0], step)
     yield CHECK.finding(
         location,
-        f"{len(outside)} of {len(ranks[0].steps[step - 1].weights)} trained parameters differ between the ranks after "
-        f"step {step - 1} ({names}): {why}",
+        f"{len(outside)} of {len(ranks[0].steps[step].weights)} trained parameters differ between the ranks after "
+        f"step {step} ({names}): {why}",
         ranks=range(len(ranks)),
     )
 
@@ -65,20 +75,34 @@ def _uses_gradients(function: ast.AST) -> bool:
 
 def _cause(trace: RankTrace, step: int) -> tuple[Location | None, str]:
     """The line that leaves parameters out, and how."""
-    optimizer = trace.optimizers[trace.steps[step - 1].optimizer]
+    optimizer = trace.optimizers[trace.steps[step].optimizer]
     wrapped = [event for event in trace.of("wrap") if event["state"] == "end"]
-    changed = [event for event in trace.of("changed") if event["s"] <= step]
+    changed = [event for event in trace.of("changed") if event["s"] <= step + 1]
     if wrapped and changed:
         function = wrapped[0]["site"][0].function if wrapped[0]["site"] else ""
         frames = [each for each in changed[-1]["site"] if each.function == function]
         location = frames[0] if frames else first(changed[-1]["site"])
         return location, f"they were {changed[-1]['what']} after DDP was created, which does not cover them"
+    if wrapped and (unfrozen := _unfrozen_location(trace, wrapped[0]["p"])) is not None:
+        return unfrozen, "they were unfrozen after DDP was created, which does not cover them"
     if trace.covered:
         return _parameters_location(optimizer["site"]), "DDP does not cover them"
     prepared = [event["site"] for event in trace.of("accelerate") if event["name"] == "prepare" and event["site"]]
     if prepared:
         return first(prepared[0]), "the model is not passed to accelerator.prepare()"
     return _parameters_location(optimizer["site"]), "no DDP wrapper and no collective exchanges their gradients"
+
+
+def _unfrozen_location(trace: RankTrace, position: int) -> Location | None:
+    """The line with `requires_grad = True` that was executed first after a position."""
+    begin, lines = trace.lines
+    executed = dict.fromkeys(trace.locate(each) for each in lines[max(0, position - begin) :])
+    unfreezing = {
+        (file, statement.lineno)
+        for file, statement in attribute_assignments({each.file for each in executed}, "requires_grad")
+        if isinstance(statement.value, ast.Constant) and statement.value.value is True
+    }
+    return next((each for each in executed if (each.file, each.line) in unfreezing), None)
 
 
 def first_difference(ranks: list[RankTrace]) -> tuple[int, list[int]] | None:
@@ -102,6 +126,13 @@ def first_difference(ranks: list[RankTrace]) -> tuple[int, list[int]] | None:
         if differing:
             return number, differing
     return None
+
+
+def previous_step(trace: RankTrace, number: int) -> int:
+    """The number of the step before this one that the same optimizer made; another one cannot change its weights."""
+    optimizer = trace.steps[number].optimizer
+    earlier = [step.number for step in trace.steps[:number] if step.optimizer == optimizer]
+    return earlier[-1] if earlier else number - 1
 
 
 def have_same_rates(ranks: list[RankTrace], step: int) -> bool:

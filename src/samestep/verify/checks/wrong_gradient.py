@@ -3,7 +3,8 @@
 What it compares: the gradients that the optimizer applies with the mean of the gradients of the ranks before they are
 exchanged, parameter by parameter, and with the gradient of one rank for the same samples and weights. A common factor,
 as from clipping, is allowed, and so are differences by the rounding of the type. What the script does with gradients
-that DDP has averaged, and what a communication hook does, is not compared, if all ranks apply the same gradients.
+that DDP has averaged, and what a communication hook does, is not compared, if all ranks apply the same gradients. Of
+sharded gradients it compares by which factor each rank changes its part: it must be the same on all ranks.
 
 Fault: `dist.all_reduce(p.grad)` without a division by the number of ranks, an all-reduce of some of the parameters, or
 the last backward pass of an accumulation inside of `no_sync()`.
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from samestep.findings import Finding, Location
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first
-from samestep.verify.checks.bypassed_wrapper import is_bypassed
+from samestep.verify.checks.bypassed_wrapper import find_bypassed
 from samestep.verify.checks.per_rank_mean import loss_location
 from samestep.verify.checks.unsynchronized_parameters import parameter_name
 from samestep.verify.gradient_fit import (
@@ -35,6 +36,7 @@ from samestep.verify.source import find_calls, function_at
 from samestep.verify.trace_events import OptimizerStep
 
 _TOLERANCE = 2e-3
+_LARGE = 0.3  # a relative difference that no rounding explains
 _SCALE = 0.01  # from which on a gradient is a multiple of another one
 _MIN_STEPS = 2
 
@@ -42,11 +44,18 @@ _MIN_STEPS = 2
 def find(worlds: Worlds) -> Iterator[Finding]:
     """Compare applied gradients with the mean over the ranks, and then with one rank."""
     ranks = worlds.many.ranks
-    if len(ranks) < 2 or is_bypassed(ranks[0]) or any(trace.of("join") for trace in ranks) or is_local_sgd(ranks):
+    if len(ranks) < 2 or any(trace.of("join") for trace in ranks) or is_local_sgd(ranks):
+        return
+    if find_bypassed(ranks) is not None:
         return
     factors = list[tuple[OptimizerStep, float]]()
     references = {steps[0].number: reference for steps, reference in comparable_steps(worlds)}
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
+        if all(step.sharded for step in steps):
+            found = _unequal_shards(worlds, steps) or _incomplete_shards(worlds, steps)
+            if found is not None:
+                yield found
+                return
         fits = fit_mean(steps)
         if not fits:
             continue
@@ -98,6 +107,68 @@ def _is_intended(
         and number in reference.applied
         and _is_close(trace, steps, number, applied, reference.applied[number], 1)
     )
+
+
+def _unequal_shards(worlds: Worlds, steps: Sequence[OptimizerStep]) -> Finding | None:
+    """Whether the ranks scale their parts of the same gradients by different factors, as for a norm of one part."""
+    factors = list[float]()
+    for step in steps:
+        fits = [fit_factor(step.applied[number], value) for number, value in step.exchanged.items()]
+        if not fits or not all(error <= _TOLERANCE for _, error in fits):  # also if a gradient is not finite
+            return None
+        factors.append(sum(factor for factor, _ in fits) / len(fits))
+        if any(abs(factor - factors[-1]) > _SCALE * abs(factors[-1]) for factor, _ in fits):
+            return None
+    if max(factors) - min(factors) <= _SCALE * max(map(abs, factors)):
+        return None
+    return CHECK.finding(
+        _scaling_location(worlds) or first(steps[0].site),
+        f"the ranks scale their parts of the sharded gradients by different factors in step {steps[0].number}: "
+        f"{' and '.join(f'{factor:.3g}' for factor in factors)}",
+        ranks=range(len(steps)),
+        repair="reduce the norm over all ranks before you scale, or use torch.nn.utils.clip_grad_norm_",
+    )
+
+
+def _incomplete_shards(worlds: Worlds, steps: Sequence[OptimizerStep]) -> Finding | None:
+    """Whether sharded gradients are not the mean over the ranks: FSDP did not exchange those of some backward passes.
+
+    The types in which FSDP computes and exchanges are not known, so that only large differences count.
+    """
+    trace = worlds.many[0]
+    by_all = applied_by_all(trace, steps)
+    numbers = [
+        number
+        for number in by_all
+        if number in trace.row_sharded and all(number in step.local and number in step.applied for step in steps)
+    ]
+    if not numbers or len({len(step.backwards) for step in steps}) > 1:
+        return None
+    applied = [value for number in numbers for value in by_all[number]]
+    locals_ = [[value for number in numbers for value in step.local[number]] for step in steps]
+    _, error = fit_factor(applied, [sum(values) for values in zip(*locals_, strict=True)])
+    if not error >= _LARGE or steps[0].is_clipped:  # also if a gradient is not finite
+        return None
+    switches = [
+        Location(file, call.lineno)
+        for file in worlds.files
+        for call in find_calls(file, ["set_requires_gradient_sync", "no_sync"])
+        if (file, call.lineno) in worlds.executed()
+    ]
+    return CHECK.finding(
+        switches[0] if switches else first(steps[0].backwards[-1].site) if steps[0].backwards else first(steps[0].site),
+        f"the sharded gradients of {len(numbers)} parameters are not the mean over the ranks in step {steps[0].number}",
+        ranks=range(len(steps)),
+        repair="exchange the gradients in the last backward pass before every step: set_requires_gradient_sync(True)",
+    )
+
+
+def _scaling_location(worlds: Worlds) -> Location | None:
+    """The only line that multiplies or divides tensors in place and was executed, if there is one."""
+    lines = worlds.executed()
+    calls = [(file, call.lineno) for file in worlds.files for call in find_calls(file, ["mul_", "div_"])]
+    executed = [each for each in calls if each in lines]
+    return Location(*executed[0]) if len(executed) == 1 else None
 
 
 def _wrong(ranks: list[RankTrace], step: OptimizerStep, numbers: list[int]) -> Finding:

@@ -141,9 +141,14 @@ class _Mapping:
         accelerator.is_available = self._answer(settings.claims_cuda)
         accelerator.device_count = self._answer(size)
         accelerator.current_accelerator = _returning(torch.device("cuda") if settings.claims_cuda else None)
-        accelerator.set_device_index = self._set_device
-        accelerator.current_device_index = _returning(0)
-        accelerator.synchronize = _returning(None)
+        accelerator.set_device_index = accelerator.set_device_idx = self._set_device
+        accelerator.current_device_index = accelerator.current_device_idx = _returning(0)
+        accelerator.device_index = _Device
+        accelerator.current_stream = _returning(_Stream())  # Adam asks it whether a graph is captured
+        for name in ("synchronize", "set_stream", "empty_cache", "reset_peak_memory_stats"):
+            setattr(accelerator, name, _returning(None))
+        for name in _ZERO[1:]:
+            setattr(accelerator, name, _returning(0))
         torch.autocast = torch.amp.autocast = _Autocast  # pyright: ignore
         cuda.amp.autocast = _Autocast
         cuda.amp.GradScaler = torch.amp.GradScaler = _Scaler  # pyright: ignore

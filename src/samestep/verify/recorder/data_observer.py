@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset, Subset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
-from samestep.verify.recorder.fingerprints import hash_rows, shapes
+from samestep.verify.recorder.fingerprints import hash_rows, rng_state, shapes
 from samestep.verify.recorder.recorder import Recorder, StopScript, wrap
 
 ITERATOR: Final = "_BaseDataLoaderIter"  # of torch.utils.data.dataloader
@@ -135,10 +135,10 @@ class DataObserver:
             raise
         index = epoch.indices.popleft() if epoch.indices else None
         with recorder.quiet():
-            rows, data_shapes = hash_rows(data), shapes(data)
+            rows, data_shapes, rng = hash_rows(data), shapes(data), rng_state()
         recorder.write(
             "batch", epoch=epoch.number, n=epoch.batches, index=resolve(epoch.loader.dataset, index), rows=rows,
-            shapes=data_shapes,
+            shapes=data_shapes, rng=rng,
         )  # fmt: skip
         epoch.batches += 1
         return data

@@ -92,7 +92,7 @@ class FileObserver:
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if (
-            event not in ("open", "os.rename", "os.remove", "os.mkdir", "sqlite3.connect")
+            event not in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree", "sqlite3.connect")
             or self._is_busy
             or self._recorder.is_quiet
         ):
@@ -109,8 +109,8 @@ class FileObserver:
             self._write("rename", args[1])
         elif event == "sqlite3.connect":
             self._write("update", args[0])  # SQLite locks what it writes
-        elif event in ("os.remove", "os.mkdir"):
-            self._write(event.removeprefix("os."), args[0])
+        elif event in ("os.remove", "os.mkdir", "shutil.rmtree"):
+            self._write(event.rpartition(".")[2], args[0])
         elif isinstance(args[0], str | bytes | os.PathLike):
             mode, flags = args[1] if isinstance(args[1], str) else "", args[2] or 0
             writes = any(letter in mode for letter in "wax") if mode else bool(flags & _WRITES and flags & _CHANGES)
@@ -129,16 +129,18 @@ class FileObserver:
             self._detach(Path(name))
         if action == "read" and (not name.startswith(recorder.settings.mirror[0] or "/") or name.endswith(".py")):
             return
+        event = {
+            "action": action, "path": recorder.original_path(name), "mode": mode, "exclusive": exclusive,
+            "site": recorder.site(2),
+        }  # fmt: skip
         if action in ("write", "rename") and recorder.rank == 0 and recorder.settings.world != "one":
-            self._delay(name)
-        recorder.write(
-            "file", action=action, path=recorder.original_path(name), mode=mode, exclusive=exclusive,
-            site=recorder.site(2),
-        )  # fmt: skip
+            self._delay(name, event)
+        recorder.write("file", **event)
 
-    def _delay(self, name: str) -> None:
+    def _delay(self, name: str, event: dict[str, Any]) -> None:
         if name not in self._delayed and len(self._delayed) < _MAX_DELAYS:
             self._delayed.add(name)
+            self._recorder.write("delayed_file", **event)  # this rank may be ended before it writes
             time.sleep(_WRITE_DELAY)
 
     def _detach(self, path: Path) -> None:

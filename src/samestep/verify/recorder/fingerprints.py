@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ _MAX_LEAF_BYTES: Final = 64 * 2**20
 _SKETCHES: Final = 4
 _MAX_ELEMENTS: Final = 2**16  # of a tensor in a sketch; of a larger one, evenly spaced elements
 _MAX_LEAVES: Final = 8
+_MAPS: Final = Path("/proc/self/maps")  # Linux: a line per range of addresses, with the file that it is mapped from
 
 _projections: dict[int, Tensor] = {}
 
@@ -64,7 +66,7 @@ def hash_tensor(tensor: Tensor) -> str:
     """A hash of the values of a tensor, or of this rank's part of a sharded one; empty for one without values."""
     if not has_values(tensor):
         return ""
-    return _digest(_to_numpy(local_part(tensor)).tobytes())
+    return _digest(_to_numpy(local_part(tensor)).data)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -77,6 +79,25 @@ def has_values(tensor: Tensor) -> bool:
 def is_tracing() -> bool:
     """Whether new tensors have no values: torch computes shapes only, under FakeTensorMode or on the meta device."""
     return not has_values(torch.empty(0))
+
+
+def mapped_bytes(tensors: Sequence[Tensor]) -> int:
+    """The bytes of tensors in memory that processes share: shared memory, or mapped from a file; 0 if it is unknown."""
+    on_cpu = [each for each in tensors if each.device.type == "cpu" and has_values(each)]
+    if not on_cpu or not _MAPS.exists():
+        return 0
+    ranges = list[tuple[int, int]]()
+    for line in _MAPS.read_text().splitlines():
+        addresses, permissions, *_, name = line.split(maxsplit=5) if line.count("/") else (*line.split()[:2], "")
+        if permissions.endswith("s") or name.startswith("/"):
+            first, _, last = addresses.partition("-")
+            ranges.append((int(first, 16), int(last, 16)))
+    parts = [local_part(each) for each in on_cpu]
+    return sum(
+        part.numel() * part.element_size()
+        for part in parts
+        if any(first <= part.data_ptr() < last for first, last in ranges)
+    )
 
 
 def shapes(value: Any) -> list[list[int]]:
@@ -101,7 +122,7 @@ def sketch(tensor: Tensor) -> list[float]:
     skipped = -offset % stride
     flat, begin = flat[skipped::stride], (offset + skipped) // stride
     signs = _projection(-(-total // stride))[:, begin : begin + flat.numel()]
-    return (signs @ flat.to("cpu", torch.float64)).tolist()
+    return (signs @ flat.cpu().double()).tolist()
 
 
 def is_row_sharded(tensor: Any) -> bool:
@@ -115,6 +136,11 @@ def _offset(tensor: Any) -> int:
     rows = tensor.shape[0]
     chunk = -(-rows // tensor.device_mesh.size())
     return min(rows, chunk * tensor.device_mesh.get_local_rank()) * (tensor.numel() // max(1, rows))
+
+
+def rng_state() -> str:
+    """A hash of the state of torch's generator on the CPU."""
+    return hash_tensor(torch.get_rng_state())
 
 
 def is_zero(tensor: Tensor | None) -> bool:
@@ -144,12 +170,12 @@ def _projection(length: int) -> Tensor:
 
 
 def _to_numpy(tensor: Tensor) -> Any:
-    tensor = tensor.detach().to("cpu")
+    tensor = tensor.detach().cpu()
     if tensor.is_sparse or tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     tensor = tensor.contiguous()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def _digest(data: Any) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:16]  # current CPUs have instructions for it

@@ -16,7 +16,7 @@ from typing import Any, Final
 from samestep.environment.processes import adopt_orphans, kill_descendants
 from samestep.environment.world import export, read_environ
 from samestep.verify.recorder.install import OBSERVERS, PRELOADED, install, run_script
-from samestep.verify.recorder.rank_process import seed_differently
+from samestep.verify.recorder.rank_process import seed_differently, use_cores_of
 from samestep.verify.recorder.recorder import VARIABLE, load_settings
 
 _POLL_SECONDS: Final = 0.02
@@ -89,6 +89,8 @@ def _become_rank(request: dict[str, Any]) -> None:
     try:
         seed_differently()
         settings = load_settings(request["environment"][VARIABLE])
+        if settings.is_reference and not settings.spawns:
+            use_cores_of(settings.reference["size"])
         recorder = install(settings, request["rank"])
         code = run_script(recorder, request["target"], request["is_module"], request["arguments"])
     except BaseException:  # noqa: BLE001 - of verify itself: the output of a rank shows it

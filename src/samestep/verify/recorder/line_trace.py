@@ -28,7 +28,7 @@ class LineTrace:
 
     def restart(self) -> None:
         """Write to a new ring, that of this process."""
-        self._codes: dict[CodeType, int | None] = {}
+        self._tracers: dict[CodeType, Any] = {}  # what traces the lines of a function; None for code of libraries
         name = f"rank-{self._recorder.rank}" if self._recorder.rank is not None else f"process-{self._recorder.pid}"
         with (Path(self._recorder.settings.folder) / f"{name}.lines").open("wb+") as file:
             file.truncate(_HEADER + 4 * RING_ENTRIES)
@@ -53,33 +53,37 @@ class LineTrace:
             sys.settrace(self._enter)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        number = self._codes.get(code, -1)
-        if number is None:
-            return None
-        if number == -1:
-            number = self._add(code)
-        return self._line if number is not None else None
+        """Called for every function, mostly of libraries: a step of a model calls thousands."""
+        try:
+            return self._tracers[frame.f_code]
+        except KeyError:
+            return self._add(frame.f_code)
 
-    def _add(self, code: CodeType) -> int | None:
-        number = self._codes[code] = None
+    def _add(self, code: CodeType) -> Any:
+        tracer = None
         if self._recorder.is_user_code(code) and self._traced < _MAX_CODES:
-            number = self._codes[code] = self._traced
-            self._traced += 1
+            tracer = self._trace_lines(self._traced)
             file = self._recorder.original_path(code.co_filename)
-            self._recorder.write("code", id=number, file=file, name=code.co_qualname, line=code.co_firstlineno)
-        return number
+            self._recorder.write("code", id=self._traced, file=file, name=code.co_qualname, line=code.co_firstlineno)
+            self._traced += 1
+        self._tracers[code] = tracer
+        return tracer
 
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            number = self._codes.get(frame.f_code)
-            if number is None:  # of a frame that a fork has inherited
-                number = self._add(frame.f_code) or 0
-            value = number << _LINE_BITS | frame.f_lineno
-            self._ring[self._position % RING_ENTRIES] = value
-            self._position += 1
-            self._count[0] = self._position
-        return self._line
+    def _trace_lines(self, number: int) -> Any:
+        """A function that notes the lines of the function with this number."""
+        base = number << _LINE_BITS
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line":
+                if self._tracers.get(frame.f_code) is not trace:  # of a frame that a fork has inherited
+                    following = self._tracers.get(frame.f_code) or self._add(frame.f_code)
+                    return following(frame, event, argument) if following is not None else None
+                self._ring[self._position % RING_ENTRIES] = base | frame.f_lineno
+                self._position += 1
+                self._count[0] = self._position
+            return trace
+
+        return trace
 
 
 def read_lines(path: Path) -> tuple[int, list[tuple[int, int]]]:

@@ -10,7 +10,14 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.verify.recorder.data_observer import DataObserver
-from samestep.verify.recorder.fingerprints import count_rows, hash_rows, hash_tensor, is_tracing
+from samestep.verify.recorder.fingerprints import (
+    count_rows,
+    hash_rows,
+    hash_tensor,
+    is_tracing,
+    mapped_bytes,
+    rng_state,
+)
 from samestep.verify.recorder.recorder import Recorder, wrap
 from samestep.verify.recorder.replay import Replay
 
@@ -133,6 +140,7 @@ class ModelObserver:
             "trainable": sum(each.numel() for each in parameters if each.requires_grad),
             "frozen": sum(each.numel() for each in parameters if not each.requires_grad),
             "bytes": sum(each.numel() * each.element_size() for each in parameters),
+            "mapped": mapped_bytes(parameters),
             "batchnorm": _count_batchnorm(module),
             "buffers": sum(1 for _ in module.buffers()),
         }
@@ -162,7 +170,7 @@ class ModelObserver:
             rows, hashes = count_rows(inputs), hash_rows(inputs)
             is_frozen = not any(each.requires_grad for each in module.parameters())
             weights = self._hash(module) if is_frozen or not trains else ""
-            rng = _rng_state()
+            rng = rng_state()
             buffers = "" if torch.is_grad_enabled() else "-".join(hash_tensor(each)[:6] for each in module.buffers())
         recorder.write(
             "call", buffers=buffers, module=self.number(module), wrapper=self.wrapper(module), site=recorder.site(2),
@@ -177,7 +185,7 @@ class ModelObserver:
         finally:
             self._depth -= 1
             with recorder.quiet():
-                after = _rng_state()
+                after = rng_state()
             recorder.write("call_end", module=self._modules.get(module), rng=after)
 
     def _hash(self, module: nn.Module) -> str:
@@ -209,7 +217,7 @@ class ModelObserver:
         with recorder.quiet():
             value = float(root.detach()) if isinstance(root, Tensor) and root.numel() == 1 else None
             handles = _watch_scales(root, scales)
-            rng = _rng_state()
+            rng = rng_state()
         syncs = [bool(getattr(each, "require_backward_grad_sync", True)) for each in self._wrappers]
         self._data.note_training()
         recorder.write("backward", site=recorder.site(2), loss=value, syncs=syncs, rng=rng, epoch=self._data.current)
@@ -239,10 +247,6 @@ def _count_batchnorm(module: nn.Module) -> int:
 
 def _is_fsdp1(module: nn.Module) -> bool:
     return type(module).__name__ == "FullyShardedDataParallel"
-
-
-def _rng_state() -> str:
-    return hash_tensor(torch.get_rng_state())
 
 
 def _watch_scales(root: Any, scales: list[float]) -> list[Any]:

@@ -65,7 +65,8 @@ class OptimizerObserver:
         self._kept: list[Tensor] = []
         self._local: dict[int, list[float]] = {}  # sketches of the gradients of this rank alone, since the last step
         self._norms: dict[int, float] = {}  # of these gradients, added up
-        self._exchanged: dict[int, list[float]] = {}  # sketches of the gradients after the last backward pass
+        self._exchanged: dict[int, tuple[Tensor, Tensor]] = {}  # parameters, and copies of their gradients after the
+        # last backward pass; a copy is faster than a sketch, which is needed only if the script changes the gradient
         self._before_clip: dict[int, list[float]] = {}
         self._named: set[int] = set()
         self._sharded = ShardedGradients(self._number, self._collect)
@@ -81,6 +82,7 @@ class OptimizerObserver:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(nn.utils, name, self._clip)
             setattr(nn.utils.clip_grad, name, getattr(nn.utils, name))
+        wrap(LRScheduler, "__init__", self._create_scheduler)
         wrap(LRScheduler, "step", self._step_scheduler)
         wrap(ReduceLROnPlateau, "step", self._step_scheduler)
 
@@ -130,9 +132,22 @@ class OptimizerObserver:
     def _after_backward(self) -> None:
         """Keep the gradients that a wrapper has exchanged, before the script changes them."""
         covered = self._models.covered()
-        self._exchanged = self._applied(
-            [each for each in self._kept if id(each) in covered or hasattr(each, "_local_tensor")]
-        )
+        self._exchanged = {
+            self._number(each): (each, each.grad.detach().clone())
+            for each in self._kept
+            if each.grad is not None and (id(each) in covered or hasattr(each, "_local_tensor"))
+        }
+
+    def _changed(self, applied: dict[int, list[float]]) -> dict[str, list[float]]:
+        """Sketches of exchanged gradients that are not those that the optimizer applies."""
+        changed = {
+            number: sketch(copy)
+            for number, (parameter, copy) in self._exchanged.items()
+            if parameter.grad is not None
+            and not torch.equal(local_part(parameter.grad), local_part(copy))
+            and number in applied
+        }
+        return {str(number): value for number, value in changed.items() if applied[number] != value}
 
     def _number(self, parameter: Tensor) -> int:
         return self._numbers.get(id(parameter), -1)
@@ -176,11 +191,7 @@ class OptimizerObserver:
                 "applied": {str(number): value for number, value in applied.items()},
                 "local": {str(number): value for number, value in self._local.items()},
                 "norms": {str(number): value for number, value in self._norms.items() if number in applied},
-                "exchanged": {
-                    str(number): value
-                    for number, value in self._exchanged.items()
-                    if applied.get(number, value) != value
-                },
+                "exchanged": self._changed(applied),
                 "weights": _hash_all(parameters),
                 "sharded": [self._number(each) for each in parameters if hasattr(each, "_local_tensor")],
                 "clipped": bool(self._before_clip),
@@ -224,6 +235,11 @@ class OptimizerObserver:
         recorder.write("step_end", optimizer=self._optimizers.index(optimizer))
         if recorder.steps >= recorder.last_step:
             raise StopScript
+
+    def _create_scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._recorder.is_quiet:
+            self._recorder.write("new_scheduler", name=type(scheduler).__name__, site=self._recorder.site())
+        original(scheduler, *args, **kwargs)
 
     def _step_scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder

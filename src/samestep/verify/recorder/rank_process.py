@@ -24,6 +24,13 @@ def seed_differently() -> None:
     torch.seed()
 
 
+def use_cores_of(ranks: int) -> None:
+    """Let one rank that computes the global batch of several use as many cores as they do together."""
+    import torch
+
+    torch.set_num_threads(max(torch.get_num_threads(), min(ranks, len(os.sched_getaffinity(0)))))
+
+
 def run_until_stopped(function: Callable[[], None]) -> tuple[int, BaseException | None]:
     """Run until the function returns, raises, or has made enough steps; returns an exit code and the exception."""
     try:
