@@ -19,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slurm nodes data fast check format docs pictures tree constraints clean
+.PHONY: help demo test slurm nodes data browser fast check format docs pictures tree constraints clean
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r name line; do printf '%-20s %s\n' "$$name" "$$line"; done
@@ -28,7 +28,7 @@ demo: $(READY)  ## train on one rank and on two, and compare the results
 	@$(BIN)/python tools/demo.py
 
 test: FILES_AT_A_TIME := 3
-test: $(READY) slurm nodes data  ## run every test
+test: $(READY) slurm nodes data browser  ## run every test
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # The SLURM tests start a real SLURM. If it cannot be installed, pytest skips them and reports it.
@@ -51,6 +51,13 @@ data:  ## install Fashion-MNIST for a recipe test (Debian and Ubuntu, as root)
 	  echo "installing dataset-fashion-mnist for a recipe test (31 MB, once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends dataset-fashion-mnist; } \
 	    > /dev/null || echo "dataset-fashion-mnist could not be installed: pytest will skip its test"; fi
+
+# The pages of reports are opened in a browser. If it cannot be installed, pytest skips these tests and reports it.
+browser:  ## install Chromium for the tests of reports (Debian and Ubuntu, as root)
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  echo "installing chromium for the tests of reports (a minute, once)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } \
+	    > /dev/null || echo "chromium could not be installed: pytest will skip the tests in a browser"; fi
 
 fast: $(READY)  ## run the tests that take at most a few seconds each
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'

@@ -1,8 +1,9 @@
 """The overhead of a training step: samestep compared with a hand-written DDP loop, Lightning, Fabric and Accelerate.
 
     python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
-    python benchmarks/overhead.py --device cuda --task gpt2 [--compile]
-    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2
+    python benchmarks/overhead.py --device cuda --task gpt2 [--compile [--loss-in-forward]]
+    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 [--masked]
+    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 --strategy fsdp zero2
 
 Each contender has its own ranks, started once: two on the CPU with gloo and one thread each, one on a GPU, or several
 on one GPU over NCCL (2.30 or newer, which accepts several ranks per GPU with that variable). They run
@@ -11,7 +12,11 @@ so that a change of the machine's speed affects all contenders, and the median o
 compares the fastest rounds and "cpu" the CPU seconds of rank 0, which other processes on the machine disturb less. All
 contenders read the same rows through a DataLoader without workers, shuffle, use the same AdamW, and log their loss
 every 50 steps, or with their own logger at its default. None writes checkpoints. On a GPU all use bf16 with TF32 and a
-fused AdamW.
+fused AdamW, except the newcomer (`--newcomer`), who writes the loop of a tutorial for one rank, which trains the same
+global batch: fp32, no TF32, the default AdamW.
+With FSDP the hand-written loop shards the same blocks with `fully_shard`, and exchanges gradients in the last of
+several micro-batches (`--micro-batches 1 4`). A masked mean (`--masked`) is compared with the plain mean. Memory is the
+peak of a step on rank 0.
 """
 
 import argparse
@@ -26,110 +31,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from dataclasses import asdict, replace
+from itertools import count, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from training_tasks import Task, build, losses
+
 LOG_EVERY = 50
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model with its data, and the length of a turn."""
-
-    name: str
-    rows: int  # samples per rank and step
-    steps: int  # per epoch
-    warm_up: int  # steps of a turn before the timer starts
-    timed: int  # timed steps of a turn
-    device: str
-    compile: bool
-    world: int
 
 
 def tasks(args) -> Iterator[Task]:
     world = args.nproc or (2 if args.device == "cpu" else 1)
     sizes = {"mlp": (64, 400, 5, 40), "transformer": (4, 200, 1, 4), "gpt2": (32 // world, 40, 3, 10)}
-    for name in args.task:
-        yield Task(name, *sizes[name], args.device, args.compile, world)
-
-
-def build(task: Task):
-    """Create model and data, the same on every rank and for every contender."""
-    import torch
-
-    torch.manual_seed(0)
-    n = task.rows * task.world * task.steps
-    if task.name == "mlp":
-        data = Rows(torch.randn(n, 784), torch.randint(0, 10, (n,)))
-        sizes = (784, 512, 512, 10)
-        layers = [m for a, b in pairwise(sizes) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-        return torch.nn.Sequential(*layers[:-1]), data
-    shape = {"transformer": (1024, 256, 6, 8, 64), "gpt2": (50304, 768, 12, 12, 1024)}[task.name]
-    tokens = torch.randint(0, shape[0], (n, shape[4] + 1))
-    return language_model(*shape), Rows(tokens[:, :-1], tokens[:, 1:])
-
-
-class Rows:
-    """A map-style dataset that is read row by row."""
-
-    def __init__(self, inputs, targets) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int):
-        return self.inputs[index], self.targets[index]
-
-
-def language_model(vocabulary: int, width: int, depth: int, heads: int, length: int):
-    """A decoder like GPT-2 with scaled_dot_product_attention; embedding and head share their weights."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import scaled_dot_product_attention
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
-
-        def forward(self, x):
-            rows, steps, _ = x.shape
-            q, k, v = self.qkv(self.norm(x)).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(rows, steps, width))
-            return x + self.mlp(self.norm2(x))
-
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(vocabulary, width)
-            self.positions = nn.Embedding(length, width)
-            self.blocks = nn.ModuleList(Block() for _ in range(depth))
-            self.norm = nn.LayerNorm(width)
-            self.head = nn.Linear(width, vocabulary, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, tokens):
-            x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    return Decoder()
-
-
-def losses(task: Task, outputs, targets, reduction: str):
-    from torch.nn.functional import cross_entropy
-
-    if task.name == "mlp":
-        return cross_entropy(outputs, targets, reduction=reduction)
-    value = cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction=reduction)
-    return value if reduction == "mean" else value.view(targets.shape)
+    for name, strategy, micro_batches in product(args.task, args.strategy, args.micro_batches):
+        yield Task(name, *sizes[name], args.device, args.compile, world, strategy, micro_batches, args.loss_in_forward)
 
 
 def adamw(task: Task, parameters):
@@ -146,24 +62,29 @@ class Turns:
         self._length = task.warm_up + task.timed
         self._step = self._length
         self._wall = self._cpu = 0.0
-        self._turns = 0
 
     def __call__(self) -> None:  # noqa: D102 see the class
         if self._step == self._length:
             self._wait()
         if self._step == self._task.warm_up:
             self._finish_queue()
+            if self._task.device == "cuda":
+                import torch
+
+                torch.cuda.reset_peak_memory_stats()
             self._wall, self._cpu = time.perf_counter(), time.process_time()
         self._step += 1
 
     def _wait(self) -> None:
         self._finish_queue()
         seconds = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        peak = 0
         if self._task.device == "cuda":
             import torch
 
+            peak = torch.cuda.max_memory_allocated()
             torch.cuda.empty_cache()  # the contenders share one GPU
-        self._pipe.send([value / self._task.timed for value in seconds])
+        self._pipe.send([*(value / self._task.timed for value in seconds), peak])
         if self._pipe.recv() == "stop":
             os._exit(0)  # a Trainer cannot be stopped quickly within an epoch
         self._step = 0
@@ -205,42 +126,101 @@ def by_hand(task: Task, turn: Turns, folder: Path) -> None:
     sampler = None
     if task.device == "cuda":
         torch.set_float32_matmul_precision("high")
-    if task.compile:
-        model = torch.compile(model)
     if task.world > 1:
         dist.init_process_group(backend(task))
-        model, sampler = DistributedDataParallel(model), DistributedSampler(data)
+        sampler = DistributedSampler(data)
+    sharded = task.world > 1 and task.strategy != "ddp"
+    if sharded:
+        shard_by_hand(task, model)
+    elif task.compile:
+        model = torch.compile(model)
+    if task.world > 1 and not sharded:
+        model = DistributedDataParallel(model)
     optimizer, log, steps = adamw(task, model.parameters()), Log(folder), count()
     for epoch in count():
         if sampler is not None:
             sampler.set_epoch(epoch)
         for batch in batches(task, data, sampler):
             turn()
-            inputs, targets = (tensor.to(task.device, non_blocking=True) for tensor in batch)
-            with torch.autocast(task.device, torch.bfloat16, enabled=task.device == "cuda"):
-                loss = losses(task, model(inputs), targets, "mean")
-            loss.backward()
+            parts = zip(*(tensor.chunk(task.micro_batches) for tensor in batch), strict=True)
+            for number, part in enumerate(parts, 1):
+                inputs, targets = (tensor.to(task.device, non_blocking=True) for tensor in part)
+                sync_gradients(model, sharded, number == task.micro_batches)
+                with torch.autocast(task.device, torch.bfloat16, enabled=task.device == "cuda"):
+                    loss = losses(task, model, inputs, targets, "mean") / task.micro_batches
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             log(next(steps), loss)
 
 
-def by_samestep(task: Task, turn: Turns, folder: Path) -> None:
+def shard_by_hand(task: Task, model) -> None:
+    """FSDP2 as its tutorial writes it: every block, then the rest, in bf16 on a GPU, with gradients reduced in fp32."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if task.device == "cuda" else MixedPrecisionPolicy()
+    for block in getattr(model, "blocks", model):
+        if not any(True for _ in block.parameters()):
+            continue
+        if task.compile:
+            block.compile()
+        fully_shard(block, mp_policy=policy, reshard_after_forward=task.strategy == "fsdp")
+    fully_shard(model, mp_policy=policy)
+
+
+def sync_gradients(model, sharded: bool, last: bool) -> None:
+    """Exchange gradients in the backward pass of the last micro-batch only."""
+    if sharded:
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = last
+
+
+def by_newcomer(task: Task, turn: Turns, folder: Path) -> None:
+    """The loop of a tutorial, on one rank."""
+    import torch
+
+    model, data = build(task)
+    model.to(task.device)
+    optimizer, log, steps = torch.optim.AdamW(model.parameters(), lr=1e-4), Log(folder), count()
+    for _ in count():
+        for batch in batches(task, data, None):
+            turn()
+            inputs, targets = (tensor.to(task.device) for tensor in batch)
+            optimizer.zero_grad()
+            loss = losses(task, model, inputs, targets, "mean")
+            loss.backward()
+            optimizer.step()
+            log(next(steps), loss)
+
+
+def by_samestep(task: Task, turn: Turns, folder: Path, masked: bool = False) -> None:
+    import torch
     from torch.optim import AdamW
 
     from samestep import Run
 
     module, data = build(task)
+    micro_batch = task.rows // task.micro_batches
     with Run(global_batch=task.rows * task.world, seed=0, folder=folder, compile=task.compile) as run:
-        model = run.wrap(module)
+        model = run.wrap(module, task.strategy if task.world > 1 else None)
         optimizer = AdamW(model.parameters(), lr=1e-4)
-        for epoch in run.shard(data, shuffle=True, drop_last=True, num_workers=0).epochs(1 << 30):
+        shard = run.shard(data, shuffle=True, drop_last=True, num_workers=0, micro_batch=micro_batch)
+        for epoch in shard.epochs(1 << 30):
             for step in epoch:
                 turn()
                 for inputs, targets in step:
-                    step.mean(losses(task, model(inputs), targets, "none")).backward()
+                    values = losses(task, model, inputs, targets, "none")
+                    step.mean(values, mask=torch.ones_like(targets) if masked else None).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def by_masked_samestep(task: Task, turn: Turns, folder: Path) -> None:
+    by_samestep(task, turn, folder, masked=True)
 
 
 def backend(task: Task) -> str:
@@ -279,7 +259,7 @@ def by_lightning(task: Task, turn: Turns, folder: Path) -> None:
 
         def training_step(self, batch):
             inputs, targets = batch
-            loss = losses(task, self.model(inputs), targets, "mean")
+            loss = losses(task, self.model, inputs, targets, "mean")
             self.log("loss", loss)
             return loss
 
@@ -333,7 +313,7 @@ def by_fabric(task: Task, turn: Turns, folder: Path) -> None:
     for _ in count():
         for inputs, targets in loader:
             turn()
-            loss = losses(task, model(inputs), targets, "mean")
+            loss = losses(task, model, inputs, targets, "mean")
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -358,7 +338,7 @@ def by_accelerate(task: Task, turn: Turns, folder: Path) -> None:
     for _ in count():
         for inputs, targets in loader:
             turn()
-            loss = losses(task, model(inputs), targets, "mean")
+            loss = losses(task, model, inputs, targets, "mean")
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -371,7 +351,10 @@ CONTENDERS: dict[str, Callable[[Task, Turns, Path], None]] = {
     "lightning": by_lightning,
     "fabric": by_fabric,
     "accelerate": by_accelerate,
+    "masked": by_masked_samestep,
+    "newcomer": by_newcomer,
 }
+PEERS = ("lightning", "fabric", "accelerate")
 
 
 def work(name: str, task: Task, rank: int, port: int, pipe: Connection, folder: Path) -> None:
@@ -403,6 +386,8 @@ class Contender:
 
     def __init__(self, name: str, task: Task, folder: Path) -> None:
         self.name, self._pipes, self._processes = name, [], []
+        if name == "newcomer":
+            task = replace(task, rows=task.rows * task.world, world=1)
         context, port = multiprocessing.get_context("spawn"), free_port()
         for rank in range(task.world):
             pipe, child_pipe = context.Pipe()
@@ -482,32 +467,42 @@ def summarize(task: Task, name: str, own: list[list[float]], by_hand: list[list[
         "added_us": 1e6 * statistics.median(turn[0] - hand[0] for turn, hand in pairs),
         "cpu_ratio": statistics.median(turn[1] / hand[1] for turn, hand in pairs),
         "added_cpu_us": 1e6 * statistics.median(turn[1] - hand[1] for turn, hand in pairs),
+        "gib": max(turn[2] for turn in own) / 2**30,
         "rounds": len(own),
     }
 
 
 def line(row) -> str:
+    layout = f"{row['strategy']} x {row['micro_batches']}" if row["world"] > 1 else "one rank"
+    memory = f"   {row['gib']:6.2f} GiB" if row["gib"] else ""
     return (
-        f"{row['name']:12} {row['contender']:13} {row['ms']:9.3f} ms/step"
+        f"{row['name']:12} {layout:9} {row['contender']:13} {row['ms']:9.3f} ms/step"
         f"   x {row['ratio']:.4f} {row['added_us']:+8.0f} us   best x {row['best_ratio']:.4f}"
-        f"   cpu x {row['cpu_ratio']:.4f} {row['added_cpu_us']:+8.0f} us"
+        f"   cpu x {row['cpu_ratio']:.4f} {row['added_cpu_us']:+8.0f} us{memory}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=["mlp", "transformer", "gpt2"])
-    parser.add_argument("--contender", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--contender", nargs="+", choices=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks per contender; with --device cuda they share one GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--loss-in-forward", action="store_true", help="compute the loss in the (compiled) model")
+    parser.add_argument("--strategy", nargs="+", choices=["ddp", "fsdp", "zero2"], default=["ddp"])
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], help="per rank and step")
+    parser.add_argument("--masked", action="store_true", help="also samestep with a masked mean")
+    parser.add_argument("--newcomer", action="store_true", help="also a plain loop in fp32, on one rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     args.task = args.task or (["mlp", "transformer"] if args.device == "cpu" else ["gpt2"])
-    names = list(dict.fromkeys(["hand-written", *args.contender]))
     for task in tasks(args):
-        for row in compare(task, names, args.rounds):
+        plain = task.strategy == "ddp" and task.micro_batches == 1  # what the peers are written for
+        chosen = args.contender or ["samestep", *(PEERS if plain else ())]
+        names = dict.fromkeys(["hand-written", *chosen, *["masked"] * args.masked, *["newcomer"] * args.newcomer])
+        for row in compare(task, list(names), args.rounds):
             print(json.dumps(row) if args.json else line(row), flush=True)
 
 

@@ -45,7 +45,7 @@ class Tree:
 
 _trees: dict[Path, Tree] = {}  # the last one read of each repository
 _helpers: set[int] = set()  # processes of multiprocessing that were found before
-shared_processes: set[int] = set()  # of fixtures that several tests share
+shared_processes: set[int] = set()  # of fixtures that several tests share; what they start is theirs, too
 
 
 def take_snapshot(repository: Path) -> Snapshot:
@@ -98,7 +98,8 @@ def threads(before: Snapshot) -> Iterator[str]:
 
 def processes(known: set[int]) -> Iterator[str]:
     """Name descendants of this process that still run, except the two helper processes of multiprocessing."""
-    for pid in descendants(os.getpid()) - known - _helpers - shared_processes:
+    shared = shared_processes.union(*map(descendants, shared_processes))
+    for pid in descendants(os.getpid()) - known - _helpers - shared:
         try:
             child = psutil.Process(pid)
             command = " ".join(child.cmdline())

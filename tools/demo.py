@@ -1,4 +1,4 @@
-"""The demo: the same training on one rank and on several; the results must be the same."""
+"""The demo: the same training on one rank and on several, and a report of both; the results must be the same."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep import read_metrics
+from samestep.report import read_run, write_report
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "runs" / "demo"
@@ -91,6 +92,9 @@ def main() -> int:
         relative = folder.relative_to(ROOT)
         console.print(f"{label:8} logs: {relative}/  weights: {relative / 'weights.pt'}")
     console.print(f"plot     {(OUT / 'curves.png').relative_to(ROOT)}")
+    report = write_report([read_run(folder) for folder in folders.values()], OUT / "report.html")
+    console.print(f"report   {report.relative_to(ROOT)}: curves, times and differences of both runs; open it in a browser:")
+    console.print(f"         {report.as_uri()}", soft_wrap=True)
     same = difference < LIMIT and samples[0] == samples[1]
     result = "The results are the same." if same else f"The results DIFFER: weights by up to {difference:.1e}"
     console.print(f"[bold]{result}[/bold]")

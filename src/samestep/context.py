@@ -1,9 +1,11 @@
 """The run context: what all components of a started run share."""
 
 import random
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -155,6 +157,7 @@ class RunContext:
         self.replicas = ReplicaCheck(self.comm, self.models, self.config.replica_check_every)
         """Compares weights, buffers and optimizer state of the ranks."""
         self._printed: set[str] = set()
+        self._in_evaluation = False
         self._warnings = WarnOnce()
 
     @property
@@ -196,6 +199,26 @@ class RunContext:
         """Warn on rank 0, unless it has given the same warning before, or another one of the same `subject`."""
         if self.world.is_main:
             self._warnings.warn_once(text, subject)
+
+    def record(self, event: str, **fields: object) -> None:
+        """Record on rank 0 that something has happened, in events.jsonl."""
+        if self.loggers is not None:
+            self.loggers.record(event, fields)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """Count the time inside the block as evaluation, and record the outermost of nested blocks."""
+        started, is_outermost, self._in_evaluation = time.monotonic(), not self._in_evaluation, True
+        try:
+            with self.times.phase("evaluation"):
+                yield
+        finally:
+            self._in_evaluation = not is_outermost
+            if is_outermost:
+                seconds = round(time.monotonic() - started, 3)
+                self.record(
+                    "evaluation", step=max(0, self.progress.steps - 1), epoch=self.progress.epoch, seconds=seconds
+                )
 
     def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
         """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception."""

@@ -80,3 +80,7 @@ class TeacherError(SamestepError):
 
 class LogError(SamestepError):
     """A value cannot be logged, or a log file cannot be written."""
+
+
+class ReportError(SamestepError):
+    """The folder of a run cannot be read."""

@@ -33,15 +33,30 @@ class Location:
     function: str = ""
     column: int = 0
     """From 1; 0 if it is not known."""
+    cell: int = 0
+    """Of a notebook: the number of the cell, from 1. `line` then counts the lines of all code cells."""
+    cell_line: int = 0
+    """The line in the cell."""
 
     def __str__(self) -> str:
         column = f":{self.column}" if self.column else ""
-        return f"{relative_path(self.file)}:{self.line}{column}"
+        line = f"cell {self.cell}:{self.cell_line}" if self.cell else self.line
+        return f"{relative_path(self.file)}:{line}{column}"
+
+    @property
+    def cell_text(self) -> str:
+        """Such as "cell 2, line 4"; empty if the file is not a notebook."""
+        return f"cell {self.cell}, line {self.cell_line}" if self.cell else ""
+
+    @property
+    def source_position(self) -> tuple[str, int]:
+        """The name of the source in `linecache`, and the line there; each cell of a notebook is a source."""
+        return (f"{self.file}, cell {self.cell}", self.cell_line) if self.cell else (self.file, self.line)
 
     @property
     def source(self) -> str:
         """The text of the line; empty if the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
+        return linecache.getline(*self.source_position).strip()
 
 
 @dataclass(frozen=True, order=True)
@@ -94,9 +109,8 @@ class Finding:
 
 def _location_json(location: Location) -> dict[str, Any]:
     fields = {**asdict(location), "file": relative_path(location.file), "source": location.source}
-    if not location.column:
-        del fields["column"]
-    return fields
+    absent = [*(["column"] if not location.column else []), *(["cell", "cell_line"] if not location.cell else [])]
+    return {name: value for name, value in fields.items() if name not in absent}
 
 
 def relative_path(file: str) -> str:
@@ -161,16 +175,17 @@ def count_findings(findings: Iterable[Finding]) -> str:
 def source_lines(location: Location) -> list[tuple[int, str, bool]]:
     """The statement at a location with a line before and after it: numbers, texts, and which belong to the statement.
 
-    Common indentation is removed. Of a loop, a condition or a function only the head is the statement. Empty if the
-    file cannot be read.
+    The numbers are those of the cell in a notebook. Common indentation is removed. Of a loop, a condition or a
+    function only the head is the statement. Empty if the file cannot be read.
     """
-    linecache.checkcache(location.file)
-    lines = linecache.getlines(location.file)
-    if not 0 < location.line <= len(lines):
+    file, line = location.source_position
+    linecache.checkcache(file)
+    lines = linecache.getlines(file)
+    if not 0 < line <= len(lines):
         return []
-    start, end = _statement("".join(lines), location.line)
+    start, end = _statement("".join(lines), line)
     if end - start >= _MAX_SOURCE_LINES:
-        start = max(start, location.line - 1)
+        start = max(start, line - 1)
         end = min(end, start + _MAX_SOURCE_LINES - 1)
     numbers = range(max(1, start - 1), min(len(lines), end + 1) + 1)
     texts = textwrap.dedent("".join(lines[number - 1].expandtabs().rstrip() + "\n" for number in numbers)).split("\n")[
@@ -207,14 +222,15 @@ def _marked(lines: Sequence[tuple[int, str, bool]], location: Location) -> Itera
         mark, style = (">", "bold") if is_marked else (" ", "dim")
         yield (f"  {mark} ", "bold red" if is_marked else ""), (f"{number:{digits}} | ", "dim"), (text, style)
         start = location.column - 1 - indent
-        if number == location.line and location.column and 0 <= start < len(text):
+        if number == location.source_position[1] and location.column and 0 <= start < len(text):
             yield ("    ", ""), (f"{'':{digits}} | ", "dim"), (" " * start + "^" * (len(text) - start), "bold red")
 
 
 def _removed_indent(lines: Sequence[tuple[int, str, bool]], location: Location) -> int:
     """How many columns of common indentation the shown lines have lost."""
-    text = next((text for number, text, _ in lines if number == location.line), "")
-    full = linecache.getline(location.file, location.line).expandtabs().rstrip()
+    file, line = location.source_position
+    text = next((text for number, text, _ in lines if number == line), "")
+    full = linecache.getline(file, line).expandtabs().rstrip()
     return len(full) - len(text)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import shlex
 import sys
 import warnings
@@ -12,6 +13,8 @@ from types import FrameType
 _PACKAGE = "samestep"
 _MAX_DIGITS = 18  # of a 64-bit integer; int() refuses to read thousands of digits
 _LONGEST_VALUE = 60  # characters of a value that an error shows
+_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
+_HIDDEN = "***"
 
 
 class SamestepWarning(UserWarning):
@@ -146,3 +149,22 @@ def shorten(text: str) -> str:
     """A value as a shell would quote it, without the end of a very long one; what is not UTF-8 is escaped."""
     text = text.encode(errors="backslashreplace").decode()
     return shlex.quote(text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...")
+
+
+def hide_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line that can be shown to others: values of options such as --api-key are hidden.
+
+    >>> hide_secrets(["train.py", "--api-key", "a1b2", "--lr", "0.1", "--token=c3"])
+    ['train.py', '--api-key', '***', '--lr', '0.1', '--token=***']
+    """
+    shown, hide_next = list[str](), False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = bool(_SECRET.search(name)) and (name.startswith("-") or bool(equals))
+        if hide_next and not argument.startswith("-"):
+            argument = _HIDDEN
+        elif is_secret and equals:
+            argument = f"{name}={_HIDDEN}"
+        shown.append(argument)
+        hide_next = is_secret and not equals
+    return shown

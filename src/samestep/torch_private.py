@@ -178,18 +178,22 @@ def after_this_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call `function` at the end of the backward pass that runs now."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+
+
 def around_reduction(before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call `before` and `after` around the callbacks in which DDP and FSDP wait for the gradients of other ranks.
 
     To be called when this backward pass begins: DDP and FSDP queue their callbacks later.
     """
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
     def first() -> None:
         before()
-        queue(after)
+        after_backward(after)
 
-    queue(first)
+    after_backward(first)
 
 
 def reduce_unused_as_zeros(model: "FSDPModule") -> None:

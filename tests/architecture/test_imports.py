@@ -24,6 +24,7 @@ NEEDS_TORCH = {
     "samestep.planner.trace": "traces a model",
     "samestep.planner.step_timing": "times steps",
     "samestep.planner.cuda_emulation": "traces for CUDA without a GPU",
+    "samestep.planner.cudnn_rnn": "traces recurrent layers for CUDA without a GPU",
     "samestep.planner.traced_model": "traces a model",
     "samestep.planner.cluster_discovery": "reads the GPUs of this machine",
 }

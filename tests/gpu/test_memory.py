@@ -1,4 +1,4 @@
-"""Predicted and actual memory on a GPU, for three different workloads."""
+"""Predicted and actual memory on a GPU, for different workloads."""
 
 import gc
 
@@ -54,6 +54,28 @@ def convolutions(samples):
     return model, (torch.randn(samples, 3, 112, 112), torch.zeros(samples, dtype=torch.long))
 
 
+class Recurrent(nn.Module):
+    """A stacked LSTM, of which the mean of all outputs is classified."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(256, 512, 3, batch_first=True), nn.Linear(512, 1000)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+def recurrent(samples):
+    return Recurrent(), (torch.randn(samples, 200, 256), torch.zeros(samples, dtype=torch.long))
+
+
+def sounds(samples):
+    sizes = [(1, 128, 10, 5), (128, 128, 3, 2), (128, 128, 3, 2)]
+    layers = [m for a, b, kernel, stride in sizes for m in (nn.Conv1d(a, b, kernel, stride), nn.GELU())]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(128, 1000))
+    return model, (torch.randn(samples, 1, 40000), torch.zeros(samples, dtype=torch.long))
+
+
 def wide(samples):
     layers = [m for _ in range(4) for m in (nn.Linear(4096, 4096), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(4096, 1000)), (
@@ -102,6 +124,9 @@ def measured_peak(make, samples, precision, optimizer, checkpoint, channels_last
         (transformer, 128, "bf16", torch.optim.AdamW, (Block,), False),
         (convolutions, 64, "bf16", torch.optim.SGD, (), True),
         (wide, 256, "fp32", torch.optim.AdamW, (), False),
+        (recurrent, 256, "fp32", torch.optim.AdamW, (), False),
+        (recurrent, 256, "bf16", torch.optim.AdamW, (), False),
+        (sounds, 64, "bf16", torch.optim.AdamW, (), False),
     ],
 )
 def test_a_trace_predicts_the_peak_memory_of_a_run(make, samples, precision, optimizer, checkpoint, channels_last):

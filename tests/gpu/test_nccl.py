@@ -140,24 +140,34 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_resumes(ranks, tmp_path, 
         assert difference(state, single[0]) < 1e-12
 
 
-def train_steadily(folder, precision, mask=False, micro_batch=None):
-    return steady_steps(folder, precision, clip=True, mask=mask, micro_batch=micro_batch)
+def train_steadily(folder, precision, options):
+    return steady_steps(folder, precision, **options)
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance", "mask", "micro_batch"),
-    [("fp32", 1e-3, False, None), ("bf16", 0.05, False, None), ("fp32", 1e-3, True, None), ("fp32", 1e-3, True, 4)],
+    ("precision", "options"),
+    [
+        ("fp32", {"clip": True}),
+        ("bf16", {"clip": True}),
+        ("fp32", {"clip": True, "mask": True}),
+        ("fp32", {"clip": True, "mask": True, "micro_batch": 4}),
+        ("fp32", {"strategy": "fsdp"}),
+        ("bf16", {"strategy": "fsdp", "mask": True, "interval": 1}),
+        ("bf16", {"strategy": "fsdp", "micro_batch": 4}),
+        ("fp32", {"strategy": "zero2", "mask": True, "micro_batch": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}={each}" for name, each in value.items()),
 )
-def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, precision, tolerance, mask, micro_batch):
-    (single,) = ranks(1, train_steadily, tmp_path / "single", precision, mask, micro_batch, timeout=TIMEOUT)
-    first, second = ranks(2, train_steadily, tmp_path / "run", precision, mask, micro_batch, timeout=TIMEOUT)
+def test_no_steady_step_waits_for_the_gpu_or_another_rank(ranks, tmp_path, precision, options):
+    (single,) = ranks(1, train_steadily, tmp_path / "single", precision, options, timeout=TIMEOUT)
+    first, second = ranks(2, train_steadily, tmp_path / "run", precision, options, timeout=TIMEOUT)
     assert first == second
-    assert first == pytest.approx(single, abs=tolerance)
+    assert first == pytest.approx(single, abs={"fp32": 1e-3, "bf16": 0.05}[precision])
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["train/loss"] for record in records] == pytest.approx(first, rel=1e-6)
     assert [record["value"] for record in records] == list(range(STEPS))
-    assert all("norm" in record for record in records)
+    assert all("norm" in record for record in records) == ("clip" in options)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["backend"] == "nccl"
 
 
@@ -184,6 +194,30 @@ def test_a_masked_mean_counts_over_all_ranks(ranks, tmp_path, strategy, micro_ba
     for state in ranks(2, train_masked, tmp_path / "run", strategy, micro_batch, timeout=TIMEOUT):
         by_name = {name.removeprefix("module."): tensor for name, tensor in state.items()}
         assert difference(by_name, single) < 1e-12
+
+
+def dtypes_of_outputs(strategy):
+    """The dtypes of logits, losses and weights in a step, and of logits in an evaluation."""
+    with Run(global_batch=12, seed=3, precision="bf16") as run:
+        model = run.wrap(Net(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        shard = run.shard(data(), num_workers=0)
+        for step in next(iter(shard.epochs(1))):
+            for inputs, labels in step:
+                logits = model(inputs.float())
+                losses = cross_entropy(logits, labels, reduction="none")
+                step.mean(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with run.evaluate(model) as net:
+            evaluated = net(inputs.float())
+        return logits.dtype, losses.dtype, next(model.parameters()).dtype, evaluated.dtype
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_logits_have_no_fp32_copy_in_a_step_and_losses_are_fp32(ranks, strategy):
+    expected = torch.bfloat16, torch.float32, torch.float32, torch.float32
+    assert ranks(2, dtypes_of_outputs, strategy, timeout=TIMEOUT) == [expected, expected]
 
 
 def teach(path, placement):

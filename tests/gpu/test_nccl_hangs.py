@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.test_nccl import missing_for
-from tests.hang.injected_faults import LATEST_END, Case, check, stop_rank_1
+from tests.hang.injected_faults import Case, check, stop_rank_1
 
 AT_A_TIME = 4  # ranks that wait keep the GPU busy
 TIMEOUT = 20.0
@@ -52,6 +52,5 @@ def _two_ranks_over_nccl(_on_a_gpu_in_a_separate_folder):
 @pytest.mark.parametrize("table", [PLAIN, SAMESTEP, LIBRARIES], ids=["plain_ddp", "samestep_run", "libraries"])
 def test_the_launcher_names_the_rank_and_its_line_and_ends_the_run(tmp_path: Path, table: list[Case]):
     launches = check(table, tmp_path, AT_A_TIME, VARIABLES)
-    late = {each.case.name: each.seconds_after_timeout for each in launches if each.seconds_after_timeout is not None}
-    assert len(late) >= 5
-    assert {name: seconds for name, seconds in late.items() if seconds > LATEST_END} == {}
+    measured = [each.case.name for each in launches if each.seconds_after_timeout is not None]
+    assert len(measured) >= 5, measured  # `check` fails if one of them ends too late

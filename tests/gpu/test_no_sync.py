@@ -10,13 +10,22 @@ from torch.utils.data import TensorDataset
 
 from samestep import Run, read_metrics
 from samestep.errors import StepError
+from samestep.nn import linear_cross_entropy
 
 WIDTH, CLASSES, BATCH, STEPS = 64, 5, 16, 48
 STEADY = range(12, 44)  # the first steps compile kernels and allocate, the last ones have another shape
 
 
 def steady_steps(
-    folder, precision="fp32", dropout=0.0, clip=False, micro_batch=None, capturable=False, interval=4, mask=False
+    folder,
+    precision="fp32",
+    dropout=0.0,
+    clip=False,
+    micro_batch=None,
+    capturable=False,
+    interval=4,
+    mask=False,
+    strategy=None,
 ):
     """Train with errors for everything that waits for the GPU in steady steps; returns the losses that it has seen."""
     warnings.filterwarnings("ignore", "Synchronization debug mode")
@@ -27,7 +36,7 @@ def steady_steps(
     seen = []
     with Run(global_batch=BATCH, seed=0, folder=folder, precision=precision, replica_check_every=0) as run:
         layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, CLASSES)]
-        model = run.wrap(nn.Sequential(*layers))
+        model = run.wrap(nn.Sequential(*layers), strategy)
         rate = torch.tensor(1e-3, device=run.device) if capturable else 1e-3
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=capturable)
         run._lifecycle.context.metrics._next_interval = lambda: interval
@@ -76,6 +85,22 @@ def test_no_steady_step_waits_for_the_gpu(tmp_path, options):
     assert all(0 <= record["accuracy"] <= 1 for record in records)
     assert all(record["train/learning_rate"] == pytest.approx(1e-3) for record in records)
     assert all("norm" in record for record in records) or "clip" not in options
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_chunked_loss_of_a_language_model_does_not_wait_for_the_gpu(autocast, frozen):
+    hidden = torch.randn(4, 30, WIDTH, device="cuda", requires_grad=True)
+    weight = torch.randn(500, WIDTH, device="cuda", requires_grad=not frozen)
+    labels = torch.randint(0, 500, (4, 30), device="cuda").masked_fill(torch.rand(4, 30, device="cuda") < 0.2, -100)
+    try:
+        for mode in ("default", "error"):  # the first pass allocates
+            torch.cuda.set_sync_debug_mode(mode)
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                losses = linear_cross_entropy(hidden, weight, labels, chunk=50)
+            losses.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def train_without_a_count(empty, steps=8):

@@ -10,12 +10,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import psutil
 import pytest
 
+from samestep.environment.processes import process_is_gone
 from tests.launch.launched import ForkedLauncher, Started, start
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,9 +26,11 @@ IF_ALL = pytest.mark.skipif(
     "SAMESTEP_TESTS_ALL_HANGS" not in os.environ, reason="takes minutes: set SAMESTEP_TESTS_ALL_HANGS=1"
 )
 AT_A_TIME = 5
+RANKS = 2
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HANG_DEVICE": "cpu"}
 TOO_LONG = 240.0  # seconds: only a launch that hangs takes as long
-LATEST_END = 10.0  # seconds after the timeout, on a machine that is not overloaded
+POLL_SECONDS = 0.1
+LATEST_END = 10.0  # seconds after the timeout, if no process has to wait for a core
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Case:
     prepare: Callable[[Path], None] | None = None
     during: Callable[["Launch"], None] | None = None  # called once, after rank 1 is in step 5
     preexec: Callable[[], object] | None = None  # called in the process of the launcher, before it starts
-    ends_at_timeout: bool = True  # not if the ranks continue after a wait, or are restarted
+    ends: Literal["launcher", "ranks", ""] = "launcher"
+    """What has ended soon after the timeout: only the ranks if they are restarted, nothing if they continue."""
     needs_input: bool = False  # whether the standard input of the ranks must be open
 
     @property
@@ -53,14 +59,34 @@ class Case:
         return f"{self.script}-{self.fault}"
 
 
+class CoreLoad:
+    """How many processes want to run per core of this machine: other tests may run at the same time."""
+
+    def __init__(self) -> None:
+        self._samples = list[tuple[float, float]]()  # when, and the load
+        self._cores = len(os.sched_getaffinity(0))
+
+    def sample(self) -> None:
+        (running,) = re.findall(r"^procs_running (\d+)$", Path("/proc/stat").read_text(), re.M)
+        self._samples.append((time.time(), (int(running) - 1) / self._cores))  # without this process
+
+    def mean(self, begin: float, end: float) -> float:
+        """The mean of the samples between two times; 0 without any."""
+        inside = [load for at, load in self._samples if begin <= at <= end]
+        return sum(inside) / len(inside) if inside else 0.0
+
+
 @dataclass
 class Launch:
-    """A case that runs, or has ended."""
+    """A case that runs, or has ended. Points in time are in seconds since 1970."""
 
     case: Case
     started: Started
     begin: float
-    end: float = 0.0  # when the launcher had ended, in seconds since 1970
+    load: CoreLoad = field(default_factory=CoreLoad)
+    end: float = 0.0  # when the launcher had ended
+    ranks: list[psutil.Process] = field(default_factory=list[psutil.Process])  # of the first attempt
+    ranks_end: float = 0.0  # when these had ended
     run_folder: str = "kept"
     output: str = "console"
     is_disturbed: bool = False
@@ -81,8 +107,8 @@ class Launch:
         ]
 
     @property
-    def seconds_after_timeout(self) -> float | None:
-        """From the timeout of the oldest collective that waits to the end of the launcher; None if none waits.
+    def times_out(self) -> float | None:
+        """When the oldest collective that waits reaches its timeout; None if none waits.
 
         The rank that waits has recorded when it called the collective, so the time to start the ranks does not count.
         """
@@ -93,7 +119,14 @@ class Launch:
             for each in rank["collectives"] or ()
             if each["is_pending"] and each["timeout"]
         ]
-        return self.end - min(pending) if pending else None
+        return min(pending, default=None)
+
+    @property
+    def seconds_after_timeout(self) -> float | None:
+        """From the timeout to the end of what must end; None if no rank waits, or if nothing must end."""
+        if self.times_out is None or not self.case.ends:
+            return None
+        return (self.end if self.case.ends == "launcher" else self.ranks_end) - self.times_out
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"up-{rank}").read_text())
@@ -111,6 +144,8 @@ class Launch:
     def advance(self) -> bool:
         """Do what the case does from outside; returns whether the launcher still runs."""
         is_running = self.started.process.poll() is None
+        if self.case.ends == "ranks" and not self.ranks_end:
+            self._watch_ranks()
         if self.case.during and not self.is_disturbed and (self.folder / "disturbed-1").exists():
             self.is_disturbed = True
             self.case.during(self)
@@ -118,6 +153,16 @@ class Launch:
             for process in self.started.processes():
                 process.kill()
         return is_running
+
+    def _watch_ranks(self) -> None:
+        """Note when the ranks of the first attempt have ended; those of later ones write the same files."""
+        if not self.ranks:
+            texts = [path.read_text() for path in self.folder.glob("up-*")]
+            if len(texts) == RANKS and all(texts):
+                with suppress(psutil.NoSuchProcess):  # they have ended by now
+                    self.ranks = [psutil.Process(int(text)) for text in texts]
+        elif all(map(process_is_gone, self.ranks)):
+            self.ranks_end = time.time()
 
     def close(self) -> None:
         """Wait for the launcher, keep what it has printed, and close the input that a debugger waits for."""
@@ -134,10 +179,7 @@ class Launch:
             process.kill()
         if self.started.process.returncode != case.code:
             yield f"exit code {self.started.process.returncode} instead of {case.code}"
-        late = self.seconds_after_timeout
-        overload = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other tests run beside this one
-        if case.ends_at_timeout and late is not None and late > LATEST_END * overload:
-            yield f"the launcher has ended {late:.1f} s after the timeout, at {overload:.1f} x the load of all cores"
+        yield from self._problems_of_time()
         if case.says and not re.search(case.says, console):
             yield f"the console does not contain {case.says!r}"
         if not case.kind:
@@ -150,9 +192,21 @@ class Launch:
         yield from self._problems_of_report(self.reports[-1])
         yield from self._problems_of_console(console)
 
+    def _problems_of_time(self) -> Iterator[str]:
+        case, late, begin = self.case, self.seconds_after_timeout, self.times_out
+        if late is None or begin is None:
+            if case.ends and case.kind and case.kind != "ended":
+                yield "no rank waits for another one in the first report"
+            return
+        if case.ends == "ranks" and not self.ranks_end:
+            yield "the end of the ranks was not seen"
+        load = max(1.0, self.load.mean(begin, begin + late))
+        if late > LATEST_END * load:
+            yield f"the {case.ends} ended {late:.1f} s after the timeout, with {load:.1f} processes per core"
+
     def _problems_of_report(self, report: dict[str, Any]) -> Iterator[str]:
         case, cause = self.case, report["cause"]
-        victims = [rank for rank in (0, 1) if rank not in case.culprits]
+        victims = [rank for rank in range(RANKS) if rank not in case.culprits]
         found = cause["kind"], cause["culprits"], cause["waiting"]
         if found != (case.kind, list(case.culprits), victims):
             yield f"kind, culprits and waiting ranks are {found}, not {(case.kind, list(case.culprits), victims)}"
@@ -172,7 +226,7 @@ class Launch:
             yield "the failure report does not begin with the cause"
             return
         rows = dict(re.findall(r"^  rank (\d+) +pid \d+ +(.*)$", report[2], re.M))
-        for rank in (0, 1):
+        for rank in range(RANKS):
             row, is_culprit = rows.get(str(rank), ""), rank in cause["culprits"]
             if is_culprit and cause["kind"] == "ended" and not row:  # with exit code 0
                 continue
@@ -187,17 +241,19 @@ def run_cases(
 ) -> list[Launch]:
     """Run these cases, some in parallel; all processes have ended or are killed."""
     todo, running, ended = list(cases), list[Launch](), list[Launch]()
+    load = CoreLoad()
     try:
         while todo or running:
             while todo and len(running) < at_a_time:
-                running.append(_launch(todo.pop(0), folder, variables))
+                running.append(_launch(todo.pop(0), folder, variables, load))
+            load.sample()
             for each in list(running):
                 if not each.advance():
                     running.remove(each)
                     ended.append(each)
                     each.end = time.time()
                     each.close()
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
     finally:
         for each in running:
             for process in each.started.processes():
@@ -211,15 +267,20 @@ def check(
 ) -> list[Launch]:
     """Run these cases and fail with all that differs from what they expect."""
     launches = run_cases(cases, folder, at_a_time, variables)
+    check_launches(launches)
+    return launches
+
+
+def check_launches(launches: Sequence[Launch]) -> None:
+    """Fail with all that differs from what the cases of these launches expect."""
     found = {each.case.name: (list(each.problems()), each.console) for each in launches}
     bad = {name: value for name, value in found.items() if value[0]}
     assert not bad, "\n\n".join(
         f"{name}: {'; '.join(problems)}\n{console}" for name, (problems, console) in bad.items()
     )
-    return launches
 
 
-def _launch(case: Case, parent: Path, variables: Mapping[str, str]) -> Launch:
+def _launch(case: Case, parent: Path, variables: Mapping[str, str], load: CoreLoad) -> Launch:
     folder = parent / case.name
     folder.mkdir()
     os.mkfifo(folder / "fifo")
@@ -227,7 +288,7 @@ def _launch(case: Case, parent: Path, variables: Mapping[str, str]) -> Launch:
     if case.prepare is not None:
         case.prepare(folder)
     source = (SCRIPTS / f"{case.script}.py").read_text()
-    options = ("--nproc-per-node", "2", "--folder", "kept", *case.options, "train.py", case.fault)
+    options = ("--nproc-per-node", str(RANKS), "--folder", "kept", *case.options, "train.py", case.fault)
     variables = {"HANG_TIMEOUT": str(case.timeout), "OMP_NUM_THREADS": "1", **variables}
     if case.needs_input or case.preexec is not None:
         with (folder / "console").open("w") as console:
@@ -235,7 +296,7 @@ def _launch(case: Case, parent: Path, variables: Mapping[str, str]) -> Launch:
             started = start(folder, source, *options, env=variables, preexec_fn=case.preexec, **streams)
     else:  # forked, which saves the import of torch
         started = start(folder, source, *options, env=variables)
-    return Launch(case, started, time.monotonic())
+    return Launch(case, started, time.monotonic(), load)
 
 
 def stop_rank_1(launch: Launch) -> None:

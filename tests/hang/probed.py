@@ -13,6 +13,9 @@ from samestep.hang.evidence import Frame, RankEvidence
 from samestep.hang.node_evidence import NodeProbe
 from tests.launch.launched import wait_for
 
+ENDLESS = 're.match("(a+)+$", "a" * 60 + "b")'
+"""Native code that holds the GIL."""
+
 
 class ProbedProcesses:
     """Starts scripts that say when they are ready, and collects the evidence of them."""

@@ -19,7 +19,7 @@ CAUSE_KEYS = {
 }  # fmt: skip
 RANK_KEYS = {
     "rank", "node", "process", "children", "collectives", "collected", "exit_code", "last_lines", "step_seconds",
-    "gpu_percent", "full_disk", "oom_kills", "user_frame",
+    "gpu_percent", "full_disk", "oom_kills", "error", "user_frame",
 }  # fmt: skip
 GENEROUS = 120.0
 
@@ -66,13 +66,11 @@ def look_at_slow(launch: Launch) -> None:
     frames = [each["frame"] for each in report["cause"]["sentences"] if each["frame"]]
     assert {f"{each['file']}:{each['line']}" for each in frames} & launch.lines("waits"), report["summary"]
     assert "rank 1 is slow, not stuck" in report["summary"]
+    (launch.folder / "wake").touch()
 
 
 def slow_cases(*scripts: str) -> list[Case]:
-    return [
-        Case(script, "slow", None, code=0, timeout=60.0, during=look_at_slow, ends_at_timeout=False)
-        for script in scripts
-    ]
+    return [Case(script, "slow", None, code=0, timeout=60.0, during=look_at_slow, ends="") for script in scripts]
 
 
 @IF_ALL
@@ -82,7 +80,7 @@ def test_samestep_hang_names_a_slow_rank_of_lightning_and_accelerate(tmp_path: P
 
 
 def test_samestep_hang_explains_a_live_run_which_then_continues(tmp_path: Path):
-    nap = Case("plain_ddp", "nap", None, code=0, timeout=300.0, during=look_at_nap, ends_at_timeout=False)
+    nap = Case("plain_ddp", "nap", None, code=0, timeout=300.0, during=look_at_nap, ends="")
     for launch in check([nap, *slow_cases("plain_ddp", "samestep_run")], tmp_path):
         assert "is done" in launch.console
         assert "holding up" not in launch.console  # the launcher itself has not reported a hang
@@ -104,7 +102,7 @@ def test_on_hang(tmp_path: Path):
             "once",
             code=0,
             options=("--on-hang", "restart", "--max-restarts", "1"),
-            ends_at_timeout=False,
+            ends="ranks",
             **different,
         ),
     }
@@ -112,6 +110,7 @@ def test_on_hang(tmp_path: Path):
     ended = {launches[each.case.name]: each for each in check(list(cases.values()), tmp_path)}
     for policy, launch in ended.items():
         assert [each["cause"]["kind"] for each in launch.reports] == ["different_collectives"], policy
+        assert launch.seconds_after_timeout is not None, policy  # `check` fails if it is too long
         assert ("Timed out waiting" in launch.console) == (policy == "report"), launch.console
     assert "rank(s) on " in ended["stop"].console
     assert not (ended["stop"].folder / "kept/logs/attempt-1").exists()

@@ -9,7 +9,15 @@ import pytest
 from samestep.hang import evidence as evidence_module
 from samestep.hang.evidence import Frame, read_evidence, user_frame
 from samestep.hang.hang_cause import find_cause
-from samestep.hang.hang_report import JSON_VERSION, format_frame, format_report, format_summary, report_json
+from samestep.hang.hang_report import (
+    JSON_VERSION,
+    format_frame,
+    format_overview,
+    format_report,
+    format_summary,
+    format_unreadable,
+    report_json,
+)
 from samestep.hang.wait_graph import describe_call, format_ranks, operation
 from tests.hang import simulated_ranks as sim
 from tests.hang.simulated_ranks import at, barrier, c10d, call, done, line, others, rank, torch_frame, worker
@@ -104,6 +112,33 @@ def test_a_report_without_a_cause():
         "samestep: no rank waits for another one.\n\nrank 0 (node gpu-07, pid 4000): sleeps, 0 pending collectives"
     )
     assert report_json(None, [])["cause"] is None
+
+
+UNREADABLE = (
+    "samestep: the launcher cannot read the collectives of rank 1 (AttributeError: module has no attribute '_world'), "
+    "so it cannot detect hangs: this version of torch may be too new for samestep; a hang ends by torch's timeouts, "
+    "and `py-spy dump --pid PID` shows the line of a rank"
+)
+
+
+def test_ranks_whose_collectives_cannot_be_read_are_not_reported_as_healthy():
+    error = "AttributeError: module has no attribute '_world'"
+    evidence = [rank(number, stack=at(9), answers=False, error=error) for number in (2, 1)]
+    state = f"sleeps, samestep cannot read its collectives ({error}), at /job/train.py:9: time.sleep(120)"
+    rows = [f"rank {number} (node gpu-07, pid {4000 + number}): {state}" for number in (1, 2)]
+    assert format_unreadable({2: error, 1: error}) == UNREADABLE
+    assert format_overview(None, evidence).splitlines() == [UNREADABLE, *rows]
+    assert format_report(None, evidence).startswith("\n".join([UNREADABLE, "", *rows, ""]))
+
+
+def test_a_rank_whose_collectives_cannot_be_read_is_named_with_the_reason():
+    evidence = [rank(0, done(call(39)), call(40)), rank(1, stack=at(9), answers=False, error="KeyError: 'pg_names'")]
+    cause = find_cause(evidence)
+    assert cause is not None
+    assert (cause.kind, cause.culprits) == ("elsewhere", [1])
+    text = "has collectives that samestep cannot read (KeyError: 'pg_names'); it is at /job/train.py:9: time.sleep(120)"
+    assert f"  rank 1 (node gpu-07, pid 4001) {text}" in format_summary(cause).splitlines()
+    assert format_overview(cause, evidence).startswith(format_summary(cause))
 
 
 def test_the_report_has_the_latest_collectives_only():

@@ -9,12 +9,27 @@ rank takes about 2 s of CPU time to import torch, and 7 s for Lightning. SAMESTE
 table.
 """
 
+import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.hang.injected_faults import IF_ALL, Case, check, stop_rank_1
+from tests.hang.injected_faults import (
+    IF_ALL,
+    ON_CPU,
+    Case,
+    CoreLoad,
+    Launch,
+    check,
+    check_launches,
+    run_cases,
+    stop_rank_1,
+)
+
+MODULE = sys.modules[__name__]
 
 REFUSED = r"(?s)Received data size doesn't match expected size.*rank 0 +pid \d+ +victim: killed by SIGABRT: gloo got"
 ENDED_3 = r"rank 1 +pid \d+ +exit code 3  <- first failure"
@@ -102,13 +117,28 @@ MORE_ACCELERATE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _share_the_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+CASES = [*LIGHTNING, *ACCELERATE, *PLAIN, *SAMESTEP]  # those that import for the longest first
+AT_A_TIME = 6
 
 
-def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path: Path):
-    (launch,) = check(PLAIN[:1], tmp_path)
+def name_of(case: Case) -> str:
+    return case.name
+
+
+@pytest.fixture(scope="module")
+def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launch]:
+    """The launches of the selected tests by case, side by side, since they mostly wait."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is MODULE]
+    selected = {item.callspec.params["case"].name for item in tests if "case" in item.fixturenames}
+    variables = {**ON_CPU, "XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
+    cases = [case for case in CASES if case.name in selected]
+    return {each.case.name: each for each in run_cases(cases, tmp_path_factory.mktemp("runs"), AT_A_TIME, variables)}
+
+
+@pytest.mark.parametrize("case", PLAIN[:1], ids=name_of)
+def test_a_rank_that_sleeps_is_named_with_its_line(launches: dict[str, Launch], case: Case):
+    launch = launches[case.name]
+    check_launches([launch])
     first = launch.console[launch.console.index("samestep: rank 1") :].splitlines()
     assert first[0].startswith("samestep: rank 1 is holding up rank 0 for ")
     assert first[1].startswith("  rank 0 waits in all_reduce #")
@@ -121,17 +151,9 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(PLAIN[1:], id="plain_ddp"),
-        pytest.param(SAMESTEP[:6], id="samestep_run"),
-        pytest.param(SAMESTEP[6:], id="samestep_run_continued"),
-        pytest.param([*ACCELERATE, *LIGHTNING], id="accelerate_and_lightning"),
-    ],
-)
-def test_the_launcher_names_the_rank_the_line_and_the_reason(tmp_path: Path, cases: list[Case]):
-    check(cases, tmp_path)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_launcher_names_the_rank_the_line_and_the_reason(launches: dict[str, Launch], case: Case):
+    check_launches([launches[case.name]])
 
 
 @pytest.mark.slow
@@ -139,3 +161,32 @@ def test_the_launcher_names_the_rank_the_line_and_the_reason(tmp_path: Path, cas
 @pytest.mark.parametrize("cases", [MORE_PLAIN, MORE_LIGHTNING, MORE_ACCELERATE], ids=lambda each: each[0].script)
 def test_the_rest_of_the_table(tmp_path: Path, cases: list[Case]):
     check(cases, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "end", "ranks_end", "load", "problem"),
+    [
+        ("launcher", 109.0, 0.0, 0.5, ""),
+        ("launcher", 111.0, 0.0, 0.5, "the launcher ended 11.0 s after the timeout, with 1.0 processes per core"),
+        ("launcher", 111.0, 0.0, 1.5, ""),  # other tests use the cores
+        ("launcher", 116.0, 0.0, 1.5, "the launcher ended 16.0 s after the timeout, with 1.5 processes per core"),
+        ("ranks", 140.0, 99.0, 0.5, ""),  # they were restarted, before the timeout
+        ("ranks", 140.0, 111.0, 0.5, "the ranks ended 11.0 s after the timeout, with 1.0 processes per core"),
+        ("ranks", 140.0, 0.0, 0.5, "the end of the ranks was not seen"),
+        ("", 300.0, 0.0, 0.5, ""),
+    ],
+)
+def test_an_end_that_is_late_is_a_problem(tmp_path: Path, ends, end, ranks_end, load, problem):
+    call = {"called": 90.0, "timeout": 10.0, "is_pending": True}
+    (tmp_path / "kept/hang").mkdir(parents=True)
+    (tmp_path / "kept/hang/report-0-1.json").write_text(json.dumps({"ranks": [{"collectives": [call]}]}))
+    during = CoreLoad()
+    during._samples = [(99.0, 9.0), *((100.0 + second, load) for second in range(20)), (150.0, 9.0)]
+    case = Case("plain_ddp", "sleep", ends=ends)
+    launch = Launch(case, SimpleNamespace(folder=tmp_path), 0.0, during, end, [], ranks_end)
+    assert list(launch._problems_of_time()) == [problem] * bool(problem)
+
+
+def test_a_hang_in_which_no_rank_waits_measures_no_end_and_is_a_problem(tmp_path: Path):
+    launch = Launch(Case("plain_ddp", "sleep", "elsewhere"), SimpleNamespace(folder=tmp_path), 0.0)
+    assert list(launch._problems_of_time()) == ["no rank waits for another one in the first report"]

@@ -12,19 +12,13 @@ import pytest
 from samestep.hang import evidence as hang_evidence
 from samestep.hang import node_evidence, rank_probe
 from samestep.hang.evidence import Frame, is_samestep, is_user_code, read_evidence, user_frame
-from samestep.hang.node_evidence import FOLDER, NodeProbe, match_gpus, parse_stacks, read_tail
-from tests.hang.probed import place, probed
+from samestep.hang.node_evidence import FOLDER, NodeProbe, match_gpus, read_tail
+from samestep.hang.process_stacks import StackFile
+from tests.hang.probed import ENDLESS, place
 from tests.launch.launched import wait_for
 from tests.small_disk import small_disk
 
-ENDLESS = 're.match("(a+)+$", "a" * 60 + "b")'  # native code that holds the GIL
 STARTUP = str(Path(rank_probe.__file__).parent / "startup")
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with probed(tmp_path) as started:
-        yield started
 
 
 def stop(process):
@@ -118,23 +112,8 @@ def test_a_rank_that_only_misses_the_first_request_gets_no_signal(processes, mon
     stacks = processes.collect(process).process.stacks
     assert place(stacks["main"]) == "script0.py:3 <module>"
     assert requested == [[process.pid]] * 2
-    assert node_evidence._StackFile(process.pid)._begin == len(stack_file(process.pid).split("\n")[0]) + 1
-
-
-def stack_file(pid):
-    return node_evidence._StackFile(pid)._path.read_text()
-
-
-def test_only_what_is_new_in_the_file_of_stacks_is_read(processes):
-    process = processes.start(f"import re\nready()\n{ENDLESS}")
-    wait_for(lambda: "Thread" in stack_file(process.pid) or process.send_signal(rank_probe.SIGNAL), 120)
-    file = node_evidence._StackFile(process.pid)
-    assert file.read() is False
-    assert (file._text, file.stacks) == ("", {})
-    process.send_signal(rank_probe.SIGNAL)
-    wait_for(file.read, 120)
-    assert file._text.count("Current thread") == 1
-    assert place(file.stacks["main"]) == "script0.py:4 <module>"
+    file = StackFile(process.pid)
+    assert file._begin == len(file._path.read_text().split("\n")[0]) + 1  # there is nothing after the first line
 
 
 def test_processes_that_have_ended(processes):
@@ -307,7 +286,7 @@ def test_end_does_not_wait_for_a_function_that_hangs(processes):
 
 
 @pytest.mark.slow
-def test_many_ranks_are_asked_at_the_same_time(processes):
+def test_many_ranks_answer_at_the_same_time(processes):
     """One that does not answer does not delay the others: all waits are one."""
     stopped, *others = [processes.start("ready()\ntime.sleep(100)") for _ in range(4)]
     stop(stopped)
@@ -365,57 +344,6 @@ def test_gpus_of_ranks():
     assert match_gpus("", "No devices were found", [17]) == {}
 
 
-PYTHON_3_11 = """Thread 0x00007f68 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 327 in wait
-  File "/home/me/caf\\xe9 \\u4e2d.py", line 3 in <lambda>
-
-Thread 0x00007f67 (most recent call first):
-  <no Python frame>
-
-Current thread 0x00007f69 (most recent call first):
-  Garbage-collecting
-  File "train.py", line 7 in f
-  File ???, line ??? in ???
-  File "<string>", line 1 in <module>
-  ...
-"""
-PYTHON_3_14 = """Thread 0x00007f68 [QueueFeeder [1]] (most recent call first):
-  File "/usr/lib/python3.14/threading.py", line 327 in wait
-
-Current thread 0x00007f69 [python] (most recent call first):
-  File "/home/me/train.py", line 7 in f
-
-Current thread's C stack trace (most recent call first):
-  Binary file "/usr/bin/python3.14", at _Py_DumpStack+0x48 [0x5]
-  File "/home/me/not_python.py", line 7 in f
-
-Extension modules: numpy, torch (total: 2)
-"""
-
-
-def test_stacks_of_python_3_11():
-    assert parse_stacks(PYTHON_3_11, "0x7f69", "/home/me") == {
-        "thread 0x7f68": [
-            Frame("/usr/lib/python3.11/threading.py", 327, "wait"),
-            Frame("/home/me/café 中.py", 3, "<lambda>"),
-        ],
-        "thread 0x7f67": [],
-        "main": [Frame("/home/me/train.py", 7, "f"), Frame("<string>", 1, "<module>")],
-    }
-
-
-def test_stacks_of_python_3_14():
-    assert parse_stacks(PYTHON_3_14, "0x7f69") == {
-        "QueueFeeder [1] 0x7f68": [Frame("/usr/lib/python3.14/threading.py", 327, "wait")],
-        "main": [Frame("/home/me/train.py", 7, "f")],
-    }
-
-
-def test_the_stack_of_one_thread():
-    text = 'Stack (most recent call first):\n  File "train.py", line 7 in f\n'
-    assert parse_stacks(text, "0x7f69", "/home/me") == {"main": [Frame("/home/me/train.py", 7, "f")]}
-
-
 def test_code_of_a_user_next_to_samestep_is_not_samestep():
     folder = Path(hang_evidence.__file__).parent.parent
     assert is_samestep(Frame(f"{folder}/run.py", 1, "f"))
@@ -433,13 +361,6 @@ def test_the_line_of_a_program_that_is_an_installed_package():
     assert user_frame([threads, torch, mine, outer, start]) == mine
     assert user_frame([mine, Frame("/home/me/train.py", 1, "f"), start]).file == "/home/me/train.py"
     assert user_frame([threads, torch, start]) == start
-
-
-def test_a_text_that_is_cut_or_is_not_of_faulthandler():
-    assert parse_stacks("") == {}
-    assert parse_stacks("Fatal Python error: Aborted\n\nlost") == {}
-    half = PYTHON_3_11[: PYTHON_3_11.index("line 7")]
-    assert parse_stacks(half, "0x7f69")["main"] == []
 
 
 @pytest.mark.slow

@@ -18,16 +18,10 @@ from samestep.distributed.process_group import watch_hangs
 from samestep.hang import rank_probe
 from samestep.hang.hang_cause import find_cause
 from samestep.hang.node_evidence import NodeProbe
-from tests.hang.probed import place, probed
+from tests.hang.probed import place
 from tests.launch.launched import wait_for
 
 MODULES = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with probed(tmp_path) as started:
-        yield started
 
 
 @pytest.fixture
@@ -146,7 +140,7 @@ def test_short_processes_end_well(variables):
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_while_it_is_asked_ends_well(processes):
+def test_a_process_that_ends_during_a_request_ends_well(processes):
     stop = threading.Event()
     pids = list[int]()
 
@@ -290,22 +284,51 @@ def test_a_run_that_has_ended_is_not_kept_for_the_end_of_the_process(monkeypatch
     assert rank_probe._at_end == [second]
 
 
-def test_stacks_are_known_if_torch_has_another_flight_recorder(processes):
+C10D = "torch.distributed.distributed_c10d"
+
+
+@pytest.mark.parametrize(
+    ("world", "error"),
+    [
+        ("types.SimpleNamespace(_groups={})", f"AttributeError: module '{C10D}' has no attribute '_world'"),
+        ("types.SimpleNamespace(_world=types.SimpleNamespace())", "AttributeError: 'types.SimpleNamespace' object has"),
+        ("types.SimpleNamespace(_world=Broken())", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_stacks_are_known_and_the_error_is_reported_if_torch_has_other_names(processes, world, error):
     process = processes.start(
-        """
+        f"""
         import sys, types
-        sys.modules["torch"] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=1))
         class Broken:
             pg_names = pg_group_ranks = property(lambda self: 1 / 0)
-        sys.modules["torch.distributed.distributed_c10d"] = types.SimpleNamespace(_world=Broken())
+        sys.modules["torch"] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=1))
+        module = sys.modules["{C10D}"] = types.ModuleType("{C10D}")
+        vars(module).update(vars({world}))
         ready()
         time.sleep(100)
         """
     )
     evidence = processes.collect(process)
     assert evidence.collectives is None
-    assert place(evidence.process.stacks["main"]) == "script0.py:8 <module>"
+    assert evidence.error.startswith(error)
+    assert place(evidence.process.stacks["main"]) == "script0.py:9 <module>"
     assert processes.probe.progress(process.pid, 120) is None
+    assert processes.probe.errors == {process.pid: evidence.error}
+
+
+def test_a_script_that_imports_torch_at_this_moment_is_not_an_error(processes):
+    process = processes.start(
+        f"""
+        import sys, types
+        module = sys.modules["{C10D}"] = types.ModuleType("{C10D}")
+        module.__spec__ = types.SimpleNamespace(_initializing=True)  # as importlib sets it
+        ready()
+        time.sleep(100)
+        """
+    )
+    assert processes.probe.progress(process.pid, 120).calls == 0
+    assert processes.probe.errors == {}
+    assert processes.collect(process).error == ""
 
 
 def test_a_script_that_resets_all_handlers_is_not_ended_by_the_signal(processes):

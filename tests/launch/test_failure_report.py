@@ -14,7 +14,6 @@ from samestep.launch.failure_report import (
     Failure,
     format_report,
     is_ended_by_agent,
-    is_lost_peer,
     last_traceback,
     read_last_output,
     sort_by_cause,
@@ -109,46 +108,6 @@ def test_a_rank_that_waited_until_the_timeout_of_samestep_did_not_lose_its_conne
     waited = failure(0, output=MISSING.replace("rank 0 waits in mean", message))
     rows = format_report([waited, failure(1, output=OWN)], 2, "here", Path("logs"), several_nodes=False).splitlines()
     assert rows[2] == f"  rank 0    pid 1000     exit code 1, {reason}"
-
-
-C10D = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-
-
-@pytest.mark.parametrize(
-    ("file", "message", "expected"),
-    [
-        ("a.py", "torch.distributed.DistNetworkError: x", True),
-        ("a.py", "samestep.errors.RankMissing: rank 0 waits", True),
-        ("a.py", "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:7051: Connection reset by peer", True),
-        ("a.py", "torch.distributed.DistBackendError: NCCL error: Connection refused", True),
-        (C10D, "RuntimeError: Broken pipe", True),
-        ("a.py", "ConnectionResetError: [Errno 104] Connection reset by peer", False),
-        ("a.py", "BrokenPipeError: [Errno 32] Broken pipe", False),
-        ("/torch/distributed/checkpoint/filesystem.py", "RuntimeError: upload: Connection reset by peer", False),
-        ("/torch/distributed/distributed_c10d.py", "ValueError: x", False),
-    ],
-)
-def test_a_lost_peer_is_recognized_by_a_message_of_torch_distributed(file: str, message: str, expected: bool):
-    frames = f'  File "b.py", line 1, in main\n  File "{file}", line 2, in call\n    source\n'
-    traceback = f"Traceback (most recent call last):\n{frames}{message}"
-    assert is_lost_peer(traceback) is expected
-    assert is_lost_peer("\n".join(f"[rank0]: {line}" for line in traceback.splitlines())) is expected
-    assert is_lost_peer(f"{traceback}\n/x.py:3: UserWarning: leaked\n  warnings.warn('leaked')") is expected
-
-
-def test_a_lost_data_worker_is_not_a_lost_peer():
-    """torch notices that a data worker was killed while it receives a batch."""
-    frames = (
-        '  File "/python3.11/multiprocessing/connection.py", line 395, in _recv\n    chunk = read(handle, remaining)'
-    )
-    message = "ConnectionResetError: [Errno 104] Connection reset by peer"
-    assert not is_lost_peer(f"Traceback (most recent call last):\n{frames}\n{message}")
-
-
-def test_words_in_a_source_line_do_not_count_as_a_lost_peer():
-    assert not is_lost_peer(
-        'Traceback (most recent call last):\n  File "a.py"\n    print("Broken pipe")\nValueError: mine'
-    )
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_the_stop_message_of_a_rank_is_the_last_line_of_the_launcher(tmp_path: P
     assert "exit code 75" in format_stop(75, [without_message, with_message])
 
 
-def test_an_exit_counts_as_requested_only_if_all_ranks_were_asked_to_end():
+def test_an_exit_counts_as_requested_only_if_all_ranks_got_the_request():
     term = -signal.SIGTERM
     assert all(is_requested_exit(codes) for codes in ([75], [75, 75], [75, term], [143, 75]))
     assert not any(is_requested_exit(codes) for codes in ([], [term], [75, 1], [0], [75, -signal.SIGKILL]))

@@ -441,7 +441,8 @@ def test_a_notebook_is_followed(tmp_path):
     assert [finding.code for finding in result.findings] == ["SS301"]
     location = result.findings[0].location
     assert location is not None
-    assert read_file(path).cell_of(location.line) == (2, 2)
+    assert (location.cell, location.cell_line, location.column) == (3, 2, 5)
+    assert read_file(path).cell_of(location.line) == (3, 2)
 
 
 def test_a_finding_has_line_and_column(tmp_path):

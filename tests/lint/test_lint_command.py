@@ -112,11 +112,28 @@ def test_a_file_that_cannot_be_parsed_is_named_and_the_others_are_read(capsys):
         ("# samestep: ignore[SS101]", 1),
         ("# samestep: ignore SS101", 1),
         ("# samestep: ignore[]", 1),
+        ("# samestep: ignore[SS301", 1),
     ],
 )
 def test_a_comment_ignores_a_rule_on_its_line(capsys, comment, code):
     Path("train.py").write_text(RANK_0.replace("    dist.barrier()", f"    dist.barrier()  {comment}"))
     assert run(capsys)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("comment", "text"),
+    [
+        ("ignore[]", "the comment names no rule and ignores nothing: write `# samestep: ignore[SS301] reason`"),
+        ("ignore[SS301", "the comment has no closing bracket and ignores nothing: write `# samestep: ignore[SS301]"),
+        ("ignore[SS999]", "the comment ignores SS999, which does not exist: `samestep lint --list` shows all rules"),
+    ],
+)
+def test_a_comment_that_ignores_nothing_is_a_warning(capsys, comment, text):
+    Path("train.py").write_text(RANK_0.replace("    dist.barrier()", f"    dist.barrier()  # samestep: {comment}"))
+    code, out, err = run(capsys, "--json")
+    assert code == 1
+    assert err.startswith(f"samestep: train.py:8: {text}")
+    assert json.loads(out)["warnings"] == [err.removeprefix("samestep: ").strip()]
 
 
 @pytest.mark.parametrize(
@@ -212,17 +229,72 @@ def test_a_comment_in_the_last_line_of_a_statement_ignores_it(capsys):
     assert run(capsys)[0] == 0
 
 
-@pytest.mark.parametrize("first", ["%pip list", "%%time", "files = !ls", "x = %time 3", "print?", "!nvidia-smi"])
-def test_notebooks_are_read_and_their_own_lines_are_shown(capsys, first):
-    cells = [
-        {"cell_type": "markdown", "source": ["text"]},
-        {"cell_type": "code", "source": [f"{first}\n", *RANK_0.splitlines(keepends=True)]},
-    ]
-    Path("train.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
+def write_notebook(*cells: str) -> None:
+    found = [{"cell_type": "markdown", "source": ["text"]}]
+    found += [{"cell_type": "code", "source": each.splitlines(keepends=True)} for each in cells]
+    Path("train.ipynb").write_text(json.dumps({"cells": found, "nbformat": 4}))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "%pip list",
+        "%%time",
+        "files = !ls",
+        "x = %time 3",
+        "print?",
+        "!nvidia-smi",
+        "rows = (7\n  % 4)",
+        "!pip install \\\n  torch",
+    ],
+)
+def test_notebooks_are_read_and_findings_name_the_cell_and_its_line(capsys, first):
+    write_notebook("import torch", f"{first}\n{RANK_0}")
+    line = 9 + first.count("\n")
     code, out, _ = run(capsys)
     assert code == 1
-    assert "train.ipynb:9:5: error SS301" in out
-    assert "  > 9 |     dist.barrier()" in out
+    assert f"train.ipynb:cell 3:{line}:5: error SS301" in out
+    assert f"  > {line} |     dist.barrier()" in out
+    assert f"this runs only if `rank == 0` (train.ipynb:cell 3:{line - 1}:1)" in " ".join(out.split())
+
+
+def test_formats_for_programs_name_the_cell_of_a_notebook(capsys):
+    write_notebook("import torch", RANK_0)
+    location = json.loads(run(capsys, "--json")[1])["findings"][0]["location"]
+    assert (location["line"], location["cell"], location["cell_line"]) == (9, 3, 8)
+    assert location["source"] == "dist.barrier()"
+    result = json.loads(run(capsys, "--format", "sarif")[1])["runs"][0]["results"][0]
+    assert result["message"]["text"].startswith("Cell 3, line 8: `barrier` is called on some ranks only.")
+    assert "region" not in result["locations"][0]["physicalLocation"]
+    _, out, _ = run(capsys, "--format", "github")
+    assert out.startswith("::error file=train.ipynb,title=SS301 collective-on-some-ranks::Cell 3, line 8: `barrier`")
+
+
+def test_a_comment_in_a_cell_ignores_a_rule_there(capsys):
+    write_notebook("import torch", RANK_0.replace("dist.barrier()", "dist.barrier()  # samestep: ignore[SS301]"))
+    assert run(capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not a notebook: JSONDecodeError"),
+        ('{"cells": [{"cell_type": "code"}]}', "not a notebook: KeyError: 'source'"),
+        ("[]", "not a notebook: TypeError"),
+    ],
+)
+def test_a_file_that_is_no_notebook_is_named(capsys, text, problem):
+    Path("train.ipynb").write_text(text)
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert f"train.ipynb: could not be read: ValueError: {problem}" in out
+
+
+def test_a_cell_that_cannot_be_parsed_is_named(capsys):
+    write_notebook("import torch", RANK_0 + "x = = 3")
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert "train.ipynb: could not be read: SyntaxError: invalid syntax (cell 3, line 9)" in out
 
 
 def test_cells_of_other_languages_are_left_out(capsys):

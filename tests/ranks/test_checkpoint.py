@@ -2,11 +2,12 @@
 
 import gc
 import json
+import os
 import time
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch.nn.functional import dropout
 from torch.utils.data import TensorDataset
 
 from samestep import Run
+from samestep.checkpoint import folder_lock
 from samestep.data.audit import audit
+from samestep.environment.processes import seconds_from_boot
 from tests.ranks.models import TASKS, Mlp, dataset
 
 pytestmark = pytest.mark.slow
@@ -215,17 +218,12 @@ def test_a_step_below_the_last_one_is_rejected_on_all_ranks(ranks, tmp_path):
 
 
 def restore_in_use(folder):
-    from samestep.checkpoint import folder_lock
-
     with pytest.MonkeyPatch.context() as patch, Run(global_batch=2, seed=0, folder=folder / "logs") as run:
         patch.setattr(folder_lock, "_TAKEOVER_SECONDS", 1.0)  # not 10: the other run does not end
         if run.is_main:
-            from dataclasses import asdict, replace
-
             folder.mkdir(exist_ok=True)
-            parent = psutil.Process().parent()
-            started_at = folder_lock._started_at(parent)
-            theirs = replace(folder_lock._this_process(), pid=parent.pid, started_at=started_at, launch="")
+            pid = os.getppid()
+            theirs = replace(folder_lock._this_process(), pid=pid, started_at=seconds_from_boot(pid), launch="")
             (folder / folder_lock.LOCK_FILE).write_text(json.dumps(asdict(theirs)))
         run.checkpoint(folder, model=run.wrap(nn.Linear(1, 1)))
 

@@ -69,10 +69,18 @@ def unsharded(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-def train(example, free, strategy=None):
+class Selecting(Net):
+    """Has an output whose size depends on values."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores + scores[scores > 0].sum()
+
+
+def train(example, free, strategy=None, model=Net):
     """Weights, rows of the largest micro-batch, the plans of the summary, and the log."""
     with free_memory(free), Run(global_batch=32, seed=0, folder="out") as run:
-        model = run.wrap(Net(), strategy, example=example)
+        model = run.wrap(model(), strategy, example=example)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         largest = 0
         for epoch in run.shard(DATA, shuffle=True, num_workers=0).epochs(2):
@@ -158,6 +166,16 @@ def test_invalid_options_raise_on_every_rank(ranks):
     for text in ranks.errors(2, wrap_with, None, "AdamW", torch.zeros(4, 3)):
         assert "Net cannot be called with the example batch (" in text
         assert "Return the batch in the form that the model takes, " in text
+
+
+def test_a_plan_says_that_it_is_an_upper_bound(ranks):
+    ((_, _, (plan,), log),) = ranks(1, train, EXAMPLE, None, None, Selecting)
+    caveat = (
+        "traced without memory; a mask selects elements by values, which a trace does not have (nonzero(), or a mask "
+        "as an index): all elements count, so memory and time are upper bounds"
+    )
+    assert f"that fit; {caveat})" in log
+    assert plan["model"]["method"] == caveat
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])

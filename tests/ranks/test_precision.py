@@ -134,6 +134,52 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(ranks, st
         assert {kind for _, _, kinds in result["steps"] for kind in kinds} == {torch.float32}
 
 
+class Watched(nn.Module):
+    """Blocks that all train; remembers whether autocast is on inside, and raises if an input has five columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, CLASSES)
+        self.autocast = []
+
+    def forward(self, x):
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        if x.shape[1] == 5:
+            raise ValueError("five columns")
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x), "rows": len(x)}
+
+
+def outputs_under_autocast(strategy):
+    """What a sharded model returns under autocast, as in a step on a GPU until the loss is computed, and without."""
+    with Run(global_batch=8, precision="fp16") as run:
+        net = Watched()
+        model = run.wrap(net, strategy)
+        with torch.autocast("cpu", torch.float16):
+            inside = model(torch.ones(4, 8))["logits"]
+            with pytest.raises(ValueError, match="five columns"):
+                model(torch.ones(4, 5))
+            still_on = torch.is_autocast_enabled("cpu")
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        plain = model(torch.ones(4, 8))["logits"]
+        (inside.float() + plain).sum().backward()
+        with run.evaluate(model) as evaluated:
+            in_evaluation = evaluated(torch.ones(4, 8))["logits"]
+        kinds = [tensor.dtype for tensor in (inside, product, plain, in_evaluation)]
+        return kinds, still_on, net.autocast, {dtype for block in net.blocks for dtype in block.dtypes}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_outputs_of_a_sharded_model_keep_their_dtype_until_the_loss_and_are_fp32_otherwise(ranks, strategy):
+    half = torch.float16
+    for kinds, still_on, inside, computed in ranks(2, outputs_under_autocast, strategy):
+        assert kinds == [half, half, torch.float32, torch.float32]
+        assert still_on
+        assert not any(inside)  # FSDP casts weights and inputs of the model
+        assert computed == {half}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_activation_checkpointing_changes_no_bit_on_several_ranks(ranks, strategy):

@@ -15,6 +15,7 @@ from torch import nn
 
 from samestep import Run
 from samestep.checkpoint import folder_lock
+from samestep.environment.processes import seconds_from_boot
 from samestep.errors import CheckpointError
 
 
@@ -34,8 +35,9 @@ def other():
 
 
 def holder(pid=None, **fields):
-    started_at = folder_lock._started_at(psutil.Process(pid))
-    return replace(folder_lock._this_process(), pid=pid or os.getpid(), started_at=started_at, token="theirs", **fields)
+    pid = pid or os.getpid()
+    theirs = replace(folder_lock._this_process(), pid=pid, started_at=seconds_from_boot(pid), token="theirs")
+    return replace(theirs, **fields)
 
 
 def write_lock(folder, holder):
@@ -71,7 +73,7 @@ def test_a_second_live_run_is_rejected_with_what_to_do(tmp_path, other):
     assert json.loads((tmp_path / folder_lock.LOCK_FILE).read_text()) == asdict(theirs)
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(tmp_path, other):
+def test_the_lock_of_a_killed_run_goes_to_the_next_run(tmp_path, other):
     write_lock(tmp_path, holder(other.pid))
     other.kill()
     restore(tmp_path)  # not waited for yet, so it is a zombie
@@ -91,7 +93,7 @@ def test_a_new_run_waits_for_a_run_that_is_about_to_end(tmp_path, other, monkeyp
     ending.join()
 
 
-def test_a_lock_whose_pid_was_reused_is_taken_over(tmp_path, other):
+def test_a_lock_whose_pid_was_reused_goes_to_the_next_run(tmp_path, other):
     write_lock(tmp_path, replace(holder(other.pid), started_at=1.0))
     restore(tmp_path)
 
@@ -125,7 +127,7 @@ def test_on_another_host_the_heartbeat_decides(tmp_path):
     folder_lock.acquire(tmp_path).release()  # no heartbeat from now on
 
 
-def test_an_incomplete_lock_file_is_taken_over(tmp_path):
+def test_an_incomplete_lock_file_is_replaced(tmp_path):
     (tmp_path / folder_lock.LOCK_FILE).touch()
     folder_lock.acquire(tmp_path).release()
     assert list(tmp_path.iterdir()) == []

@@ -79,6 +79,79 @@ def test_soft_tokens_act_like_words_and_gradients_reach_them_and_the_key_values(
     assert (key_values.grad.abs().sum(dim=(2, 3, 4, 5)) > 0).all()
 
 
+def language_models():
+    """Models whose logits are those of a linear layer, and models that change them: their head or its output."""
+    from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 11, "head_dim": 4}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    lm = LlamaForCausalLM(LlamaConfig(**size))
+    with_bias = LlamaForCausalLM(LlamaConfig(**size))
+    with_bias.lm_head = torch.nn.Linear(16, 11)
+    own_head = LlamaForCausalLM(LlamaConfig(**size))
+    own_head.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 11))
+    return {
+        "llama": lm,
+        "bias": with_bias,
+        "softcap": Gemma2ForCausalLM(Gemma2Config(**size, final_logit_softcapping=0.3)),
+        "scale": CohereForCausalLM(CohereConfig(**size, logit_scale=3.0, bos_token_id=1, eos_token_id=2)),
+        "sequential": own_head,
+    }
+
+
+class Widest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of rows of the largest matrix of logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() and result.shape[-1] == 11:
+            self.rows = max(self.rows, result.numel() // 11)
+        return result
+
+
+@pytest.mark.parametrize("name", ["llama", "bias", "softcap", "scale", "sequential"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_losses_with_a_prefix_are_those_of_all_logits(name, frozen):
+    """The logits of the whole text and their cross entropy, as the losses were computed before."""
+    lm = language_models()[name].double().eval().requires_grad_(not frozen)
+    tokens = torch.tensor([[1, 4, 7, 2, 9], [3, 3, 9, -1, -1], [5, 6, 8, 10, -1]])
+    text, mask = embed_tokens(lm, tokens)
+    soft = torch.randn(3, 2, 16, requires_grad=True)
+    prefix_mask = torch.ones(3, 2, dtype=torch.bool)
+    attention = torch.cat([prefix_mask, mask], 1)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    inputs = torch.cat([soft, text], 1).to(lm.dtype)
+    logits = lm(inputs_embeds=inputs, attention_mask=attention.long(), position_ids=positions).logits[:, 2:-1]
+    plain = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none", ignore_index=-1
+    ).view(3, 4)
+    trained = [soft, *(p for p in lm.parameters() if p.requires_grad)]
+    expected = torch.autograd.grad((plain * torch.arange(1, 5)).sum(), trained, retain_graph=True)
+    for _ in range(2):  # what the first call learns about the model, the second uses
+        found = losses_with_prefix(lm, tokens, soft, prefix_mask)
+        assert (found - plain).abs().max() < 1e-6  # the embeddings of the text are rounded to fp32
+        gradients = torch.autograd.grad((found * torch.arange(1, 5)).sum(), trained)
+        assert max(float((a - b).abs().max()) for a, b in zip(gradients, expected, strict=True)) < 1e-5
+
+
+def test_the_logits_of_all_tokens_of_a_text_exist_only_if_the_model_changes_them():
+    tokens = torch.randint(0, 11, (4, 50))
+    models, rows = language_models(), {}
+    for name in ("llama", "softcap"):
+        text, mask = embed_tokens(models[name], tokens)
+        losses_with_prefix(models[name], tokens, text[:, :0], mask[:, :0])
+        with Widest() as widest, torch.no_grad(), pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr("samestep.nn.linear_loss._LOGITS_BYTES", 11 * 4 * 30)
+            losses_with_prefix(models[name], tokens, text[:, :0], mask[:, :0])
+        rows[name] = widest.rows
+    assert rows == {"llama": 30, "softcap": 200}
+
+
 def noise_of_sample(index):
     with SampleContext(seed=0, epoch=0, index=index):
         return unmasking_noise(6, 3, sample_rng())

@@ -41,6 +41,14 @@ def convolutions(depth: int = 2, wide: bool = False):
 def broken():
     raise ValueError("no such file")
 
+class Detector(nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores[scores > 0]
+
+def detector():
+    return Detector(64, 64), torch.zeros(4, 64)
+
 number = 5
 """
 
@@ -110,7 +118,10 @@ def test_a_function_is_found_in_a_module_and_in_a_file(lab, words):
             "planlab does not name a function. Pass the module or file, a colon and the function, for example train.py",
         ),
         (":build", ":build does not name a function. Pass the module or file"),
-        ("planlab:buld", "planlab has no function buld. It has build, Block, convolutions, broken."),
+        (
+            "planlab:buld",
+            "planlab has no function buld. It has build, Block, convolutions, broken, Detector, detector.",
+        ),
         (
             "planlab:number",
             "planlab:number is of type int, not a function. Name a function that returns a model and a batch.",
@@ -150,6 +161,15 @@ def test_the_command_plans_for_gpus_that_are_not_available(lab, capsys):
     assert "cluster  4 x h100 (--gpus h100:4;" in out
     assert '\ncode     model = run.wrap(model, "ddp")\n' in out
     assert "\ncommand  samestep run train.py\n" in out
+
+
+def test_the_command_says_that_memory_and_time_are_upper_bounds(lab, capsys):
+    assert main(["plan", "planlab:detector", "--global-batch", "64", "--gpus", "h100:4"]) == 0
+    assert (
+        "\nmodel    Detector, 16.2 KiB of weights; traced without memory; a mask selects elements by values, which a "
+        "trace does not have (nonzero(), or a mask as an index): all elements count, so memory and time are upper "
+        "bounds\n"
+    ) in f"\n{capsys.readouterr().out}"
 
 
 def test_the_command_prints_json(lab, capsys):

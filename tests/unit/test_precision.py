@@ -26,6 +26,7 @@ from samestep.parallel.precision import (
     set_fp32_products,
     turn_on_fused,
 )
+from samestep.parallel.wrap import report_large_outputs
 from samestep.torch_private import multiply_all
 
 CPU = PrecisionSupport("cpu", bf16=False, tf32=False, requested="auto", compile=False)
@@ -185,6 +186,38 @@ def test_outputs_are_converted_to_fp32_and_keep_their_classes():
     assert (back["record"].logits.dtype, back["record"].note) == (torch.float32, "kept")
     assert back["own"] is double
     assert given["answer"]["x"] is half  # the original output is not changed
+
+
+class Logits(nn.Module):
+    """Outputs of any size that need no memory."""
+
+    def forward(self, shape):
+        return {"hidden": torch.zeros(2, 2), "logits": torch.zeros(()).expand(shape)}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_large_outputs_of_a_compiled_model_are_reported_once(whole):
+    model, reports = Logits(), []
+    report_large_outputs(model, reports.append, whole)
+    with torch.no_grad():
+        model((32, 1024, 50304))
+    assert not reports  # an evaluation computes no gradients, which would need more memory
+    for _ in range(2):
+        model((32, 1024, 50304))
+    other = ", or any other loss, which is then compiled, too" if whole else ""
+    assert reports == [
+        "the compiled model returns a tensor of shape (32, 1024, 50304); a loss that is computed outside of it holds "
+        "6.1 GiB for each fp32 copy of it. To save memory and time, compute the loss in forward: "
+        f"samestep.nn.linear_cross_entropy for a language model{other}. Or compile the function that computes the loss "
+        "with torch.compile"
+    ]
+
+
+def test_small_outputs_of_a_compiled_model_are_not_reported():
+    model, reports = Logits(), []
+    report_large_outputs(model, reports.append, True)
+    model((8, 1024, 32000))
+    assert not reports
 
 
 class Picky(nn.Module):

@@ -22,6 +22,9 @@ class Clock:
     def perf_counter(self):
         return self.now
 
+    def sleep(self, seconds):
+        self.now += seconds
+
 
 class Event:
     """A CUDA event at some millisecond; None: the GPU has not come to it."""
@@ -61,8 +64,9 @@ def test_phases_exclude_each_other_and_the_time_in_which_the_rank_waits(clock):
     for _ in times.time_reads(iter([1, 2])):
         clock.now += 1
     clock.now += 3
-    times.enter("compute")
-    assert times.phases == {"compute": 6, "data": 0, "checkpoint": 4, "evaluation": 4}
+    times.enter("other")
+    found = {phase: seconds for phase, seconds in times.phases.items() if seconds}
+    assert found == {"other": 6, "checkpoint": 4, "evaluation": 4}
 
 
 def test_reading_counts_as_data_and_ends_with_the_batches(clock):
@@ -77,9 +81,9 @@ def test_reading_counts_as_data_and_ends_with_the_batches(clock):
     for number in times.time_reads(batches()):
         seen.append(number)
         clock.now += 1
-    times.enter("compute")
+    times.enter("other")
     assert seen == [0, 1, 2]
-    assert (times.phases["data"], times.phases["compute"]) == (15, 3)
+    assert (times.phases["data"], times.phases["other"]) == (15, 3)
 
 
 def test_an_error_of_the_data_ends_the_phase(clock):
@@ -93,8 +97,8 @@ def test_an_error_of_the_data_ends_the_phase(clock):
     with pytest.raises(ValueError, match="broken"):
         next(times.time_reads(batches()))
     clock.now += 1
-    times.enter("compute")
-    assert (times.phases["data"], times.phases["compute"]) == (5, 1)
+    times.enter("other")
+    assert (times.phases["data"], times.phases["other"]) == (5, 1)
 
 
 def test_what_happens_before_the_first_step_does_not_count(clock):
@@ -108,7 +112,7 @@ def test_what_happens_before_the_first_step_does_not_count(clock):
     times.stop_waiting()
     times.end_step()
     interval, waits = times.take()
-    assert (waits, interval.seconds, interval.phases["compute"]) == ([1], 3, 2)
+    assert (waits, interval.seconds, interval.phases["other"]) == ([1], 3, 2)
     assert times.take()[1] == []
 
 
@@ -138,6 +142,7 @@ def test_one_rank_keeps_no_waits():
 
 def test_the_times_of_a_gpu_are_read_one_sync_later_and_unknown_if_it_is_far_behind(clock):
     times, _ = make_times("cuda")
+    times._record = lambda: Event(None)
     times.begin_step()
     for pairs in ([(Event(0), Event(500))], [(Event(600), Event(700)), (Event(800), Event(850))], []):
         times._pairs = pairs
@@ -149,11 +154,51 @@ def test_the_times_of_a_gpu_are_read_one_sync_later_and_unknown_if_it_is_far_beh
     times.end_step()
     interval, waits = times.take()
     assert waits == pytest.approx([0.5, 0.15, 0.0])
-    assert (interval.seconds, interval.phases["compute"]) == (6, 6)
+    assert (interval.seconds, interval.phases["other"]) == (6, 6)
     assert len(times._unused) == 6  # to be recorded again
     interval, (wait,) = times.take()
     assert math.isnan(wait)
     assert interval.seconds == 1
+
+
+def train_a_step(times, clock):
+    """Steps of 1 s of data, 2 s forward, 3 s backward of which it waits 1 s, and 1 s for the optimizer."""
+    times.begin_step()
+    for _ in times.time_reads(clock.sleep(1) for _ in range(1)):
+        times.begin_micro_batch()
+        clock.now += 2
+        times.enter("backward")
+        clock.now += 2
+        times.start_waiting()
+        clock.now += 1
+        times._end_reducing()
+        times.enter("optimizer")
+        clock.now += 1
+    times.end_step()
+
+
+def test_the_phases_of_one_step_per_interval_are_measured_on_the_gpu(clock):
+    times, _ = make_times("cuda")
+    events = []
+
+    def record():
+        events.append(Event(clock.now * 1000))
+        return events[-1]
+
+    times._record = record
+    train_a_step(times, clock)
+    recorded = len(events)
+    for _ in range(2):
+        train_a_step(times, clock)
+    assert len(events) - recorded == 2 * 2  # other steps have the two events around the waiting only
+    assert times.take()[0].device_phases is None  # of the interval before, which has no steps
+    train_a_step(times, clock)
+    interval, waits = times.take()
+    assert (interval.count, interval.marked_step, waits) == (3, 0, [1, 1, 1])
+    found = {phase: seconds for phase, seconds in interval.device_phases.items() if seconds}
+    assert found == {"forward": 2, "backward": 3, "optimizer": 1, "data": 1}
+    events[0].milliseconds = None
+    assert interval.device_phases is None  # a GPU that is far behind
 
 
 def test_a_module_with_hooks_can_be_copied_and_pickled():

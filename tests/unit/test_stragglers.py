@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from samestep.distributed.step_times import PHASES, StepInterval
+from samestep.distributed.step_times import COMPUTING, PHASES, StepInterval
 from samestep.training import stragglers
 from samestep.training.stragglers import RankTimes, caused_waits, pack_interval, straggler_message, wait_metrics
 
@@ -51,7 +51,7 @@ def test_the_times_of_any_number_of_steps_travel_in_the_same_number_of_values(st
     phases = {phase: 1.0 + index for index, phase in enumerate(PHASES)}
     packed = pack_interval(StepInterval(2.0, phases), [0.5] * steps)
     assert len(packed) == len(pack_interval(StepInterval(1.0, NO_PHASES), []))
-    assert len(packed) <= 32  # of 247 that one message holds
+    assert len(packed) <= 36  # of 247 that one message holds
     read = RankTimes.from_rows(np.array([packed, packed]))
     assert (read.steps, read.seconds) == (steps, 2.0)
     assert {phase: list(values) for phase, values in read.phases.items()} == {p: [s, s] for p, s in phases.items()}
@@ -98,9 +98,9 @@ def test_no_rank_is_slow_by_less_than_a_millisecond_or_if_a_rank_knows_no_step()
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_phase_of_a_slow_rank_is_the_one_in_which_it_spends_more_than_the_others(phase):
-    spent = {"compute": [0.03, 0.03, 0.03], "data": [0.01, 0.01, 0.01], "checkpoint": [0.0, 0.001, 0.0]}
+    spent = {"forward": [0.03, 0.03, 0.03], "data": [0.01, 0.01, 0.01], "checkpoint": [0.0, 0.001, 0.0]}
     spent[phase] = [0.01, 0.01, 0.031]
-    assert times([0.02, 0.02, 0.0], **spent).slow_phase(2) == phase
+    assert times([0.02, 0.02, 0.0], **spent).slow_phase(2) == (None if phase in COMPUTING else phase)
 
 
 def test_the_message_says_who_how_long_why_and_what_to_do():
@@ -117,7 +117,7 @@ def test_the_message_says_who_how_long_why_and_what_to_do():
     [(True, "it spends 60 ms per step computing, the others 40 ms"), (False, "it spends 50 ms per step computing")],
 )
 def test_on_a_gpu_all_that_is_not_waiting_counts_as_computing(on_gpu, found):
-    window = times([0.02, 0.02, 0.0, 0.0], compute=[0.03, 0.03, 0.05, 0.05])
+    window = times([0.02, 0.02, 0.0, 0.0], forward=[0.01, 0.01, 0.02, 0.02], backward=[0.02, 0.02, 0.03, 0.03])
     text = straggler_message(window, [2, 3], ["here"] * 4, on_gpu)
     assert text.startswith("rank 2 makes the others wait for 13.3 ms of every 60 ms step (22%), and so do rank(s) 3")
     assert ("it spends 60 ms" if on_gpu else "it spends 50 ms") in text

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from samestep.parallel.submodules import checkpoint_activations
 from samestep.planner.model_profile import ModelProfile, PeakMemory
 from samestep.planner.trace import StepConfig, StepTracer, trace_model
-from samestep.planner.traced_model import build_model
+from samestep.planner.traced_model import ProductsInFp32, build_model
 
 A, H, C = 32, 64, 10
 LENGTH = 48
@@ -240,14 +240,58 @@ class NeedsValues(nn.Module):
             return out * (2 if out.sum().item() > 0 else 1)
         if self.how == "numpy":
             return out * float(out.detach().numpy().mean())
-        return out[out.sum(1).nonzero()[:, 0]]
+        if self.how == "nonzero":
+            return out[out.sum(1).nonzero()[:, 0]]
+        if self.how == "masked_select":
+            return out.masked_select(out.sum(1, keepdim=True) > 0)
+        if self.how == "half of the rows":
+            smaller = out.sum(1).argsort().argsort() < len(x) // 2
+            return out[smaller].view(len(x) // 2, C)
+        return torch.cat([out, out[out.sum(1) > 0]])
+
+
+@pytest.mark.parametrize("how", ["nonzero", "mask", "masked_select"])
+def test_a_mask_that_depends_on_values_counts_as_if_it_selected_everything(how):
+    profile = trace_model(lambda: (NeedsValues(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
+    assert profile.method == (
+        "traced without memory; a mask selects elements by values, which a trace does not have (nonzero(), or a mask "
+        "as an index): all elements count, so memory and time are upper bounds"
+    )
+
+    class Everything(NeedsValues):
+        def forward(self, x):
+            out = self.layer(x)
+            rows = torch.arange(len(x))
+            if how == "masked_select":
+                return out[rows[:, None], torch.arange(C)].flatten()
+            return out[rows] if how == "nonzero" else torch.cat([out, out[rows]])
+
+    everything = trace_model(lambda: (Everything(how), torch.ones(16, A)), optimizer="SGD", precision="fp32")
+    assert everything.method == "traced without memory"
+    assert profile.activations.at(64) == pytest.approx(everything.activations.at(64), rel=0.01)
+
+
+def test_a_mask_from_labels_is_traced_with_the_number_of_elements_that_it_selects():
+    class Detector(nn.Linear):
+        def forward(self, x, labels):
+            inside = labels >= 0
+            return super().forward(torch.cat([x[inside]] * 100)), inside.nonzero(), x.masked_select(inside[..., None])
+
+    def profile(count):
+        labels = torch.full((4, 10), -1)
+        labels[:, :count] = 3
+        return trace_model(lambda: (Detector(A, C), (torch.zeros(4, 10, A), labels)), precision="fp32", target="cpu")
+
+    few, many = profile(2), profile(8)
+    assert few.method == many.method == "traced without memory"
+    assert 3.5 < many.activations.per_sample / few.activations.per_sample < 4.5
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("item", ".item(), float() or `if` of a tensor"),
-        ("nonzero", "nonzero(), or a mask as an index"),
+        ("half of the rows", "nonzero(), or a mask as an index"),  # a view fails if all are selected
         ("numpy", ".numpy() of a tensor"),
     ],
 )
@@ -265,6 +309,40 @@ def test_half_precision_is_measured_in_fp16():
     profile = trace_model(lambda: (NeedsValues("item"), torch.ones(16, A)), precision="bf16")
     assert profile.method.startswith("measured with real micro-batches")
     assert {op.dtype for op in profile.ops if op.flops} == {"float16"}
+
+
+def test_a_measurement_needs_the_memory_of_a_trace():
+    """A measurement multiplies in fp32, since most CPUs are very slow in fp16, but stores fp16."""
+
+    class Images(nn.Sequential):
+        def __init__(self, needs_value):
+            super().__init__(nn.Conv2d(3, 16, 3, 2), nn.GELU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.LazyLinear(C))
+            self.needs_value = needs_value
+            super().forward(torch.zeros(2, 3, 32, 32))
+
+        def forward(self, x):
+            out = super().forward(x)
+            return out * (2 if self.needs_value and out.sum().item() > 0 else 1)
+
+    measured, traced = (
+        trace_model(lambda: (Images(value), torch.ones(4, 3, 32, 32)), optimizer="SGD", precision="fp16")  # noqa: B023
+        for value in (True, False)
+    )
+    assert measured.method.startswith("measured")
+    assert traced.method.startswith("traced")
+    assert measured.activations.at(32) == pytest.approx(traced.activations.at(32), rel=0.02)
+
+
+def test_products_in_fp32_have_the_dtype_and_the_layout_of_products_in_half_precision():
+    image, weight = torch.randn(2, 3, 8, 8).half(), torch.randn(4, 3, 3, 3).half()
+    image = image.contiguous(memory_format=torch.channels_last)
+    plain = torch.conv2d(image, weight)
+    with ProductsInFp32():
+        found = torch.conv2d(image, weight)
+        assert (image.flatten(1) @ image.flatten(1).T).dtype == torch.half
+        assert torch.conv2d(image.float(), weight.float()).dtype == torch.float32
+    assert (found.dtype, found.stride()) == (plain.dtype, plain.stride())
+    torch.testing.assert_close(found, plain, rtol=1e-2, atol=1e-2)
 
 
 def test_integers_keep_their_values_in_a_trace():

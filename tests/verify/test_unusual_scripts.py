@@ -79,6 +79,52 @@ def test_a_script_that_always_runs_on_one_rank_is_not_verified(run):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("marker", ["pyproject.toml", None])
+def test_a_script_finds_what_is_beside_its_folder_and_writes_to_a_copy_of_it(
+    tmp_path, monkeypatch, interpreters, marker
+):
+    for name, text in {"lab/model.py": "width = 4\n", "data/scale.txt": "2"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    if marker is not None:
+        (tmp_path / marker).touch()
+    folder = tmp_path / "lab" / "runs"
+    folder.mkdir()
+    (folder / "train.py").write_text(
+        BASE
+        + """
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[2]))
+from lab.model import width
+
+dist.init_process_group("gloo")
+data.tensors[0].mul_(float(open("../../data/scale.txt").read()))
+train(nn.Linear(width, 1))
+if dist.get_rank() == 0:
+    open("../model.py", "a").write("height = 2\\n")
+"""
+    )
+    monkeypatch.chdir(folder)
+    verdict = verify("train.py", interpreters=interpreters, keep=folder / "kept")
+    assert (verdict.failure, verdict.findings) == ("", ())
+    assert (tmp_path / "lab" / "model.py").read_text() == "width = 4\n"
+    assert (folder / "kept" / "many" / "files" / ".." / "model.py").read_text() == "width = 4\nheight = 2\n"
+
+
+@pytest.mark.slow
+def test_a_script_without_a_process_group_is_not_verified(run):
+    verdict = run("""
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for inputs, targets in DataLoader(data, 32):
+    optimizer.zero_grad()
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+""")
+    assert (verdict.exit_code, verdict.findings) == (2, ())
+    assert verdict.failure.startswith("the script creates no process group, so that each rank trains alone: ")
+
+
+@pytest.mark.slow
 def test_a_script_that_returns_without_enough_gpus_is_run_with_claimed_ones(run):
     verdict = run("""
 if torch.accelerator.device_count() < 2:
@@ -153,7 +199,7 @@ train()
 def test_a_rank_that_comes_too_late_to_the_process_group_is_no_fault_of_the_script(run):
     verdict = run("""
 if os.environ["RANK"] == "1":
-    time.sleep(12)
+    time.sleep(60)
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))
 train()
 """)
@@ -210,3 +256,32 @@ for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
         weights = [each.full_tensor() for each in model.parameters()]
 """)
     assert codes(verdict) == ["SS301"]
+
+
+METER = """
+class Meter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, inputs):
+        self.total += inputs.detach().sum(0)
+        return inputs - self.total
+
+
+dist.init_process_group("gloo")
+meter, model = Meter(), DDP(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
+    changed = meter(inputs)
+    optimizer.zero_grad()
+    mse_loss(model({argument}), targets).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("argument", "expected"), [("inputs", []), ("changed", ["SS210"])])
+def test_buffers_of_a_rank_count_only_if_the_loss_depends_on_them(run, argument, expected):
+    verdict = run(METER.format(argument=argument))
+    assert (codes(verdict), verdict.failure) == (expected, "")

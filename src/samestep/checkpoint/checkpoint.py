@@ -72,6 +72,7 @@ class Checkpoint(StepCallback):
         self._save_seconds = 0.0
         self._staging = HostStaging(context.world.rank)
         self._current: BackgroundSave | None = None
+        self._reported: BackgroundSave | None = None
         self._metric_count = 0  # how often the metric `keep_best` was logged before the last save
         self._warnings = WarnOnce()
         context.callbacks.append(self)
@@ -119,7 +120,7 @@ class Checkpoint(StepCallback):
                 if save.is_running and not comm.alone:
                     seen = comm.check_peers(since, seen, comm.start_timeout)
         self._save_seconds = max(self._save_seconds, save.seconds)
-        self._print_message(save)
+        self._report(save)
         if save.error is not None:
             raise CheckpointError(save.error)
 
@@ -130,7 +131,7 @@ class Checkpoint(StepCallback):
         if self._write_failed:
             self.wait()
         elif self._current is not None and not self._current.is_running:
-            self._print_message(self._current)
+            self._report(self._current)
         # a skipped step does not change the count, and must not save the same state twice
         steps_elapsed = bool(self._every_steps) and steps % self._every_steps == 0 and steps != self._saved_step
         if self._requested or steps_elapsed or self._minutes_elapsed:
@@ -181,8 +182,11 @@ class Checkpoint(StepCallback):
 
     # Saving
 
-    def _print_message(self, save: BackgroundSave) -> None:
-        """Print what a finished save has to say, once; only rank 0 has a message."""
+    def _report(self, save: BackgroundSave) -> None:
+        """Record a finished save and print what it has to say, once; only rank 0 has a message."""
+        if save is not self._reported:
+            self._reported = save
+            self._context.record("checkpoint", **save.describe())
         if save.message:
             self._context.print(save.message)
             save.message = None

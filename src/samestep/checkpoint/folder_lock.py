@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-import psutil
-
-from samestep.environment.processes import process_is_gone, process_namespace
+from samestep.environment.processes import process_namespace, process_runs, seconds_from_boot
 from samestep.environment.world import launch_name
 from samestep.errors import CheckpointError
 
@@ -32,7 +30,6 @@ _HEARTBEAT_SECONDS: Final = 2.0
 # Ranks whose launcher was killed need a second to exit, and a shared disk shows a heartbeat late.
 _TAKEOVER_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
-_START_TIME_TOLERANCE: Final = 5.0  # boot time and start time are not read at the same moment
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES: Final = 1 << 16  # of a lock file, which has a few hundred
 _KINDS: Final = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe"}
@@ -126,15 +123,11 @@ def _this_process() -> LockHolder:
         host=socket.gethostname(),
         namespace=f"{process_namespace()} {boot_id}",
         pid=os.getpid(),
-        started_at=_started_at(psutil.Process()),
+        started_at=seconds_from_boot(os.getpid()),
         launch=launch_name(),
         since=datetime.now().astimezone().isoformat(timespec="seconds"),
         token=uuid4().hex,
     )
-
-
-def _started_at(process: psutil.Process) -> float:
-    return process.create_time() - psutil.boot_time()  # not the time of day, which changes when the clock is set
 
 
 def _create(path: Path, holder: LockHolder) -> bool:
@@ -243,9 +236,4 @@ def _has_ended(holder: LockHolder | None, own: LockHolder) -> bool:
         return True
     if not _is_same_host(holder, own):
         return False
-    try:
-        process = psutil.Process(holder.pid)
-        is_reused = abs(_started_at(process) - holder.started_at) > _START_TIME_TOLERANCE
-    except psutil.NoSuchProcess:
-        return True
-    return is_reused or holder.pid == own.pid or process_is_gone(process)
+    return holder.pid == own.pid or not process_runs(holder.pid, holder.started_at)

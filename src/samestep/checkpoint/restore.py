@@ -92,6 +92,7 @@ def restore(
     else:
         _load(context, parts, *found)
         message = _describe(*found, len(corrupt), context.world.size)
+        context.record("restored", checkpoint=str(found[0]), step=found[1].step, corrupt=corrupt)
     token = context.comm.exchange_objects(_OPERATION, f"{time.time_ns():x}")[0]
     checkpoint = Checkpoint(context, parts, Retention(folder, keep, keep_best, tuple(corrupt)), token, found)
     context.print(message)

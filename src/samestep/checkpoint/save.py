@@ -49,10 +49,13 @@ class BackgroundSave:
     error: str | None = None  # why it failed, the same text on every rank; valid at the end
     message: str | None = None  # A message for the user; valid at the end, on rank 0
     seconds: float = 0.0  # the duration of the save; valid at the end
+    size: int = 0  # bytes of all files; valid at the end, on rank 0
+    staged_seconds: float = 0.0  # for which training has waited
     _abandoned_at: float | None = None
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
+        self.staged_seconds = time.monotonic() - self.started
         self._thread = threading.Thread(target=self._run, name=f"samestep {self._key('')}", daemon=True)
         self._thread.start()
 
@@ -64,6 +67,18 @@ class BackgroundSave:
     def wait(self, seconds: float) -> None:
         """Wait for the end, at most `seconds`."""
         self._thread.join(seconds)
+
+    def describe(self) -> dict[str, object]:
+        """The fields of its event; valid at the end, on rank 0."""
+        return {
+            "checkpoint": str(self.published),
+            "step": self.manifest.step,
+            "bytes": self.size,
+            "seconds": round(self.seconds, 3),
+            "waited_seconds": round(self.staged_seconds, 3),
+            "metric": self.manifest.metric,
+            "error": self.error,
+        }
 
     def abandon(self) -> None:
         """Write what is staged, but stop waiting for the other ranks: the run failed and they may be gone."""
@@ -130,6 +145,7 @@ class BackgroundSave:
         state = json.dumps(self.state, allow_nan=False).encode()
         files[STATE_FILE] = write_verified(self.writing / STATE_FILE, [state])
         write_manifest(self.writing, replace(self.manifest, files=files))
+        self.size = sum(file.bytes for file in files.values())
         fsync_folder(self.writing)
         self.writing.rename(self.published)
         fsync_folder(self.published.parent)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -35,7 +36,7 @@ def command(run: str | None, as_json: bool) -> int:
     folder = _newest_running() if run is None else Path(run) if pid is None else _folder_of(pid)
     hang = HangFolder(folder)
     launcher = _check(folder, hang)
-    answer = hang.ask(_ANSWER_SECONDS, lambda: _is_running(hang.launcher()))
+    answer = hang.ask(_ANSWER_SECONDS, lambda: (info := hang.launcher()) is not None and info.is_running)
     if answer is None:
         _check(folder, hang)  # it may have ended in the meantime
         raise LaunchError(
@@ -50,10 +51,20 @@ def command(run: str | None, as_json: bool) -> int:
 def _newest_running() -> Path:
     here = Path("runs")
     folders = sorted((path.parent.parent for path in here.glob("*/hang/launcher.json")), key=_started, reverse=True)
-    running = {folder: info for folder in folders if _is_running(info := HangFolder(folder).launcher())}
-    local = [folder for folder, info in running.items() if info is not None and info.is_local]
+    running, unreadable = dict[Path, LauncherInfo](), list[LaunchError]()
+    for folder in folders:
+        try:
+            launcher = HangFolder(folder).launcher()
+        except LaunchError as error:  # another run may be the one that is running
+            unreadable.append(error)
+            continue
+        if launcher is not None and launcher.is_running:
+            running[folder] = launcher
+    local = [folder for folder, launcher in running.items() if launcher.is_local]
     if found := next(iter([*local, *running]), None):  # one of another host may have been killed
         return found
+    if unreadable:
+        raise unreadable[0]
     raise LaunchError(
         f"no run in {here.absolute()} is running: pass the folder that `samestep run` prints at its start, as in "
         "`samestep hang runs/train-20260131-093005`, or the process id of a rank"
@@ -68,10 +79,14 @@ def _folder_of(pid: int) -> Path:
     """The run's folder of a launcher or a rank on this machine."""
     try:
         process = psutil.Process(pid)
-        # The launcher has set the variable for its ranks after its own start.
-        for each in (process, *process.children(recursive=True)):
-            if (folder := run_folder(each.environ())) is not None:
-                return folder
+        if (folder := run_folder(process.environ())) is not None:
+            return folder
+        for child in process.children(recursive=True):  # a launcher sets the variable for its ranks after its own start
+            with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+                if (folder := run_folder(child.environ())) is not None:
+                    return folder
+    except psutil.ZombieProcess as error:
+        raise LaunchError(f"process {pid} has ended: pass the folder of the run") from error
     except psutil.NoSuchProcess as error:
         raise LaunchError(
             f"there is no process {pid} on this machine: run `samestep hang` on the machine of the process, or pass "
@@ -100,7 +115,7 @@ def _check(folder: Path, hang: HangFolder) -> LauncherInfo:
             f"{folder} is not the folder of a run that `samestep run` has started: pass the one that it prints at its "
             "start (runs/SCRIPT-DATE-TIME or --folder); torchrun and srun do not watch their ranks"
         )
-    if not _is_running(launcher):
+    if not launcher.is_running:
         raise LaunchError(
             f"the run in {folder} has ended: its logs are in {folder / 'logs'}, reports of hangs in {hang.path}"
         )
@@ -110,13 +125,3 @@ def _check(folder: Path, hang: HangFolder) -> LauncherInfo:
             f"`samestep hang` on {launcher.main_host}, or start all nodes with the same --folder on a shared disk"
         )
     return launcher
-
-
-def _is_running(launcher: LauncherInfo | None) -> bool:
-    """Whether a launcher has not ended, as far as this machine knows."""
-    if launcher is None or launcher.has_ended:
-        return False
-    try:
-        return not launcher.is_local or psutil.Process(launcher.pid).create_time() == launcher.started
-    except psutil.NoSuchProcess:
-        return False

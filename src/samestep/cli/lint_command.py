@@ -19,6 +19,7 @@ from samestep.launch.job import check_target
 from samestep.messages import shorten
 
 if TYPE_CHECKING:
+    from samestep.lint.fixes import EditResult
     from samestep.lint.lint_settings import LintSettings
     from samestep.lint.linter import LintResult
     from samestep.lint.rule import Rule
@@ -88,6 +89,8 @@ def command(
     if confirm:
         result = _confirm(result, script, settings)
     _write(result, settings, options)
+    for text in result.warnings:
+        click.echo(f"samestep: {text}", err=True)
     return _exit_code(result)
 
 
@@ -134,16 +137,21 @@ def _progress() -> Generator[Callable[[int, int], None]]:
 
 def _fix(result: "LintResult", targets: Sequence[Path], settings: "LintSettings") -> "LintResult":
     """Apply repairs until none is left; returns what lint finds then."""
-    from samestep.lint.fixes import apply_edits, write_text
+    from samestep.lint.fixes import apply_edits
+    from samestep.lint.source_files import read_text, write_text
 
     count = 0
     for _ in range(_MAX_ROUNDS):
-        changed = apply_edits(result.findings)
-        if not changed:
+        edits = apply_edits(result.findings)
+        if not edits.changed:
+            _warn_of_left_out(edits)
             break
         before = len(result.findings)
-        for path, text in changed.items():
-            write_text(path, text)
+        for path, text in edits.changed.items():
+            try:
+                write_text(path, text, read_text(path)[1])
+            except OSError as error:
+                raise LaunchError(f"{relative_path(str(path))} cannot be repaired: {error}") from error
         result = _lint(targets, settings, use_cache=False)
         count += max(0, before - len(result.findings))
         if len(result.findings) >= before:
@@ -153,18 +161,25 @@ def _fix(result: "LintResult", targets: Sequence[Path], settings: "LintSettings"
     return result
 
 
+def _warn_of_left_out(edits: "EditResult") -> None:
+    for finding, reason in edits.left_out:
+        click.echo(f"samestep: did not repair {finding.code} at {finding.location}: {reason}", err=True)
+
+
 def _show_diff(result: "LintResult") -> int:
     from difflib import unified_diff
 
-    from samestep.lint.fixes import apply_edits, read_text
+    from samestep.lint.fixes import apply_edits
+    from samestep.lint.notebooks import split_lines
+    from samestep.lint.source_files import read_text
 
-    changed = apply_edits(result.findings)
-    for path, text in sorted(changed.items()):
+    edits = apply_edits(result.findings)
+    for path, text in sorted(edits.changed.items()):
         name = relative_path(str(path))
-        before = read_text(path).splitlines(keepends=True)
-        lines = unified_diff(before, text.splitlines(keepends=True), f"a/{name}", f"b/{name}")
-        click.echo("".join(lines), nl=False)
-    return 1 if changed else 0
+        before, after = split_lines(read_text(path)[0], with_ends=True), split_lines(text, with_ends=True)
+        click.echo("".join(unified_diff(before, after, f"a/{name}", f"b/{name}")), nl=False)
+    _warn_of_left_out(edits)
+    return 1 if edits.changed else 0
 
 
 def _confirm(result: "LintResult", script: tuple[str, ...], settings: "LintSettings") -> "LintResult":

@@ -41,6 +41,11 @@ COMMANDS = {
     "doctor": ("samestep.cli.doctor_command", "Check this machine for problems, and show how to fix them."),
     "audit": ("samestep.cli.audit_command", "Check that a run has used each sample exactly once per epoch."),
     "checkpoint": ("samestep.cli.checkpoint_command", "Inspect and verify checkpoints, export their weights."),
+    "report": (
+        "samestep.cli.report_command",
+        "Write one HTML page that shows what a run did, or compares several runs.",
+    ),
+    "runs": ("samestep.cli.runs_command", "List runs with their status, steps, last metrics and duration."),
     "recipe": ("samestep.cli.recipe_command", "List the scripts that come with samestep, run or copy one."),
 }
 

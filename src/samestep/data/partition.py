@@ -6,6 +6,7 @@ same number of micro-batches with the same number of rows. Missing rows are padd
 """
 
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,17 @@ class Partition:
     def dropped(self) -> int:
         """Samples that `drop_last` leaves out of each epoch."""
         return self.n - self._end
+
+    @property
+    def padding(self) -> int:
+        """Padding rows of an epoch, over all ranks.
+
+        >>> Partition(n=10, global_batch=7, rank=0, world_size=2, micro_batch=2).padding
+        2
+        """
+        steps = {self.steps - 1: 1} | ({0: self.steps - 1} if self.steps > 1 else {})  # all but the last are alike
+        rows = sum(times * self.world_size * prod(self.shape(step)) for step, times in steps.items())
+        return rows - self._end
 
     def positions(self, step: int) -> PositionRange:
         """Return the positions of a step over all ranks."""

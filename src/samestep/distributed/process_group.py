@@ -323,7 +323,7 @@ def find_hang(reports: Sequence[ProgressReport]) -> Hang | None:
     """Who waits for whom: ranks that have called more collectives of a group than others, for longer than its timeout.
 
     All ranks of a group must call the same number of them. A rank that others wait for is behind in a group and ahead
-    in none; one that is ahead waits itself. If all have called the same number, the network is cut or they compute.
+    in none; one that is ahead waits itself. If all have called the same number, the network is down or they compute.
     Point-to-point calls between some ranks of a group count too, so that the counts of a healthy run may differ for
     good: a hang is certain only if torch says that a rank which is ahead waits.
     """

@@ -29,8 +29,8 @@ class RankWarnings:
     here. Other ranks show what rank 0 did not meet.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._rank = comm.world.rank
+    def __init__(self, comm: Communicator, record: Callable[[str, str, str, int], None]) -> None:
+        self._rank, self._record = comm.world.rank, record
         self._store = None if comm.alone else dist.PrefixStore("warnings", comm.store)
         self._show = warnings.showwarning  # may be that of `logging.captureWarnings`
         self._process = os.getpid()
@@ -53,6 +53,7 @@ class RankWarnings:
             self._counts[key] += 1
             if self._counts[key] > 1 or self._rank0_shows(repr(key)):
                 return
+            self._record(*key)
         self._show(message, category, filename, lineno, file, line)
 
     def format_repetitions(self) -> str:
@@ -87,9 +88,14 @@ class RankWarnings:
 
 
 @contextmanager
-def show_once(comm: Communicator, report: Callable[[str], None]) -> Generator[None]:
-    """Show each warning once inside the block; at its end, report how often others came again."""
-    shown = RankWarnings(comm)
+def show_once(
+    comm: Communicator, report: Callable[[str], None], record: Callable[[str, str, str, int], None]
+) -> Generator[None]:
+    """Show each warning once inside the block; at its end, report how often others came again.
+
+    `record` gets what is shown on rank 0: text, category, file and line.
+    """
+    shown = RankWarnings(comm, record)
     before, warnings.showwarning = warnings.showwarning, shown.show
     try:
         yield

@@ -4,19 +4,23 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Literal, TypeVar
 
 import torch
 
 from samestep.distributed.communicator import Communicator
-from samestep.torch_private import around_reduction
+from samestep.torch_private import after_backward, around_reduction
 
 T = TypeVar("T")
-Phase = Literal["compute", "data", "checkpoint", "evaluation"]
-PHASES: Final[tuple[Phase, ...]] = ("compute", "data", "checkpoint", "evaluation")
+Phase = Literal["forward", "backward", "optimizer", "other", "data", "logging", "checkpoint", "evaluation"]
+COMPUTING: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer", "other")
+"""What computes; "other" is the rest of your loop, such as clipping gradients."""
+PHASES: Final[tuple[Phase, ...]] = (*COMPUTING, "data", "logging", "checkpoint", "evaluation")
 _END: Final = object()
 _MOST_STEPS: Final = 4000  # kept between two syncs, which are at most 1,000 steps apart
 _EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
+_Mark = tuple[Phase, torch.cuda.Event]
 
 
 @dataclass
@@ -27,6 +31,21 @@ class StepInterval:
     phases: dict[Phase, float]  # seconds of the host, without waiting for other ranks
     steps: list[tuple[float, list[_EventPair]]] = field(default_factory=list[tuple[float, list[_EventPair]]])
     """Of each step how long the host waited for other ranks, and when its GPU began and ended to wait."""
+    count: int = 0
+    """How many steps."""
+    marks: list[_Mark] = field(default_factory=list[_Mark])
+    """When the GPU began each phase of one of the steps, and when it ended this step."""
+    marked_step: int = 0  # which of `steps`
+
+    @property
+    def device_phases(self) -> dict[Phase, float] | None:
+        """How long the GPU was in each phase of the marked step, also while it waited; None if it is not known."""
+        if not self.marks or not all(event.query() for _, event in self.marks):
+            return None
+        seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        for (phase, began), (_, ended) in pairwise(self.marks):
+            seconds[phase] += began.elapsed_time(ended) / 1000
+        return seconds
 
 
 class StepTimes:
@@ -43,13 +62,14 @@ class StepTimes:
         """Seconds that the host spent in each phase since the first step began, without waiting for other ranks."""
         self.steps = 0
         """How many steps have ended."""
-        self._phase: Phase = "compute"
+        self._phase: Phase = "other"
         self._since, self._waited = time.perf_counter(), comm.waited  # the same for `_phase`
         self._current = StepInterval(0.0, {})
         self._complete: StepInterval | None = None  # on a GPU: that before, which the GPU has worked off by now
         self._synced_at, self._synced_phases = self._since, dict(self.phases)
         self._step_waited = 0.0  # what `comm.waited` was at the end of the last step
         self._pairs: list[_EventPair] = []  # of the current step
+        self._marks: list[_Mark] | None = None  # of the current step, if it is the marked one of its interval
         self._waiting: torch.cuda.Event | float | None = None  # since when, if this rank waits now
         self._unused: list[torch.cuda.Event] = []
         self._has_met = False  # whether ranks have met in the forward pass of this micro-batch
@@ -68,6 +88,8 @@ class StepTimes:
         now, waited = time.perf_counter(), self._comm.waited
         self.phases[self._phase] += now - self._since - (waited - self._waited)
         before, self._phase, self._since, self._waited = self._phase, phase, now, waited
+        if self._marks is not None and phase != before:
+            self._marks.append((phase, self._record()))
         return before
 
     @contextmanager
@@ -94,33 +116,54 @@ class StepTimes:
 
     def begin_step(self) -> None:
         """Called when the loop body of a step begins; before the first step, forget what was measured."""
-        self.enter("compute")  # also if a loop for evaluation was left early and is not collected yet
+        self.enter("other")  # also if a loop for evaluation was left early and is not collected yet
         if not self.steps:
             self.phases.update(dict.fromkeys(PHASES, 0.0))
             self._synced_at, self._synced_phases = self._since, dict(self.phases)
             self._step_waited, self._pairs = self._waited, []
+        if self._on_gpu and not self._current.marks:
+            self._marks = [("other", self._record())]
 
     def begin_micro_batch(self) -> None:
         """Called before the forward pass of a micro-batch."""
         self._has_met = False
+        self.enter("forward")
 
     def end_step(self) -> None:
         """Called after the loop body of a step."""
         self.steps += 1
+        self.enter("other")
+        interval = self._current
+        interval.count += 1
+        if self._marks is not None:
+            interval.marks, interval.marked_step = [*self._marks, ("other", self._record())], len(interval.steps)
+            self._marks = None
         if self._comm.alone:
             return
-        if len(self._current.steps) < _MOST_STEPS:
-            self._current.steps.append((self._comm.waited - self._step_waited, self._pairs))
+        if len(interval.steps) < _MOST_STEPS:
+            interval.steps.append((self._comm.waited - self._step_waited, self._pairs))
         self._step_waited, self._pairs = self._comm.waited, []
 
     # Where the ranks meet
 
-    def watch_backward(self, loss: torch.Tensor) -> None:
-        """Measure how long the backward pass of `loss` waits for the gradients of other ranks, after its own."""
-        loss.register_hook(self._start_backward)
+    def watch_backward(self, loss: torch.Tensor, reduces: bool) -> None:
+        """Measure the backward pass of `loss`, and, if it `reduces`, how long it waits for other ranks' gradients."""
+        loss.register_hook(self._start_reducing if reduces else self._start_backward)
 
     def _start_backward(self, _: torch.Tensor) -> None:
-        around_reduction(self.start_waiting, self.stop_waiting)
+        self.enter("backward")
+        after_backward(self._end_backward)
+
+    def _start_reducing(self, _: torch.Tensor) -> None:
+        self.enter("backward")
+        around_reduction(self.start_waiting, self._end_reducing)
+
+    def _end_reducing(self) -> None:
+        self.stop_waiting()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        self.enter("other")
 
     def meet(self, *_: object) -> None:
         """A forward pass begins its first collective, unless it had one."""
@@ -142,7 +185,7 @@ class StepTimes:
         started, self._waiting = self._waiting, None
         if isinstance(started, float):
             self._comm.waited += time.perf_counter() - started
-        elif isinstance(started, torch.cuda.Event):
+        elif started is not None:
             self._pairs.append((started, self._record()))
 
     def _record(self) -> torch.cuda.Event:

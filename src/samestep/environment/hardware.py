@@ -331,6 +331,12 @@ def _bf16_cache_path(environ: Mapping[str, str]) -> Path:
     return cache_folder(environ) / f"bf16-{digest}.json"
 
 
+def cpu_name() -> str:
+    """The name of this machine's CPU."""
+    names = (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

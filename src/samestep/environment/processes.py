@@ -33,6 +33,7 @@ _FILES_OF_RANK: Final = 34  # besides its connections to other ranks
 _FILES_OF_LAUNCHER, _FILES_PER_RANK = 32, 8  # its log files and pipes, its store and the ranks that use it
 _SCRIPT_FILES: Final = 1024  # for files that the script opens itself, such as those of its dataset
 _POLL_SECONDS: Final = 0.5
+_START_TOLERANCE: Final = 5.0  # seconds: boot time and start time are not read at the same moment
 _NOTICE_SECONDS: Final = 2.0  # that ranks get to notice that their launcher is gone, and to say so
 _GUARD_SECONDS: Final = 5.0  # that the guard gets to end
 # Waits on stdin until the launcher closes it or has died. A byte says that the launcher has ended its processes itself.
@@ -214,6 +215,24 @@ def process_is_gone(process: psutil.Process | int) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def seconds_from_boot(pid: int) -> float:
+    """When a process started, in seconds since boot: the time of day changes when the clock is set.
+
+    Raises psutil.NoSuchProcess if there is no such process.
+    """
+    boot = psutil.boot_time()  # first: older versions of psutil add the boot time that they have read last
+    return psutil.Process(pid).create_time() - boot
+
+
+def process_runs(pid: int, started: float) -> bool:
+    """Whether the process that started `started` seconds after boot runs: another one may have its id by now."""
+    try:
+        is_same = abs(seconds_from_boot(pid) - started) <= _START_TOLERANCE
+        return is_same and not process_is_gone(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
 
 
 class OrphanGuard:

@@ -32,6 +32,8 @@ COMPARISON = "SAMESTEP_COMPARISON"
 """The variable in which `samestep parity` passes the folder for logs and checkpoints of one run."""
 LAST_STEP = "SAMESTEP_LAST_STEP"
 """The variable in which `samestep parity` passes the step after which a run ends."""
+LAUNCHER_LINK: Final = "run"
+"""The link in the folder of a launcher to that of the run, if the run writes elsewhere."""
 FIX = " To fix it: "
 """Separates the problem from the remedy in the message of a WorldError."""
 

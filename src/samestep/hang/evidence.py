@@ -96,7 +96,7 @@ class RankEvidence:
     node: str
     process: ProcessInfo
     children: list[ProcessInfo] = field(default_factory=list[ProcessInfo])
-    collectives: list[Collective] | None = None  # pending ones and the latest; None if the rank does not answer
+    collectives: list[Collective] | None = None  # pending ones and the latest; None if they are not known
     collected: float = 0.0  # when
     exit_code: int | None = None  # if the process has ended; negative for a signal
     last_lines: list[str] = field(default_factory=list[str])  # of its log
@@ -104,6 +104,7 @@ class RankEvidence:
     gpu_percent: float | None = None  # utilization of its GPU
     full_disk: str = ""  # a file system that the rank writes to and that is full
     oom_kills: int = 0  # processes that the kernel has killed for memory since the start of the ranks
+    error: str = ""  # why its probe cannot read its collectives: torch may have changed; empty if it can
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

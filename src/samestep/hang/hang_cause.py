@@ -10,20 +10,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from samestep.hang.evidence import Collective, RankEvidence, user_frame
+from samestep.hang.log_errors import GLOO_MISMATCH, has_timed_out, traceback_frame
 from samestep.hang.rank_sentences import (
-    GLOO_MISMATCH,
     ReadLines,
     Sentence,
     Snapshot,
     at_line,
     end_of_log,
     hanging_worker,
-    has_timed_out,
     is_busy,
     is_debugger,
     is_rank_0_only,
     is_victim,
-    traceback_frame,
     waits_for_data_worker,
     waits_for_threads,
 )
@@ -102,7 +100,7 @@ _SIGKILL: Final = 9
 _SHOWN: Final = 3  # different calls
 _LATE_SECONDS: Final = 0.001
 _SLOW: Final = 1.2  # times the step of the others
-_TRANSFER_SECONDS: Final = 5.0  # a collective that all ranks have called takes less, unless the network is cut
+_TRANSFER_SECONDS: Final = 5.0  # a collective that all ranks have called takes less, unless the network is interrupted
 
 
 @dataclass(frozen=True)
@@ -303,7 +301,7 @@ def _lost_peer(snapshot: Snapshot) -> HangCause | None:
 def _timed_out(snapshot: Snapshot) -> HangCause | None:
     """Ranks timed out, for example in init_process_group, while they waited for ranks that are elsewhere."""
     known = snapshot.graph.known
-    late = sorted(rank for rank, each in known.items() if has_timed_out(each))
+    late = sorted(rank for rank, each in known.items() if each.exit_code and has_timed_out("\n".join(each.last_lines)))
     culprits = sorted(rank for rank in known if not snapshot.graph.has_ended(rank))
     if not late or not culprits:
         return None
@@ -452,7 +450,7 @@ def _other_culprits(snapshot: Snapshot, culprits: Sequence[int]) -> list[Sentenc
 
 
 def _node_lost(snapshot: Snapshot, culprits: Sequence[int]) -> HangCause:
-    text = f"the launcher of {format_ranks(culprits)} does not answer: its node is down, or cut off"
+    text = f"the launcher of {format_ranks(culprits)} does not answer: its node is down or unreachable"
     return _cause(snapshot, "node_lost", culprits, [*snapshot.waiting_sentences(culprits), Sentence(text)])
 
 
@@ -478,10 +476,8 @@ def _slow(snapshot: Snapshot, culprits: Sequence[int]) -> HangCause | None:
     sentences = [*snapshot.waiting_sentences(culprits), *snapshot.location(first)[:2]]
     late, count = snapshot.graph.lateness(first)
     if late >= _LATE_SECONDS:
-        text = (
-            f"rank {first} called the last {count} collectives {format_seconds(late)} after the first rank, on average"
-        )
-        sentences.append(Sentence(text))
+        after = f"{format_seconds(late)} after the earliest rank, on average"
+        sentences.append(Sentence(f"rank {first} called the last {count} collectives {after}"))
     known = snapshot.graph.known.values()
     times = sorted(each.step_seconds for each in known if each.step_seconds and each.rank not in culprits)
     if times and (snapshot.graph.known[first].step_seconds or 0) > _SLOW * (usual := times[len(times) // 2]):
@@ -512,9 +508,11 @@ def _send_receive(snapshot: Snapshot) -> HangCause | None:
             snapshot, "send_receive", stuck, sentences, f"{{culprits}} wait for each other{{time}}: {who} {what}."
         )
     if all(pending[rank].number and not edges[rank] for rank in stuck):  # their ends are known
-        headline = "{wait}: a send and its receive do not complete, the network may be cut."
+        headline = "{wait}: a send and its receive do not complete, the network may be interrupted."
         return _cause(snapshot, "network", [], sentences, headline)
-    headline = "{culprits} wait for each other{time}: their sends and receives do not match, or the network is cut."
+    headline = (
+        "{culprits} wait for each other{time}: their sends and receives do not match, or the network is interrupted."
+    )
     return _cause(snapshot, "send_receive", stuck, sentences, headline)
 
 
@@ -565,9 +563,9 @@ def _network(snapshot: Snapshot, at_least: float = 0.0) -> HangCause | None:
         sentences.append(Sentence(text))
     if pending[stuck[0]].backend == "nccl":
         sentences.append(Sentence("over NCCL, a GPU that still computes what was called before looks the same"))
-    headline = "{wait} in the same collective, which does not complete: the network may be cut."
+    headline = "{wait} in the same collective, which does not complete: the network may be interrupted."
     if len(stuck) < len(pending):
-        headline = "{wait}: a collective that all ranks have called does not complete, the network may be cut."
+        headline = "{wait}: a collective that all ranks have called does not complete, the network may be interrupted."
     return _cause(snapshot, "network", [], sentences, headline)
 
 
@@ -578,8 +576,8 @@ def _since_all(snapshot: Snapshot, rank: int) -> float:
     return min((snapshot.graph.known[each].collected - other.called for each, other in calls.items()), default=0.0)
 
 
-def _cut(snapshot: Snapshot) -> HangCause | None:
-    """A network that is cut although a rank is elsewhere: what all have called completes without that rank."""
+def _interrupted(snapshot: Snapshot) -> HangCause | None:
+    """A network that is interrupted although a rank is elsewhere: what all have called completes without that rank."""
     return _network(snapshot, _TRANSFER_SECONDS)
 
 
@@ -589,7 +587,7 @@ _RULES: Final[tuple[Callable[[Snapshot], HangCause | None], ...]] = (
     _ended_with_error,
     _leaving,
     _diverged,
-    _cut,
+    _interrupted,
     _held_up,
     _send_receive,
     _circular,

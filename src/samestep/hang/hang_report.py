@@ -33,10 +33,33 @@ def format_summary(cause: HangCause) -> str:
 
 def format_report(cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
     """The summary, then for every rank its state, the stacks of its threads and data workers, and its collectives."""
-    summary = format_summary(cause) if cause is not None else f"samestep: {_NO_CAUSE}."
     ordered = sorted(evidence, key=lambda each: each.rank)
-    overview = [_format_overview(each) for each in ordered]
-    return "\n\n".join([summary, "\n".join(overview), *map(_format_rank, ordered)]) + "\n"
+    ranks = "\n".join(map(_format_state, ordered))
+    return "\n\n".join([_format_start(cause, ordered), ranks, *map(_format_rank, ordered)]) + "\n"
+
+
+def format_overview(cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
+    """The summary, or that no rank waits, and a line for each rank."""
+    ordered = sorted(evidence, key=lambda each: each.rank)
+    return "\n".join([_format_start(cause, ordered), *map(_format_state, ordered)])
+
+
+def _format_start(cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
+    """The summary; without a cause, also if that is because the collectives of a rank cannot be read."""
+    if cause is not None:
+        return format_summary(cause)
+    errors = {each.rank: each.error for each in evidence if each.error}
+    return format_unreadable(errors) if errors else f"samestep: {_NO_CAUSE}."
+
+
+def format_unreadable(errors: Mapping[int, str]) -> str:
+    """That the launcher cannot detect hangs, because it cannot read the collectives of ranks; `errors` is by rank."""
+    rank = min(errors)
+    return (
+        f"samestep: the launcher cannot read the collectives of rank {rank} ({errors[rank]}), so it cannot detect "
+        "hangs: this version of torch may be too new for samestep; a hang ends by torch's timeouts, and "
+        "`py-spy dump --pid PID` shows the line of a rank"
+    )
 
 
 def format_end(seconds: float, has_continued: bool, codes: Mapping[int, int | None]) -> str:
@@ -94,7 +117,7 @@ def _format_sentence(sentence: Sentence) -> str:
     return sentence.text if sentence.frame is None else f"{sentence.text} {format_frame(sentence.frame)}"
 
 
-def _format_overview(each: RankEvidence) -> str:
+def _format_state(each: RankEvidence) -> str:
     start = f"rank {each.rank} (node {each.node}, pid {each.process.pid})"
     if each.exit_code is not None:
         how = f"by signal {-each.exit_code}" if each.exit_code < 0 else f"with exit code {each.exit_code}"
@@ -104,6 +127,8 @@ def _format_overview(each: RankEvidence) -> str:
     calls = each.collectives
     pending = sum(call.is_pending for call in calls) if calls is not None else 0
     state = f"{pending} pending collective{'s' * (pending != 1)}" if calls is not None else "does not answer"
+    if each.error:
+        state = f"samestep cannot read its collectives ({each.error})"
     return f"{start}: {describe_process(each)}, {state}{at}"
 
 

@@ -7,7 +7,6 @@ file system or a driver runs in a thread that the caller does not wait for.
 import functools
 import json
 import os
-import re
 import selectors
 import shutil
 import socket
@@ -26,6 +25,7 @@ import psutil
 from samestep.environment.hardware import count_oom_kills
 from samestep.hang import rank_probe
 from samestep.hang.evidence import Frame, ProcessInfo, Progress, RankEvidence, read_collective
+from samestep.hang.process_stacks import StackFile, Stacks, absolute_path, open_files, read_status
 
 FOLDER: Final = "SAMESTEP_HANG_FOLDER"
 """The variable that tells the probes where to answer; also in startup/sitecustomize.py."""
@@ -37,7 +37,6 @@ _RECORDED: Final = "2000"  # collectives
 _LONGEST_FOLDER: Final = 80  # characters: a socket's path may have 107
 _ANSWER_SECONDS: Final = 1.6, 0.8  # at most, for the first and the second request
 _STACK_SECONDS, _FACT_SECONDS = 0.8, 2.5  # at most, while evidence is collected
-_FIRST_LINE_BYTES: Final = 4200  # a thread and a path, at most
 _WINDOW_SECONDS: Final = 0.5  # at least, in which CPU time is measured
 _POLL_SECONDS: Final = 0.02
 _TAIL_BYTES, _TAIL_LINES = 16384, 150  # a crash below FSDP prints 100 frames after its message
@@ -48,14 +47,8 @@ _STATES: Final = {
     psutil.STATUS_RUNNING: "running", psutil.STATUS_DISK_SLEEP: "disk", psutil.STATUS_STOPPED: "stopped",
     psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_ZOMBIE: "zombie", psutil.STATUS_DEAD: "gone",
 }  # fmt: skip
-_THREAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])?.*\(most recent call first\):")
-_ONE_THREAD: Final = "Stack (most recent call first):"  # of the thread that got the signal: the main one, if it can
-_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-
 _T = TypeVar("_T")
 _Answer = dict[str, Any]
-_Stacks = dict[str, list[Frame]]
 
 
 class NodeProbe:
@@ -74,6 +67,7 @@ class NodeProbe:
         self._oom_kills = count_oom_kills()
         self._starters = dict[int, int]()  # of processes with a probe: the rank that has started it, or 0
         self._own_handlers = set[int]()  # processes whose script handles rank_probe.SIGNAL itself
+        self.errors = dict[int, str]()  # why the probes of ranks could not read their collectives at the last request
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Variables to add to `environ` for the ranks; none replaces one that the user has set."""
@@ -90,7 +84,7 @@ class NodeProbe:
     def progress_of(self, pids: Iterable[int], seconds: float = 1.0) -> dict[int, Progress | None]:
         """How far several ranks are, asked at the same time.
 
-        Of a rank that calls no collective itself, as with mp.spawn: how far that child is which waits for the longest.
+        If a rank calls no collective itself, as with mp.spawn, this is the progress of the child that waits longest.
         """
         requested = list(pids)
         starters = self._find_starters(requested)
@@ -98,6 +92,7 @@ class NodeProbe:
         for pid, answer in answers.items():
             if not answer.get("signal_is_free", True):
                 self._own_handlers.add(pid)
+        self.errors = {starters.get(pid, pid): answer["error"] for pid, answer in answers.items() if "error" in answer}
         found = {pid: _read_progress(answers.get(pid)) for pid in requested}
         for rank in {rank for rank in starters.values() if (own := found[rank]) is not None and not own.calls}:
             children = [_read_progress(answers.get(child)) for child, parent in starters.items() if parent == rank]
@@ -202,17 +197,17 @@ class NodeProbe:
             return None
         return connection
 
-    def _signal_for_stacks(self, pids: Iterable[int], processes: "_Processes") -> dict[int, _Stacks]:
+    def _signal_for_stacks(self, pids: Iterable[int], processes: "_Processes") -> dict[int, Stacks]:
         """The stacks that faulthandler writes at a signal, of processes that do not answer."""
-        files = dict[int, _StackFile]()
+        files = dict[int, StackFile]()
         for pid in pids:
             if processes.ancestors(pid).isdisjoint(self._own_handlers) and not processes.is_stopped(pid):
                 with suppress(OSError, ValueError):  # it has ended, or does not have the probe
-                    files[pid] = _StackFile(pid)
+                    files[pid] = StackFile(pid)
         for pid in files:
             with suppress(OSError):  # it has ended
                 os.kill(pid, rank_probe.SIGNAL)
-        found = dict[int, _Stacks]()
+        found = dict[int, Stacks]()
         deadline = time.monotonic() + _STACK_SECONDS
         while files and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -223,92 +218,13 @@ class NodeProbe:
         return found | {pid: file.stacks for pid, file in files.items() if file.stacks}
 
 
-class _StackFile:
-    """The file in memory that faulthandler of a process writes to, found by the process's open files.
-
-    Raises OSError or ValueError if the process has none, or would not write to it at the signal.
-    """
-
-    def __init__(self, pid: int) -> None:
-        name = f"/memfd:{rank_probe.MEMORY_FILE}-{pid} (deleted)"
-        self._path = next((each for each in _open_files(pid) if str(each.readlink()) == name), None)
-        handled = int(_read_status(pid)["SigCgt"], 16)
-        if self._path is None or not handled >> (rank_probe.SIGNAL - 1) & 1:
-            raise ValueError(f"process {pid} does not write its stacks at a signal")
-        with self._path.open("rb") as file:
-            first_line = file.read(_FIRST_LINE_BYTES).partition(b"\n")[0]
-            self._begin = file.seek(0, os.SEEK_END)
-        self._main, _, self._folder = first_line.decode(errors="replace").partition(" ")
-        self._text = ""
-        self.stacks: _Stacks = {}
-
-    def read(self) -> bool:
-        """Read what was written since; returns whether it is complete, so that two readings do not differ."""
-        assert self._path is not None
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._begin)
-                text = file.read().decode(errors="replace")
-        except OSError:  # the process has ended
-            return True
-        has_main = self._main.removeprefix("0x") in text or _ONE_THREAD in text  # it is padded with zeros
-        is_complete = text == self._text and has_main and text.endswith("\n")
-        self._text = text
-        self.stacks = parse_stacks(text, self._main, self._folder)
-        return is_complete
-
-
-def parse_stacks(text: str, main: str = "", folder: str = "") -> dict[str, list[Frame]]:
-    """The stacks in a text of faulthandler, without that of the probe itself.
-
-    `main` is the main thread, as in the text, and `folder` is the one that relative file names are relative to.
-    """
-    stacks: _Stacks = {}
-    stack: list[Frame] | None = None
-    for line in text.splitlines():
-        if (thread := _THREAD.match(line)) is not None:
-            number, name = thread.groups()
-            is_main = bool(main) and int(number, 16) == int(main, 16)
-            stack = stacks.setdefault("main" if is_main else f"{name or 'thread'} {int(number, 16):#x}", [])
-        elif line == _ONE_THREAD:
-            stack = stacks.setdefault("main", [])
-        elif not line.startswith("  "):  # the stack of C, and all else that is not a stack of Python
-            stack = None
-        elif (frame := _FRAME.fullmatch(line)) is not None and stack is not None:
-            file, number, function = frame.groups()
-            stack.append(Frame(_absolute(_unescape(file), folder), int(number), _unescape(function)))
-    return {name: stack for name, stack in stacks.items() if not _is_probe(stack)}
-
-
-def _is_probe(stack: list[Frame]) -> bool:
-    return any(Path(frame.file) == Path(rank_probe.__file__) for frame in stack)
-
-
-def _absolute(file: str, folder: str) -> str:
-    """The path of a source file: relative ones are relative to the folder that the process started in.
-
-    >>> _absolute("train.py", "/home/me"), _absolute("<string>", "/home/me")
-    ('/home/me/train.py', '<string>')
-    """
-    return file if file.startswith(("/", "<")) or not folder else os.path.normpath(os.path.join(folder, file))  # noqa: PTH118
-
-
-def _unescape(text: str) -> str:
-    r"""Faulthandler writes characters that are not ASCII as escapes.
-
-    >>> _unescape(r"caf\xe9.py")
-    'café.py'
-    """
-    return _ESCAPE.sub(lambda match: chr(int(next(filter(None, match.groups())), 16)), text)
-
-
-def _read_answered_stacks(answer: _Answer) -> _Stacks:
+def _read_answered_stacks(answer: _Answer) -> Stacks:
     folder = answer.get("start_folder", "")
     return {name: _read_frames(stack, folder) for name, stack in answer["stacks"].items()}
 
 
 def _read_frames(stack: list[tuple[str, int, str]], folder: str) -> list[Frame]:
-    return [Frame(_absolute(file, folder), line or 0, function) for file, line, function in stack]
+    return [Frame(absolute_path(file, folder), line or 0, function) for file, line, function in stack]
 
 
 def _read_progress(answer: _Answer | None) -> Progress | None:
@@ -321,7 +237,7 @@ def _choose_answer(answers: list[_Answer]) -> dict[str, Any]:
     """Collectives of a rank, or of a process that it has started if it only starts the training."""
     answered = [answer for answer in answers if "collectives" in answer]
     if not answered:
-        return {"collectives": None}
+        return {"collectives": None, "error": next((answer["error"] for answer in answers if "error" in answer), "")}
     answer = next((answer for answer in answered if answer["collectives"]), answered[0])
     folder = answer["start_folder"]
     collectives = [
@@ -388,7 +304,7 @@ class _Processes:
             if now.exit_code is not None:
                 self.exit_codes[pid] = now.exit_code
 
-    def describe(self, pid: int, stacks: Mapping[int, _Stacks]) -> ProcessInfo:
+    def describe(self, pid: int, stacks: Mapping[int, Stacks]) -> ProcessInfo:
         """What is known about a process."""
         first = self._first.get(pid)
         known = self._info.get(pid) or ProcessInfo(pid, _combine_states("sleeping", first.state if first else "gone"))
@@ -425,7 +341,7 @@ class _Sample:
             self.major_faults = int(values[9])
             used = process.cpu_times()
             self.cpu_seconds = used.user + used.system
-            self.swapped = 1024 * int(_read_status(pid)["VmSwap"].split()[0])
+            self.swapped = 1024 * int(read_status(pid)["VmSwap"].split()[0])
             self.command = " ".join(process.cmdline())[:_COMMAND_LETTERS]
             self.waits_for = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
 
@@ -487,7 +403,7 @@ def _written_folders(pid: int) -> Iterator[Path]:
     """The folders of the files that a process has opened to write, and its current folder; not of devices or memory."""
     with suppress(OSError):
         yield Path(f"/proc/{pid}/cwd").readlink()
-        for file in _open_files(pid):
+        for file in open_files(pid):
             with suppress(OSError, ValueError, IndexError):  # closed meanwhile
                 info = Path(f"/proc/{pid}/fdinfo/{file.name}").read_text()
                 path = file.readlink()
@@ -569,16 +485,6 @@ def _create_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="samestep-", dir="/tmp"))
-
-
-def _open_files(pid: int) -> Iterator[Path]:
-    """The open files of a process, as links in /proc."""
-    return Path(f"/proc/{pid}/fd").iterdir()
-
-
-def _read_status(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _receive(connection: Any, received: bytearray) -> bool:

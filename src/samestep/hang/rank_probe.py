@@ -226,7 +226,7 @@ class _Probe:
             if name == "evidence":
                 answer["collectives"] = self._collectives.list(self._main_frame())
         except Exception as error:  # noqa: BLE001 - of another version of torch: its stacks are known
-            answer["error"] = repr(error)
+            answer["error"] = f"{type(error).__name__}: {error}"
         return answer
 
     def _main_frame(self) -> FrameType | None:
@@ -344,23 +344,32 @@ class _World:
     """The process groups that exist now."""
 
     def __init__(self) -> None:
-        world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), WORLD, None)
-        names: dict[Any, str] = getattr(world, WORLD_FIELDS[0], {})
-        members: dict[Any, dict[int, int]] = getattr(world, WORLD_FIELDS[1], {})
-        self.groups = [
-            _Group(name, list(members.get(group, ())), *_count_calls(group)) for group, name in list(names.items())
-        ]
+        self.groups = list(_read_groups())
         self.by_name = {group.name: group for group in self.groups}
         self.shortest_timeout = min((group.timeout for group in self.groups if group.timeout), default=0.0)
+
+
+def _read_groups() -> Iterator[_Group]:
+    """The groups; raises AttributeError if torch has renamed what holds them."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or getattr(module.__spec__, "_initializing", False):  # while the script imports it
+        return
+    world: Any = getattr(module, WORLD)
+    names: dict[Any, str] = getattr(world, WORLD_FIELDS[0])
+    members: dict[Any, dict[int, int]] = getattr(world, WORLD_FIELDS[1])
+    for group, name in list(names.items()):
+        yield _Group(name, list(members.get(group, ())), *_count_calls(group))
 
 
 def _count_calls(group: Any) -> tuple[int, float]:
     """How many collectives this process has called in a group, and the timeout."""
     calls, timeout = 0, 0.0
+    devices, get_backend = (getattr(group, name) for name in GROUP_METHODS)
+    sequence_number, options = BACKEND_METHODS
     try:
-        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
-            calls += backend._get_sequence_number_for_group()
-            timeout = backend.options._timeout.total_seconds()
+        for backend in {id(each): each for each in map(get_backend, devices)}.values():
+            calls += getattr(backend, sequence_number)()
+            timeout = getattr(backend, options)._timeout.total_seconds()
     except (RuntimeError, AttributeError):  # another thread destroys it, or a backend without these
         return calls, timeout
     return calls, timeout

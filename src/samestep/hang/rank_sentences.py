@@ -9,6 +9,14 @@ from functools import cached_property
 from itertools import takewhile
 
 from samestep.hang.evidence import Collective, Frame, ProcessInfo, RankEvidence, is_user_code, user_frame
+from samestep.hang.log_errors import (
+    RANK_PREFIX,
+    error_message,
+    has_timed_out,
+    is_lost_peer,
+    raised_exception,
+    traceback_frame,
+)
 from samestep.hang.wait_graph import (
     WaitGraph,
     describe_call,
@@ -28,7 +36,6 @@ _WORKER = "/torch/utils/data/_utils/worker.py"
 _DEBUGGER = re.compile(r"/(bdb|pdb)\.py$|/(ipdb|pudb|debugpy|pydevd|_pydevd_bundle)/|/IPython/core/debugger\.py$")
 _BREAKPOINT = re.compile(r"\bbreakpoint\(|\bset_trace\(|\bpost_mortem\(")
 _BREAKPOINT_LINES = 10
-_TRACEBACK = re.compile(r'File "(.+)", line (\d+)(,?) in (.+)')
 _DATASET_FUNCTIONS = ("__getitem__", "__getitems__", "__iter__", "__next__")
 _RANK_0 = re.compile(
     r"\b\w*rank\w*(\(.*\))?\s*==\s*0|\b0\s*==\s*\w*rank|not\s+\w*rank\b"
@@ -36,8 +43,6 @@ _RANK_0 = re.compile(
 )
 _RANK_0_FUNCTIONS = re.compile(r"rank_zero\.py$|/samestep/distributed/once\.py$|/accelerate/state\.py$")
 _BUSY = 0.5  # CPU seconds per second of a process that computes
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?")
-_MESSAGE_LINES = 3  # of an exception; more is what the rank has printed since
 _THREAD_EXCEPTION = re.compile(r"Exception in thread (.+):")
 _WAITS_FOR_THREAD = re.compile(
     r"\bwith \w*(lock|mutex|condition)|\.(acquire|get|put|join|result|wait)\(", re.IGNORECASE
@@ -59,33 +64,6 @@ _STATES = {
     "sleeping": "sleeps",
     "running": "runs",
 }
-
-# Messages of a rank whose connection to another rank broke. The other rank's failure is the cause.
-_LOST_PEER = (
-    "Socket Timeout",
-    "DistNetworkError",
-    "failed to recv, got 0 bytes",
-    "remote process exited",
-    "NCCL communicator was aborted",
-    "connectFullMesh failed",
-    "samestep.errors.RankMissing",
-)
-# The same, but an upload or a database may raise them too: they count only if torch.distributed has raised them.
-_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
-_BACKEND = re.compile(r"\.(cc|cpp):\d+\b|gloo|NCCL|c10d|SocketImpl|torch\.distributed|\bDist\w+Error")
-_BACKEND_FILE = re.compile(r"/torch/distributed/(distributed_c10d|c10d_logger|rendezvous)\.py$")
-RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""torch adds it to each line of a traceback if there is a process group."""
-NCCL_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|failure detected by watchdog")
-"""NCCL aborts a rank that has waited for another one for longer than the timeout."""
-GLOO_MISMATCH = re.compile(r"Received data size doesn't match expected|op\.preamble\.length <= op\.nbytes")
-"""gloo aborts a rank that receives a message of another collective: some rank has called a wrong one."""
-GLOO_TIMEOUT = re.compile(r"Timed out waiting \d+ ?ms|Application timeout caused pair closure")
-"""gloo raises in a rank that has waited for another one for longer than the timeout."""
-STORE_TIMEOUT = re.compile(
-    r"[Tt]imed out after \d+ seconds waiting for clients|wait timeout after \d+ms|failed to pass monitoredBarrier"
-)
-"""torch raises in a rank that has waited for another one to connect, or in gloo's monitored_barrier, for too long."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +263,7 @@ class Snapshot:
         each = self.graph.known[rank]
         frame, start = user_frame(main_stack(each)), "has not called it" if self.graph.pending else ""
         if each.collectives is None:
-            start = "does not answer" + (": a thread of it may hold the GIL" * (cpu_load(each.process) >= _BUSY))
+            start = _describe_silence(each)
         elif runs_for_all(main_stack(each)):
             start = "runs it for the others"
         elif rank in self.graph.pending and not leaves_run(main_stack(each)):
@@ -329,6 +307,13 @@ def _activity(each: RankEvidence) -> str:
     return "is waiting for its DataLoader, " if waits_for_data_worker(each.process) else "is "
 
 
+def _describe_silence(each: RankEvidence) -> str:
+    """Why the collectives of a rank are not known."""
+    if each.error:
+        return f"has collectives that samestep cannot read ({each.error})"
+    return "does not answer" + (": a thread of it may hold the GIL" * (cpu_load(each.process) >= _BUSY))
+
+
 def describe_process(each: RankEvidence) -> str:
     """What the process of a rank does."""
     process = each.process
@@ -342,36 +327,8 @@ def describe_process(each: RankEvidence) -> str:
 
 def is_victim(each: RankEvidence) -> bool:
     """Whether a rank failed because it lost another rank, or had waited for it for too long."""
-    return bool(each.exit_code) and (has_timed_out(each) or is_lost_peer("\n".join(each.last_lines)))
-
-
-def has_timed_out(each: RankEvidence) -> bool:
-    """Whether a rank failed because it had waited for another one until the timeout."""
     log = "\n".join(each.last_lines)
-    message = error_message(log)
-    waited = NCCL_WATCHDOG.search(log) or GLOO_TIMEOUT.search(message) or STORE_TIMEOUT.search(message)
-    return bool(each.exit_code) and bool(waited)
-
-
-def is_lost_peer(log: str) -> bool:
-    """Whether a traceback ends in an error that only says that the connection to another rank broke.
-
-    Only the message counts, not the frames above it: source lines may contain the same words.
-    """
-    message = error_message(log)
-    if any(words in message for words in _LOST_PEER):
-        return True
-    if not any(words in message for words in _LOST_CONNECTION):
-        return False
-    frames = _TRACEBACK.findall(log)
-    return bool(_BACKEND.search(message) or (frames and _BACKEND_FILE.search(frames[-1][0])))
-
-
-def error_message(log: str) -> str:
-    """The message of the last exception in the end of a log: what follows its traceback. Without one, all of it."""
-    lines = RANK_PREFIX.sub("", log).splitlines()
-    start = max((index for index, line in enumerate(lines) if line.startswith("  File ")), default=-1) + 1
-    return "\n".join(line for line in lines[start:] if not line.startswith("  "))
+    return bool(each.exit_code) and (has_timed_out(log) or is_lost_peer(log))
 
 
 def cpu_load(process: ProcessInfo) -> float:
@@ -401,15 +358,6 @@ def find_breakpoint(frame: Frame, read_lines: ReadLines) -> Frame:
     return replace(frame, line=found)
 
 
-def traceback_frame(lines: Sequence[str]) -> Frame | None:
-    """The innermost line of user code in the traceback at the end of a log, also of faulthandler; None without one."""
-    found = [match for line in lines if (match := _TRACEBACK.search(line))][::-1]
-    if found and not found[0][3]:  # of faulthandler, which writes the innermost line first
-        found = list(takewhile(lambda match: not match[3], found))[::-1]
-    frame = user_frame([Frame(match[1], int(match[2]), match[4]) for match in found])
-    return frame if frame is not None and is_user_code(frame) else None
-
-
 def is_in_dataset(stack: Sequence[Frame]) -> bool:
     """Whether a thread reads a sample: user code of a dataset that a DataLoader or samestep calls."""
     loader = next((index for index, frame in enumerate(stack) if frame.file.endswith((_FETCH, _WORKER, _LOADER))), 0)
@@ -436,7 +384,7 @@ def _waits_for_worker(stack: Sequence[Frame]) -> bool:
 def hanging_worker(children: Sequence[ProcessInfo]) -> tuple[ProcessInfo, Frame] | None:
     """The data worker that is reading a sample, and its line; None if all wait for work.
 
-    Of several, one that does not compute.
+    If several are reading, returns the one that used the least CPU time.
     """
     reading = [(child, frame) for child in children if (frame := _reading_line(child.stacks.get("main", [])))]
     return min(reading, key=lambda each: each[0].cpu_seconds, default=None)
@@ -496,13 +444,6 @@ def _awaited_child(each: RankEvidence) -> ProcessInfo | None:
         return None
     own = [child for child in each.children if not child.is_data_worker and child.parent in (0, each.process.pid)]
     return next((child for child in own if child.state not in ("zombie", "gone")), None)
-
-
-def raised_exception(lines: Sequence[str]) -> str:
-    """The exception in the traceback at the end of a log, `ValueError: bad sample`; empty if there is none."""
-    message = error_message("\n".join(lines)).splitlines()
-    is_exception = 0 < len(message) <= _MESSAGE_LINES and _EXCEPTION.fullmatch(message[0])
-    return message[0] if is_exception else ""
 
 
 def leaves_run(stack: Sequence[Frame]) -> bool:

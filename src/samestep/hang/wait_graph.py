@@ -46,7 +46,6 @@ _SAMESTEP_CALLS = {  # by module
     "batchnorm": "BatchNorm statistics",
     "materialize": "comparing models",
     "gradients": "gradients",
-    "epoch_metrics": "metrics of the epoch",
     "shard": "run.shard",
     "stream": "run.stream",
     "lifecycle": "Run.start",
@@ -315,7 +314,7 @@ class WaitGraph:
         return not is_called_by_script(call, main_stack(self.known[rank])), len(callers)
 
     def lateness(self, rank: int) -> tuple[float, int]:
-        """How many seconds after the first rank this one called collectives on average, and of how many."""
+        """How many seconds after the earliest rank this one called collectives on average, and of how many."""
         shared = [
             by_rank[rank].called - min(call.called for call in by_rank.values())
             for by_number in self.history.values()

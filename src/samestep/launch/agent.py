@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -31,7 +31,7 @@ from samestep.errors import OUT_OF_MEMORY, LaunchError
 from samestep.launch.failure_report import is_requested_exit
 from samestep.launch.hang_monitor import HangMonitor, Ranks
 from samestep.launch.job import Job
-from samestep.launch.rank_logs import RankFiles, RankLogs
+from samestep.launch.rank_logs import LauncherEvents, RankFiles, RankLogs
 from samestep.launch.rendezvous import Rendezvous
 from samestep.launch.signal_handler import SignalHandler
 
@@ -42,14 +42,24 @@ _EXIT_BARRIER_SECONDS = 30  # that the launchers of other nodes get to see their
 
 
 def run_agent(
-    job: Job, logs: RankLogs, signals: SignalHandler, hangs: HangMonitor, echo: Callable[[str], None]
+    job: Job,
+    logs: RankLogs,
+    signals: SignalHandler,
+    hangs: HangMonitor,
+    events: LauncherEvents,
+    echo: Callable[[str], None],
+    restarting: Callable[[Mapping[int, ProcessFailure]], None],
 ) -> None:
-    """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails."""
+    """Start the ranks of this node and monitor them until they end; raises ChildFailedError if one fails.
+
+    `restarting` is called with the failures after which the ranks start again.
+    """
     export({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})  # SignalHandler handles the others
     spec = _worker_spec(job)
     known = inspect.signature(LocalElasticAgent.__init__).parameters
     since_2_12 = {"shutdown_timeout": signals.shutdown_timeout} if "shutdown_timeout" in known else {}
-    agent = _Agent(job, signals, hangs, _LogsSpecs(logs, signals, hangs, echo), spec=spec, **since_2_12)
+    logs_specs = _LogsSpecs(logs, signals, hangs, echo)
+    agent = _Agent(job, signals, hangs, logs_specs, events, restarting, spec=spec, **since_2_12)
     try:
         result = cast("RunResult | None", agent.run())
     except SignalException:
@@ -166,10 +176,19 @@ _TorchAgent: Any = LocalElasticAgent  # the decorators on torch's methods hide t
 class _Agent(_TorchAgent):
     """Torch's agent. It reports the ranks' pids to the SignalHandler and restarts only ranks that failed."""
 
-    def __init__(self, job: Job, signals: SignalHandler, hangs: HangMonitor, logs: _LogsSpecs, **options: Any) -> None:
+    def __init__(
+        self,
+        job: Job,
+        signals: SignalHandler,
+        hangs: HangMonitor,
+        logs: _LogsSpecs,
+        events: LauncherEvents,
+        restarting: Callable[[Mapping[int, ProcessFailure]], None],
+        **options: Any,
+    ) -> None:
         super().__init__(start_method="spawn", logs_specs=logs, **options)
         self._node_job, self._signal_handler, self._rank_logs = job, signals, logs  # names that torch does not use
-        self._hangs = hangs
+        self._hangs, self._events, self._restarting = hangs, events, restarting
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._node_job.rendezvous.is_unnamed and worker_group.store is not None:
@@ -177,17 +196,17 @@ class _Agent(_TorchAgent):
         started = super()._start_workers(worker_group)
         self._signal_handler.rank_pids = frozenset(started.values())
         assert worker_group.store is not None, "torch has joined the rendezvous before"
-        self._hangs.start(
-            Ranks(
-                attempt=worker_group.spec.max_restarts - self._remaining_restarts,
-                pids={worker.global_rank: started[worker.local_rank] for worker in worker_group.workers},
-                logs=self._rank_logs.files,
-                node=cast("int", worker_group.group_rank),
-                nodes=cast("int", worker_group.group_world_size),
-                world_size=worker_group.workers[0].world_size,
-                store=worker_group.store,
-            )
+        ranks = Ranks(
+            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+            pids={worker.global_rank: started[worker.local_rank] for worker in worker_group.workers},
+            logs=self._rank_logs.files,
+            node=cast("int", worker_group.group_rank),
+            nodes=cast("int", worker_group.group_world_size),
+            world_size=worker_group.workers[0].world_size,
+            store=worker_group.store,
         )
+        self._events.record("attempt", attempt=ranks.attempt, world_size=ranks.world_size, pids=ranks.pids)
+        self._hangs.start(ranks)
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any, **named: Any) -> None:
@@ -216,6 +235,8 @@ class _Agent(_TorchAgent):
             if is_requested_exit(codes):  # on all nodes; other launchers may still use the store of this one
                 self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
                 self._exit_barrier()
+        if result.failures and self._remaining_restarts > 0:
+            self._restarting(result.failures)
         return result
 
     def _exit_barrier(self) -> None:

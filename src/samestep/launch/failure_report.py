@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import PREEMPTED, STOPPED
-from samestep.hang.rank_sentences import (
+from samestep.hang.log_errors import (
     GLOO_MISMATCH,
     GLOO_TIMEOUT,
     NCCL_WATCHDOG,
     RANK_PREFIX,
-    STORE_TIMEOUT,
     error_message,
+    has_timed_out,
     is_lost_peer,
 )
 from samestep.launch.rank_logs import RankFiles
@@ -33,7 +33,6 @@ _CHILD_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT
 _COLLECTIVE_FILES = "/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py"
 _TRACEBACK_FILE = re.compile(r'^  File "([^"]*)"', re.MULTILINE)
 _LIBRARY = re.compile(rf"[^\"]*/(?:site-packages|lib/python[\d.]+)/|{re.escape(str(Path(__file__).parent.parent))}/")
-_SAMESTEP_TIMEOUT = re.compile(r"RankMissing: rank \d+ (?:has waited at |.* since \d+ s: )")
 _STOPPED_EARLY = re.compile(r"^(?:\S+\.)?StoppedEarly: ", re.MULTILINE)  # of samestep.training.preemption
 _AGENT_TIMEOUT = 29  # one second less than torch's agent gives ranks to end, since its timestamps are whole seconds
 
@@ -56,7 +55,7 @@ class Failure:
 
     @property
     def had_raised(self) -> bool:
-        """Whether it was ended while it left its run after an exception of its own, which is in its error file."""
+        """Whether it was ended while it left its run after it had raised an exception, which is in its error file."""
         return self.ended_by_launcher and self.is_traceback and not _STOPPED_EARLY.search(error_message(self.output))
 
     @property
@@ -67,6 +66,11 @@ class Failure:
         if self.code == -signal.SIGABRT and (NCCL_WATCHDOG.search(self.output) or GLOO_MISMATCH.search(self.output)):
             return "lost peer"
         return "lost peer" if self.is_traceback and is_lost_peer(self.output) else "failed"
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether it raised because it had waited for another rank until the timeout."""
+        return self.is_traceback and has_timed_out(self.output)
 
     @property
     def ending(self) -> str:
@@ -89,6 +93,12 @@ class Failure:
         return f"killed by {number.name}{f': {_SIGNAL_HINTS[number]}' if number in _SIGNAL_HINTS else ''}"
 
     @property
+    def message(self) -> str:
+        """The first line of its exception, `ValueError: bad sample`; without one, how it ended."""
+        lines = error_message(self.output).splitlines() if self.is_traceback else []
+        return lines[0] if lines else self.ending
+
+    @property
     def exit_code(self) -> int:
         """The exit code as a shell reports it: 128 plus the signal if one ended the process, 1 after an exception."""
         if self.code >= 0:
@@ -102,7 +112,7 @@ class Explanation:
 
     summary: str  # of the cause, several lines
     culprits: list[int]
-    """The ranks that the others waited for, the most likely cause first; none if, for example, the network is cut."""
+    """The ranks that the others waited for, the most likely cause first; none if it is the network, for example."""
     report: str = ""  # a line that says where everything is that is known
     is_of_failure: bool = False
     """Found after a rank had failed, which may know more if it has raised an error of samestep."""
@@ -116,7 +126,7 @@ def format_hang_report(failures: Sequence[Failure], hang: Explanation, ranks: in
     lines += [f"samestep: {len(failures)} of {ranks} rank(s) on {host} ended because of it; logs of all ranks: {logs}"]
     lines += [f"  rank {each.rank:<4} pid {each.pid:<8} {_hang_row(each, hang)}" for each in ordered]
     for each in ordered:
-        ended_itself = each.kind != "ended by launcher" and not has_timed_out(each)
+        ended_itself = each.kind != "ended by launcher" and not each.has_timed_out
         if each.rank in hang.culprits and each.output and ended_itself:
             last = "" if each.is_traceback else "; its last lines"
             lines += ["", f"rank {each.rank} on {host}, {each.ending}{last}:\n{each.output}"]
@@ -137,7 +147,7 @@ def explains(hang: Explanation, failures: Sequence[Failure]) -> bool:
 
 
 def _is_victim(failure: Failure) -> bool:
-    return failure.kind != "failed" or has_timed_out(failure)
+    return failure.kind != "failed" or failure.has_timed_out
 
 
 def exit_code_after_hang(failures: Sequence[Failure], hang: Explanation) -> int:
@@ -161,17 +171,10 @@ def _hang_row(failure: Failure, hang: Explanation) -> str:
 
 def _why_it_ended(failure: Failure) -> str:
     """Why a victim has failed, unless its ending says so already, as that by a signal does."""
-    if has_timed_out(failure):
+    if failure.has_timed_out:
         return ", it had waited until the timeout"
     is_lost = failure.kind == "lost peer" and (failure.code >= 0 or failure.had_raised)
     return ", lost the connection to another rank" if is_lost else ""
-
-
-def has_timed_out(failure: Failure) -> bool:
-    """Whether a rank failed because it had waited for another one until the timeout."""
-    message = error_message(failure.output)
-    patterns = GLOO_TIMEOUT, NCCL_WATCHDOG, STORE_TIMEOUT, _SAMESTEP_TIMEOUT
-    return failure.is_traceback and any(pattern.search(message) for pattern in patterns)
 
 
 def format_report(

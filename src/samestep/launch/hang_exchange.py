@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-import psutil
-
 from samestep.disk import write_atomically
-from samestep.environment.processes import process_namespace
+from samestep.environment.processes import process_namespace, process_runs, seconds_from_boot
 from samestep.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -49,11 +47,14 @@ class Request:
 
 
 class BoundedThread:
-    """Runs operations that may wait for minutes, one after the other; the caller gets None after two seconds."""
+    """Runs operations that may wait for minutes, one after the other; the caller gets None after two seconds.
+
+    Several threads may call it: each waits until that of the others is complete, also for at most two seconds.
+    """
 
     def __init__(self, name: str) -> None:
         self._operations: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_busy = threading.Event()
+        self._turn, self._is_busy = threading.Lock(), threading.Event()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def close(self) -> None:
@@ -62,8 +63,14 @@ class BoundedThread:
 
     def call(self, operation: Callable[[], _Value]) -> _Value | None:
         """The result of an operation; None if it fails, or waits for too long, or an earlier one still waits."""
-        if self._is_busy.is_set():
+        if not self._turn.acquire(timeout=_WAIT_SECONDS):
             return None
+        try:
+            return None if self._is_busy.is_set() else self._perform(operation)
+        finally:
+            self._turn.release()
+
+    def _perform(self, operation: Callable[[], _Value]) -> _Value | None:
         result: queue.SimpleQueue[_Value | None] = queue.SimpleQueue()
         self._is_busy.set()
 
@@ -193,7 +200,7 @@ class LauncherInfo:
 
     host: str
     pid: int
-    started: float
+    started: float  # in seconds since boot
     namespace: str  # of process ids
     node: int
     main_host: str  # of the launcher of node 0, which answers
@@ -203,12 +210,17 @@ class LauncherInfo:
     def of_this_process(cls, node: int, main_host: str) -> "LauncherInfo":
         """The launcher that this process is."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, psutil.Process(pid).create_time(), process_namespace(), node, main_host)
+        return cls(socket.gethostname(), pid, seconds_from_boot(pid), process_namespace(), node, main_host)
 
     @property
     def is_local(self) -> bool:
         """Whether its process id means a process of this machine."""
         return self.host == socket.gethostname() and self.namespace == process_namespace()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as this machine knows."""
+        return not self.has_ended and (not self.is_local or process_runs(self.pid, self.started))
 
 
 class HangFolder:
@@ -221,9 +233,10 @@ class HangFolder:
     def open(self, info: LauncherInfo) -> None:
         """Let `samestep hang` find the launcher; raises OSError if the folder cannot be written."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in (*self.path.glob("request-*"), *self.path.glob("answer-*")):
-            left.unlink(missing_ok=True)
-        name = "launcher.json" if info.node == 0 else f"launcher-{info.node}.json"  # nodes may share the folder
+        if info.node == 0 and self._own is None:  # left by an earlier run; nodes may share the folder
+            for left in (*self.path.glob("request-*"), *self.path.glob("answer-*")):
+                left.unlink(missing_ok=True)
+        name = "launcher.json" if info.node == 0 else f"launcher-{info.node}.json"
         if self._own is not None and self._own[0].name != name:  # the nodes have other numbers after a restart
             self._own[0].unlink(missing_ok=True)
         self._own = self.path / name, info

@@ -22,28 +22,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from samestep.disk import describe_os_error
 from samestep.environment.processes import exit_code, running, send_signal
 from samestep.environment.world import read_environ
-from samestep.hang.evidence import Progress, RankEvidence, read_evidence
+from samestep.hang.evidence import RankEvidence, read_evidence
 from samestep.hang.hang_cause import HangCause, find_cause, is_still_missing
-from samestep.hang.hang_report import format_end, format_report, format_summary, report_json
+from samestep.hang.hang_report import (
+    format_end,
+    format_overview,
+    format_report,
+    format_summary,
+    format_unreadable,
+    report_json,
+)
 from samestep.hang.node_evidence import NodeProbe
 from samestep.hang.rank_sentences import Sentence
 from samestep.hang.wait_graph import format_ranks
-from samestep.launch.failure_report import Explanation, Failure, explains, has_timed_out, read_failure
+from samestep.launch.failure_report import Explanation, Failure, explains, read_failure
 from samestep.launch.hang_exchange import BoundedThread, HangFolder, LauncherInfo, NodeInfo, NodeStore, Request
 from samestep.launch.job import Job, OnHang
 from samestep.launch.rank_logs import RankFiles
+from samestep.launch.wait_timer import Wait, WaitTimer
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOOK_SECONDS = 1.0  # between two looks at the progress of the ranks
 _SHORT_TIMEOUT, _OFTEN_SECONDS = 10.0, 0.2  # with a timeout below, ranks that wait are polled more often
-_SAME_CALL_SECONDS = 0.5  # by which the time of the same call may differ between two answers of a rank
-_LEAST_SECONDS = 20.0  # that are never too long, unless the timeout is short
-_FIRST_SECONDS = 60.0  # the same before ranks have called a few collectives: they compile, or read their data
-_TIMES_USUAL = 10
-_TIMES_LONGEST = 2
-_OF_TIMEOUT = 0.6
 _LOOK_AGAIN_SECONDS = 30.0
 _LAST_LOOK_SECONDS = 2.0  # before the timeout, after which ranks over gloo raise
 _EXCHANGE_SECONDS = 5.0  # that the launchers of other nodes get to answer
@@ -59,7 +61,7 @@ _LATE_SECONDS = 0.05  # per collective: a rank that is less late is not reported
 _TWO_LOOKS_SECONDS = 12.0  # before the timeout, so that both are complete before it
 _END_SECONDS = 2.0  # that a rank gets to close its files before it is killed
 
-# Kinds of causes that last until the timeout. A rank at another line, or a network that is cut, may continue.
+# Kinds of causes that last until the timeout. A rank at another line, or an interrupted network, may continue.
 _CERTAIN = (
     "different_collectives",
     "different_shapes",
@@ -74,89 +76,6 @@ _OF_A_FAILURE = ("different_collectives", "different_shapes", "ended", "out_of_m
 
 Action = Literal["nothing", "look", "end", "continue"]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Wait:
-    """How long ranks have waited in a collective, its timeout (0 if it is not known), and how long a wait may be."""
-
-    seconds: float
-    timeout: float
-    expected: float
-
-    @property
-    def remaining(self) -> float:
-        """Until the timeout."""
-        return self.timeout - self.seconds if self.timeout else float("inf")
-
-
-def expected_wait(usual: float | None, timeout: float, longest: float = 0.0) -> float:
-    """How long a rank may wait in a collective before the launcher looks for the cause.
-
-    `usual` is the time between its collectives, `longest` that of a wait which ended well. The timeout is 0 if it is
-    not known: while ranks connect in init_process_group, for example, whose members may start minutes apart.
-
-    >>> expected_wait(0.5, 600), expected_wait(30, 600), expected_wait(30, 60), expected_wait(0.5, 600, longest=45)
-    (20.0, 300, 36.0, 90)
-    """
-    usually = _FIRST_SECONDS if usual is None else usual * _TIMES_USUAL
-    if not timeout:
-        return max(_FIRST_SECONDS, usually, longest * _TIMES_LONGEST)
-    return min(max(_LEAST_SECONDS, usually, longest * _TIMES_LONGEST), timeout * _OF_TIMEOUT)
-
-
-class WaitTimer:
-    """How long each rank of a node has waited in its oldest pending collective.
-
-    A collective that was called long ago may wait for those before it: its time counts from when it is the oldest.
-    """
-
-    def __init__(self) -> None:
-        self.longest = 0.0  # of the waits that were too long and ended well
-        self.shortest_timeout = float("inf")  # of the collectives that ranks wait in
-        self.has_continued = False  # whether a rank has called a collective after the last wait that was too long
-        self._called, self._since, self._answered = dict[int, float](), dict[int, float](), dict[int, float]()
-        self._waits = dict[int, Wait]()  # of each rank that waits
-        self._calls = dict[int, int]()  # of each rank, while one waits for too long
-
-    def update(self, progress: Mapping[int, Progress | None], now: float) -> Wait | None:
-        """The wait that is too long and nearest to its timeout; None if no rank waits for too long.
-
-        `progress` is that of each running rank at the time `now`. A rank that does not answer may still wait: its time
-        stays as it was, and since it may have continued, its timeout is not known.
-        """
-        waits = dict[int, Wait]()
-        for rank, each in progress.items():
-            if each is not None:
-                if (seconds := self._measure(rank, each, now)) is not None:
-                    waits[rank] = Wait(seconds, each.timeout, expected_wait(each.interval, each.timeout, self.longest))
-            elif rank in self._waits:
-                waits[rank] = replace(self._waits[rank], timeout=0.0)
-        before, self._waits = _too_long(self._waits), waits
-        late = _too_long(waits)
-        self.longest = max([self.longest, *(wait.seconds for rank, wait in before.items() if rank not in late)])
-        self.shortest_timeout = min((wait.timeout for wait in waits.values() if wait.timeout), default=float("inf"))
-        calls = {rank: each.calls for rank, each in progress.items() if each is not None}
-        if late:
-            self._calls, self.has_continued = self._calls | calls, False
-        elif any(count > self._calls.get(rank, count) for rank, count in calls.items()):
-            self.has_continued = True
-        return min(late.values(), key=lambda wait: wait.remaining, default=None)
-
-    def _measure(self, rank: int, progress: Progress, now: float) -> float | None:
-        """How long a rank has waited in its oldest pending collective; None if it does not wait."""
-        called, answered = now - progress.waiting, self._answered.get(rank, 0.0)
-        self._answered[rank] = now
-        if not progress.waiting:
-            self._called.pop(rank, None)
-            return None
-        if called > self._called.get(rank, float("-inf")) + _SAME_CALL_SECONDS:
-            self._called[rank], self._since[rank] = called, max(called, answered)
-        return now - self._since[rank]
-
-
-def _too_long(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    return {rank: wait for rank, wait in waits.items() if wait.seconds > wait.expected}
 
 
 def unknown_cause(ranks: Sequence[int], wait: Wait) -> str:
@@ -223,6 +142,7 @@ class HangMonitor:
         self.folder = HangFolder(job.folder)
         self.explanation: Explanation | None = None  # of the hang that has ended the last attempt
         self.ended_pids = set[int]()  # ranks that were ended because of it
+        self.has_warned = False  # that the collectives of ranks cannot be read
         self._watch: _Watch | None = None
 
     @property
@@ -278,11 +198,6 @@ def is_long(cause: HangCause) -> bool:
     return cause.lateness >= _LATE_SECONDS if cause.kind == "slow" else cause.seconds >= _SHORT_WAIT_SECONDS
 
 
-def format_state(cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
-    """The summary of a hang, or that there is none, and a line for each rank."""
-    return "\n".join(format_report(cause, evidence).split("\n\n", 2)[:2])
-
-
 def _end_processes(probe: NodeProbe, pids: Collection[int]) -> None:
     """End ranks: they get two seconds to close their files."""
     with ThreadPoolExecutor(max_workers=max(1, len(pids))) as pool:
@@ -294,13 +209,53 @@ def _end_processes(probe: NodeProbe, pids: Collection[int]) -> None:
     send_signal(left, signal.SIGKILL)
 
 
+def silent_nodes(nodes: NodeStore, evidence: Sequence[RankEvidence]) -> list[Sentence]:
+    """A sentence about each node whose launcher has not answered."""
+    known = {each.rank for each in evidence}
+    silent = [info for info in nodes.read_nodes().values() if not known & set(info.ranks)]
+    return [Sentence(f"node {info.host} does not answer ({format_ranks(info.ranks)})") for info in silent]
+
+
+class _RunFiles:
+    """The reports, requests and logs of an attempt, and its script.
+
+    A thread reads and writes them, because they may be on a network drive that hangs.
+    """
+
+    def __init__(self, folder: HangFolder, attempt: int) -> None:
+        self._folder, self._attempt = folder, attempt
+        self._thread = BoundedThread("samestep hang files")
+        self.call, self.close = self._thread.call, self._thread.close
+
+    def read_lines(self, file: str) -> Sequence[str]:
+        """The lines of a source file; none if it does not answer."""
+        return self.call(lambda: linecache.getlines(file)) or ()
+
+    def summarize(self, cause: HangCause) -> str:
+        """The summary; if the files of the script do not answer, without lines."""
+        short = f"samestep: {cause.headline}\n  what to do: {cause.remedy}"
+        return self.call(lambda: format_summary(cause)) or short
+
+    def write_report(self, cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
+        """Write a report; returns where it is, as a line of the summary."""
+
+        def write() -> str:
+            text, value = format_report(cause, evidence), report_json(cause, evidence)
+            try:
+                return f"full report: {self._folder.write_report(self._attempt, text, value)}"
+            except OSError as error:
+                return f"the full report cannot be written to {self._folder.path} ({describe_os_error(error)})"
+
+        return self.call(write) or f"the full report is not written yet: {self._folder.path} does not answer"
+
+
 class _Watch:
     """Watches the ranks of one attempt in a thread. That of node 0 finds the cause and decides for all nodes."""
 
     def __init__(self, monitor: HangMonitor, probe: NodeProbe, ranks: Ranks) -> None:
         self._monitor, self._ranks = monitor, ranks
         self._probe, self._folder = probe, monitor.folder
-        self._files = BoundedThread("samestep hang files")  # the folder may be on a network drive that hangs
+        self._files = _RunFiles(monitor.folder, ranks.attempt)
         self._host = socket.gethostname()
         self._timer = WaitTimer()
         self._wait: Wait | None = None  # the last one of all nodes that was too long
@@ -310,6 +265,7 @@ class _Watch:
         self._last: Look | None = None
         self._reported: tuple[object, ...] | None = None  # what identifies the cause that was printed
         self._stopped, self._has_ended, self._has_failed = threading.Event(), False, False
+        self._errors = dict[int, str]()  # of ranks whose collectives could not be read at the last look
         self._nodes: NodeStore | None = None
         self._cause: HangCause | None = None  # of the explanation
         self.explanation: Explanation | None = None
@@ -354,18 +310,18 @@ class _Watch:
             self.explanation = Explanation(**json.loads(text))
 
     def _explain_failure(self) -> None:
-        """Find out why a rank lost one that had ended with exit code 0, was aborted by gloo or NCCL, or timed out.
+        """Find out why a rank lost its connection to a rank that had ended, was aborted, or timed out.
 
         A timeout is not explained before if the launcher does not know it, as in init_process_group.
         """
         codes = self._codes().values()
-        timed_out = any(map(has_timed_out, self._read_failures()))
+        timed_out = any(each.has_timed_out for each in self._read_failures())
         if self._ranks.nodes == 1 and (0 in codes or -signal.SIGABRT in codes or timed_out):
             evidence = self._collect()
-            cause = find_cause(evidence, None, self._ranks.world_size, self._read_lines)
+            cause = find_cause(evidence, None, self._ranks.world_size, self._files.read_lines)
             if cause is not None and (timed_out or cause.kind in _OF_A_FAILURE):
-                path = self._write(cause, evidence)
-                self.explanation = Explanation(self._summarize(cause), cause.culprits, path, is_of_failure=True)
+                path = self._files.write_report(cause, evidence)
+                self.explanation = Explanation(self._files.summarize(cause), cause.culprits, path, is_of_failure=True)
 
     def stop(self) -> None:
         """End the thread, and let the launchers of other nodes know the cause of a hang."""
@@ -412,6 +368,9 @@ class _Watch:
         now = time.monotonic()
         running_ranks = {rank: pid for rank, pid in self._ranks.pids.items() if exit_code(pid) is None}
         progress = self._probe.progress_of(running_ranks.values())
+        self._warn_of_errors(
+            {rank: error for rank, pid in running_ranks.items() if (error := self._probe.errors.get(pid))}
+        )
         wait = self._timer.update({rank: progress[pid] for rank, pid in running_ranks.items()}, now)
         waits = [] if wait is None else [wait]
         if self._nodes is not None:
@@ -424,6 +383,13 @@ class _Watch:
             self._lead(min(waits, key=lambda wait: wait.remaining, default=None), now)
             for name in self._files.call(self._folder.requests) or ():
                 self._files.call(partial(self._folder.answer, name, self._describe()))
+
+    def _warn_of_errors(self, errors: dict[int, str]) -> None:
+        """Print once that the collectives of a rank cannot be read, if it is so at two looks in a row."""
+        lasting, self._errors = {rank: error for rank, error in errors.items() if rank in self._errors}, errors
+        if lasting and not self._monitor.has_warned:
+            self._monitor.has_warned = True
+            self._monitor.echo(format_unreadable(lasting))
 
     def _serve(self, request: Request, nodes: NodeStore) -> None:
         value, node = request.value, self._ranks.node
@@ -475,35 +441,15 @@ class _Watch:
         if known and any(each.collectives is None for each in evidence if each.rank in cause.culprits):
             return  # a culprit that answered before says less now, such as one that is exiting
         is_new = (cause.kind, *cause.culprits) != self._reported
-        summary = self._summarize(cause)
+        summary = self._files.summarize(cause)
         path = self.explanation.report if self.explanation is not None else ""
         if is_new:
             self._reported = cause.kind, *cause.culprits
-            path = self._write(cause, evidence)
+            path = self._files.write_report(cause, evidence)
             self._monitor.echo(f"{summary}\n  {path}")
         self.explanation, self._cause = Explanation(summary, cause.culprits, path), cause
         if self._nodes is not None:
             self._nodes.set("cause", json.dumps(asdict(self.explanation)))
-
-    def _read_lines(self, file: str) -> Sequence[str]:
-        return self._files.call(lambda: linecache.getlines(file)) or ()
-
-    def _summarize(self, cause: HangCause) -> str:
-        """The summary; if the files of the script cannot be read, without lines."""
-        short = f"samestep: {cause.headline}\n  what to do: {cause.remedy}"
-        return self._files.call(lambda: format_summary(cause)) or short
-
-    def _write(self, cause: HangCause | None, evidence: Sequence[RankEvidence]) -> str:
-        """Write a report; returns where it is, as a line of the summary."""
-
-        def write() -> str:
-            text, value = format_report(cause, evidence), report_json(cause, evidence)
-            try:
-                return f"full report: {self._folder.write_report(self._ranks.attempt, text, value)}"
-            except OSError as error:
-                return f"the full report cannot be written to {self._folder.path} ({describe_os_error(error)})"
-
-        return self._files.call(write) or f"the full report is not written yet: {self._folder.path} does not answer"
 
     def _continue(self) -> None:
         if self._reported is not None and self._wait is not None:
@@ -534,7 +480,7 @@ class _Watch:
             self._explain(cause, evidence)
         if self.explanation is None:
             waiting = sorted(each.rank for each in evidence if any(call.is_pending for call in each.collectives or ()))
-            self.explanation = Explanation(unknown_cause(waiting, wait), [], self._write(None, evidence))
+            self.explanation = Explanation(unknown_cause(waiting, wait), [], self._files.write_report(None, evidence))
             self._monitor.echo(f"{self.explanation.summary}\n  {self.explanation.report}")
         if self._nodes is not None:
             self._nodes.request("end", asdict(self.explanation))
@@ -554,8 +500,8 @@ class _Watch:
         evidence, cause = self._find_cause(two_looks=True)
         if cause is not None and not is_long(cause):
             cause = None
-        path = self._write(cause, evidence)
-        return {"text": format_state(cause, evidence), "path": path, "report": report_json(cause, evidence)}
+        path = self._files.write_report(cause, evidence)
+        return {"text": format_overview(cause, evidence), "path": path, "report": report_json(cause, evidence)}
 
     def _find_cause(self, two_looks: bool) -> tuple[list[RankEvidence], HangCause | None]:
         """What is known of all ranks, and why they wait; two looks tell a rank that is slow from one that is stuck."""
@@ -564,17 +510,10 @@ class _Watch:
             earlier = self._collect_all()
             self._stopped.wait(_LOOK_SECONDS)
         evidence = self._collect_all()
-        cause = find_cause(evidence, earlier, self._ranks.world_size, self._read_lines)
-        silent = self._silent_nodes(evidence)
-        return evidence, replace(cause, sentences=[*cause.sentences, *silent]) if cause is not None else None
-
-    def _silent_nodes(self, evidence: Sequence[RankEvidence]) -> list[Sentence]:
-        """A sentence about each node whose launcher has not answered."""
-        known = {each.rank for each in evidence}
-        if self._nodes is None or len(known) == self._ranks.world_size:
-            return []
-        silent = [info for info in self._nodes.read_nodes().values() if not known & set(info.ranks)]
-        return [Sentence(f"node {info.host} does not answer ({format_ranks(info.ranks)})") for info in silent]
+        cause = find_cause(evidence, earlier, self._ranks.world_size, self._files.read_lines)
+        if cause is not None and self._nodes is not None and len(evidence) < self._ranks.world_size:
+            cause = replace(cause, sentences=[*cause.sentences, *silent_nodes(self._nodes, evidence)])
+        return evidence, cause
 
     def _collect_all(self) -> list[RankEvidence]:
         """Of the ranks of all nodes whose launchers answer."""

@@ -7,9 +7,10 @@ prints one report (failure_report.py).
 """
 
 import logging
+import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -38,10 +39,10 @@ from samestep.launch.failure_report import (
 )
 from samestep.launch.hang_monitor import HangMonitor
 from samestep.launch.job import Job
-from samestep.launch.rank_logs import RankFiles, RankLogs
+from samestep.launch.rank_logs import LauncherEvents, RankFiles, RankLogs
 from samestep.launch.rendezvous import can_resolve
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal
-from samestep.messages import format_list
+from samestep.messages import format_list, hide_secrets
 
 _DISK_BLOCK = 4096  # bytes: with less free space no line can be written
 
@@ -52,6 +53,7 @@ class Launcher:
     def __init__(self, job: Job, signals: SignalHandler, echo: Callable[[str], None]) -> None:
         self._job, self._signals, self._echo = job, signals, echo
         self._logs = RankLogs(job.folder / "logs", job.show)
+        self._events = LauncherEvents(self._logs.folder, socket.gethostname(), echo)
         self._hangs = HangMonitor(job, echo)
 
     def run(self) -> int:
@@ -60,8 +62,17 @@ class Launcher:
         Raises StoppedBySignal if a signal stopped the job. No process of the job is left, and no process
         that a rank started in the background, unless it belongs to another user.
         """
-        with closing(self._hangs):
-            return self._run()
+        with closing(self._events), closing(self._hangs):
+            rendezvous = self._job.rendezvous
+            ranks = {"ranks": self._job.processes, "nodes": [rendezvous.min_nodes, rendezvous.max_nodes]}
+            self._events.record("launch", command=hide_secrets(self._job.command[1:]), pid=os.getpid(), **ranks)
+            try:
+                code = self._run()
+            except StoppedBySignal as stop:
+                self._events.record("stopped", text=str(stop))
+                raise
+            self._events.record("end", code=code)
+            return code
 
     def _run(self) -> int:
         failures = self._run_attempts()
@@ -92,14 +103,13 @@ class Launcher:
         redirect_agent_log(logging.StreamHandler() if job.verbose else logs.open_agent_log(socket.gethostname()))
         signals.exception = SignalException
         try:
-            run_agent(job, logs, signals, self._hangs, self._echo)
+            run_agent(job, logs, signals, self._hangs, self._events, self._echo, self._record_restart)
         except (ChildFailedError, SignalException) as error:
             signals.exception = None
             signals.end_descendants()
             if isinstance(error, SignalException):
                 raise StoppedBySignal(str(error), error.sigval) from error
-            first = min(failure.timestamp for failure in error.failures.values())
-            failures = [self._describe(rank, failure, first) for rank, failure in error.failures.items()]
+            failures = self._describe_all(error.failures)
             codes = [failure.code for failure in failures]
             # After a signal, the signal is the cause of every failure, unless the ranks have saved.
             has_saved = is_requested_exit(codes) and PREEMPTED in codes
@@ -112,6 +122,31 @@ class Launcher:
             signals.exception = None
             logs.close()
         return []
+
+    def _describe_all(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
+        first = min(failure.timestamp for failure in failures.values())
+        return [self._describe(rank, failure, first) for rank, failure in failures.items()]
+
+    def _record_restart(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Record why the ranks are started again: the console shows only that they are."""
+        described = self._describe_all(failures)
+        self._record_failure(described, self._format_report(described))
+
+    def _record_failure(self, failures: list[Failure], report: str, cause: str = "") -> None:
+        """Record a failure with its cause, in one line: by default that of the rank that has failed first."""
+        first = sort_by_cause(failures)[0]
+        ended = [{"rank": each.rank, "time": each.time, "how": each.ending} for each in failures]
+        cause = cause or f"rank {first.rank}: {first.message}"
+        self._events.record("failure", cause=cause, report=report, logs=str(self._logs.folder), ranks_ended=ended)
+
+    def _format_report(self, failures: list[Failure]) -> str:
+        several_nodes, ended = (
+            self._job.rendezvous.max_nodes > 1,
+            self._logs.files.keys() - {each.rank for each in failures},
+        )
+        return format_report(
+            failures, self._job.processes, socket.gethostname(), self._logs.folder, several_nodes, ended
+        )
 
     def _describe(self, rank: int, failure: ProcessFailure, first: float) -> Failure:
         output, is_traceback = read_last_output(self._logs.files[rank], is_crash(failure.exitcode))
@@ -132,31 +167,38 @@ class Launcher:
         codes = [failure.code for failure in failures]
         if is_requested_exit(codes):
             code = PREEMPTED if PREEMPTED in codes else STOPPED
-            self._echo(format_stop(code, [self._logs.files[failure.rank] for failure in failures]))
+            text = format_stop(code, [self._logs.files[failure.rank] for failure in failures])
+            self._events.record("stopped", text=text)
+            self._echo(text)
             return code
         if self._signals.time_limit_reached:
-            self._echo(
+            text = (
                 f"samestep: the time limit of {self._job.time_limit} is over: killed {len(failures)} rank(s) that had "
                 "not ended by themselves; the last checkpoint, if there is one, is intact: start the job again to "
                 "resume"
             )
+            self._events.record("stopped", text=text)
+            self._echo(text)
             return TIME_LIMIT_REACHED
         if not self._logs.folder.is_dir():
             self._echo(f"samestep: the log folder {self._logs.folder} was removed while the ranks were running")
         elif shutil.disk_usage(self._logs.folder).free < _DISK_BLOCK:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
-        several_nodes, host = self._job.rendezvous.max_nodes > 1, socket.gethostname()
         if (hang := self._hangs.explanation) is not None and explains(hang, failures):
-            self._echo(format_hang_report(failures, hang, self._job.processes, host, self._logs.folder))
+            text = format_hang_report(failures, hang, self._job.processes, socket.gethostname(), self._logs.folder)
+            self._record_failure(failures, text, hang.summary.splitlines()[0].removeprefix("samestep: "))
+            self._echo(text)
             return exit_code_after_hang(failures, hang)
-        ended = self._logs.files.keys() - {failure.rank for failure in failures}
-        self._echo(format_report(failures, self._job.processes, host, self._logs.folder, several_nodes, ended))
+        text = self._format_report(failures)
+        self._record_failure(failures, text)
+        self._echo(text)
         return sort_by_cause(failures)[0].exit_code
 
     def _halve_micro_batch(self) -> None:
         """Prepare a run with half the micro-batch; the launchers of other nodes do the same and use the same new id."""
         retries = oom_retries() + 1
         export({OOM_RETRIES: str(retries)})
+        self._events.record("out_of_memory")
         self._echo(
             "samestep: out of memory in the first steps: restarting all ranks with half the micro-batch; the global "
             "batch and the training result stay the same"

@@ -1,6 +1,7 @@
-"""The log files of each rank, and which of their output the console shows."""
+"""The log files of each rank and of the launcher, and which output of ranks the console shows."""
 
 import fcntl
+import json
 import logging
 import os
 import pty
@@ -8,12 +9,14 @@ import select
 import sys
 import termios
 import threading
+import time
 import tty
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from samestep.disk import AppendFile
 from samestep.errors import LaunchError
 from samestep.launch.job import ShowRanks
 
@@ -53,6 +56,28 @@ class AgentLog(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
         """Do nothing: logging would print a stack trace for every lost record."""
+
+
+class LauncherEvents:
+    """What a launcher sees, in logs/launcher-HOST.jsonl: one line per event, for `samestep report`."""
+
+    def __init__(self, folder: Path, host: str, warn: Callable[[str], None]) -> None:
+        self._path, self._warn = folder / f"launcher-{host}.jsonl", warn
+        self._file: AppendFile | None = None
+        self._lock = threading.Lock()  # a thread watches for hangs
+
+    def record(self, event: str, **fields: object) -> None:
+        """Record that something has happened."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}, default=str).encode()
+        with self._lock:
+            if self._file is None:
+                self._file = AppendFile(self._path, self._warn)
+            self._file.append(line + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 class RankLogs:

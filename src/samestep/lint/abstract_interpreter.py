@@ -38,7 +38,9 @@ Leaves = Literal["", "loop", "function", "program"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How statements end: what all ways through them leave, and conditions that hold for what follows them."""
+    """How a block ends: what every path through it leaves (loop, function, program), and the conditions under which
+    the code after it runs.
+    """
 
     leaves: Leaves = ""
     guards: tuple[Guard, ...] = ()
@@ -67,6 +69,10 @@ class Frame:
     first_guard: int = 0
     """How many conditions are around the call."""
     returns: list[Value] = field(default_factory=list[Value])
+    left_attributes: list[tuple[InstanceValue, str, Value]] = field(
+        default_factory=list[tuple[InstanceValue, str, Value]]
+    )
+    """Attributes that branches assigned which return early."""
     yields: list[Value] = field(default_factory=list[Value])
 
 
@@ -74,7 +80,11 @@ class Interpreter:
     """The state of following one script: names, conditions, loops, calls, and the events so far."""
 
     def __init__(
-        self, files: Mapping[str, SourceFile], statements: StatementTable, expressions: ExpressionTable
+        self,
+        files: Mapping[str, SourceFile],
+        statements: StatementTable,
+        expressions: ExpressionTable,
+        max_steps: int = MAX_STEPS,
     ) -> None:
         self.files = files
         self._statements = statements
@@ -89,12 +99,14 @@ class Interpreter:
         self.frames: list[Frame] = []
         self.entered: Counter[ast.AST] = Counter()
         """How often each function was followed."""
+        self.results: dict[tuple[ast.AST, InstanceValue | None], Value] = {}
+        """What functions without arguments, and methods of an object, returned the last time."""
         self.active: set[ast.AST] = set()
         """Functions that are followed now."""
         self.attribute_writes: list[tuple[InstanceValue, str, Value | None]] = []
         """Attributes that were assigned, with what they were before."""
         self._steps = 0
-        self._last_step = MAX_STEPS
+        self._last_step = max_steps
         self._nesting = 0
 
     @property
@@ -106,6 +118,11 @@ class Interpreter:
     def is_exhausted(self) -> bool:
         """Whether the script is too large to follow all of it."""
         return self._steps > self._last_step
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether what is followed now runs several times: in a loop, or in a hook of Lightning."""
+        return bool(self.loops) or any(each.startswith("hook:") for each in self.contexts)
 
     @contextmanager
     def at_most(self, steps: int) -> Generator[None]:
@@ -153,7 +170,7 @@ class Interpreter:
         if found is None:
             function = frame.function
             name = "<module>" if function is None else getattr(function, "name", "<lambda>")
-            found = locations[node] = locate_in(frame.module.file, node, name)
+            found = locations[node] = frame.module.file.locate(node, name)
         return found
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> Event:
@@ -214,16 +231,11 @@ class Interpreter:
         owner.attributes[name] = value
 
 
-def locate_in(file: SourceFile, node: ast.AST, function: str = "") -> Location:
-    """The line and column of a node of a file."""
-    return Location(str(file.path), getattr(node, "lineno", 1), function, getattr(node, "col_offset", -1) + 1)
-
-
 def function_location(function: FunctionValue) -> Location | None:
     """The line of the definition of a function."""
     if function.node is None or function.module is None:
         return function.location
-    return locate_in(function.module.file, function.node, getattr(function.node, "name", "<lambda>"))
+    return function.module.file.locate(function.node, getattr(function.node, "name", "<lambda>"))
 
 
 def last_name(node: ast.AST) -> str:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from samestep.lint.abstract_interpreter import Frame, Interpreter, locate_in
+from samestep.lint.abstract_interpreter import MAX_STEPS, Frame, Interpreter
 from samestep.lint.events import Guard
 from samestep.lint.expressions import EXPRESSIONS
 from samestep.lint.library.framework_library import HOOKS, LIGHTNING_CLASSES
@@ -22,18 +22,21 @@ from samestep.lint.values import (
     Value,
 )
 
+_LIBRARY_STEPS: Final = 20_000  # of a file that only defines something: the scripts that import it follow it too
 _UNCALLED_STEPS: Final = 3_000  # of each function that nothing calls: it belongs to a library
 _HOOK_STEPS: Final = 20_000
 
 
 def follow(file: SourceFile, files: Mapping[str, SourceFile]) -> Interpreter:
     """Follow a file as a script; `files` are those that it may import, by their names."""
-    run = Interpreter(files, STATEMENTS, EXPRESSIONS)
+    run = Interpreter(files, STATEMENTS, EXPRESSIONS, MAX_STEPS if file.runs else _LIBRARY_STEPS)
     state = run.load(file, is_main=True)
     values = list(state.scope.names.values())
     with run.inside_frame(Frame(state, state.scope)):
-        for value in _classes(run, state, values):
-            _follow_class(run, value)
+        module: InstanceValue | None = None
+        for value in sorted(_classes(run, state, values), key=lambda each: not each.derives_from("LightningModule")):
+            instance = _follow_class(run, value, module)
+            module = instance if value.derives_from("LightningModule") else module
         for value in values:
             if isinstance(value, FunctionValue) and value.module is state and value.node not in run.entered:
                 with run.inside(context="uncalled"), run.at_most(_UNCALLED_STEPS):
@@ -55,8 +58,8 @@ def _hook_order(name: str) -> int:
     return 0 if name in ("setup", "prepare_data") else 1 if name.endswith("_step") else 2
 
 
-def _follow_class(run: Interpreter, value: ClassValue) -> None:
-    """Call the methods of a class that Lightning calls, or that nothing calls."""
+def _follow_class(run: Interpreter, value: ClassValue, module: InstanceValue | None) -> InstanceValue:
+    """Call the methods of a class that Lightning calls, or that nothing calls; callbacks get the LightningModule."""
     is_lightning = value.derives_from(*LIGHTNING_CLASSES)
     instance = InstanceValue(value.location, class_value=value)
     constructor = value.method("__init__", instance)
@@ -69,11 +72,15 @@ def _follow_class(run: Interpreter, value: ClassValue) -> None:
             continue
         is_hook = is_lightning and name in HOOKS
         if is_hook or method.node not in run.entered:
-            _follow_method(run, method, method.node, method.module, name if is_hook else "")
+            passed = module if is_hook and value.derives_from("Callback") else None
+            _follow_method(run, method, method.node, method.module, name if is_hook else "", passed)
+    return instance
 
 
-def _follow_method(run: Interpreter, method: FunctionValue, node: ast.AST, module: ModuleState, hook: str) -> None:
-    location = locate_in(module.file, node, hook)
+def _follow_method(
+    run: Interpreter, method: FunctionValue, node: ast.AST, module: ModuleState, hook: str, passed: InstanceValue | None
+) -> None:
+    location = module.file.locate(node, hook)
     guards = list[Guard]()
     if hook == "prepare_data":
         taint = Taint("rank", location, "Lightning calls prepare_data on one rank only")
@@ -82,6 +89,8 @@ def _follow_method(run: Interpreter, method: FunctionValue, node: ast.AST, modul
     if hook:
         names = [each.arg for each in method.node.args.args[1:]] if method.node is not None else []
         arguments = [_hook_argument(name, value) for name, value in zip(names, arguments, strict=False)]
+        if passed is not None and len(arguments) > 1:
+            arguments[1] = passed
         if hook.endswith("_step") and arguments and hook != "optimizer_step":
             arguments[0] = TensorValue(location, (Taint("data", location, "each rank has its own batch"),))
     no_grad, context = HOOKS.get(hook) == "eval", f"hook:{hook}" if hook else "uncalled"

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from samestep.findings import Location
-from samestep.lint.values import LoaderValue, Taint, Value, sources_of
+from samestep.lint.values import LoaderValue, Scope, Taint, Value, sources_of
 
 _MAX_TEXT: Final = 60
 
@@ -25,6 +25,8 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "continue": (),
     "raise": (),
     "by_position": ("container",),  # items of an unordered container get numbers: its order matters
+    "numbered": ("source",),  # distinct values of the rank's own part get numbers
+    "own_mean": ("source", "mean"),  # the mean of rows that depend on the rank is subtracted from them
     "unordered": ("container",),  # a loop over a set or a folder, whose order differs between ranks
     "enter": ("name", "owner"),  # no_sync(), join(), accumulate(): a context manager is created
     # calls of which only the name is known
@@ -105,6 +107,8 @@ class Guard:
     is_negated: bool = False
     kind: str = "if"
     """"if", "except", "decorator", "loop", "case", or "try" of what an exception may interrupt."""
+    clock: Location | None = None
+    """Where a clock is read for the condition: each process reads its own."""
 
     @cached_property
     def text(self) -> str:
@@ -132,6 +136,8 @@ class Loop:
     """Of a `for` loop or a comprehension."""
     test: Value | None = None
     """Of a `while` loop."""
+    scope: Scope | None = None
+    """The names that its body can use."""
 
     @property
     def loader(self) -> LoaderValue | None:
@@ -164,6 +170,12 @@ class Event:
         if name in data:
             return data[name]
         raise AttributeError(f"an event has no field {name!r}; a {self.__dict__.get('kind')!r} event has {list(data)}")
+
+    def is_run_with(self, other: "Event") -> bool:
+        """Whether one run of the script may do both: not if they are in different functions that nothing calls."""
+        if "uncalled" not in self.contexts or "uncalled" not in other.contexts:
+            return True
+        return self.frames[:1] == other.frames[:1]
 
     @property
     def rank_guard(self) -> Guard | None:

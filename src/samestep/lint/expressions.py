@@ -11,7 +11,7 @@ from samestep.findings import Location
 from samestep.lint.abstract_interpreter import ExpressionTable, Frame, Interpreter, last_name
 from samestep.lint.events import Guard, Loop
 from samestep.lint.library import call_external, call_object
-from samestep.lint.library.operations import attribute_of, combine, element, subscript
+from samestep.lint.library.operations import attribute_of, combine, element, single_items, subscript
 from samestep.lint.library.partitions import first_clock, number_items
 from samestep.lint.project_calls import call_function, create, decorators
 from samestep.lint.rank_names import environment_value, guess, named
@@ -36,6 +36,7 @@ from samestep.lint.values import (
     options_of,
     part_of,
     sources_of,
+    without_number,
 )
 
 _HASHABLE: Final = (str, int, float, bool, bytes, type(None))
@@ -106,16 +107,21 @@ def _evaluate_name(run: Interpreter, node: ast.Name) -> Value:
 
 
 def imported_value(run: Interpreter, imported: ImportedValue) -> Value:
-    """The value of an imported name; its file is read now."""
-    base, name = imported.base, imported.attribute
-    if not name:
-        return ModuleValue(state=run.load(run.files[base]))
-    found = run.load(run.files[base]).scope.names.get(name) if base in run.files else None
-    if isinstance(found, ImportedValue):
-        return imported_value(run, found) if found is not imported else Value()
+    """The value of an imported name, through the files that import it from each other; its file is read now."""
+    seen = list[tuple[str, str]]()
+    found: Value | None = imported
+    while isinstance(found, ImportedValue):
+        base, name = found.base, found.attribute
+        if not name:
+            return ModuleValue(state=run.load(run.files[base]))
+        if (base, name) in seen:  # `from . import tools` in a package is its module
+            found = None
+            break
+        seen.append((base, name))
+        found = run.load(run.files[base]).scope.names.get(name) if base in run.files else None
     if found is not None:
         return found
-    module = run.files.get(f"{base}.{name}")
+    module = next((run.files[f"{base}.{name}"] for base, name in reversed(seen) if f"{base}.{name}" in run.files), None)
     return ModuleValue(state=run.load(module)) if module is not None else Value()
 
 
@@ -135,6 +141,8 @@ def _attribute(run: Interpreter, owner: Value, node: ast.Attribute) -> Value:
     found = None
     if isinstance(owner, InstanceValue):
         found = owner.attributes.get(name) or _class_attribute(run, owner, name, node)
+        if found is not None and name in run.frame.module.file.counters and run.is_repeated:
+            found = without_number(found)  # it is another one in the next iteration
     elif isinstance(owner, ClassValue):
         found = owner.attribute(name)
     elif isinstance(owner, SuperValue):
@@ -280,7 +288,10 @@ def _evaluate_boolean(run: Interpreter, node: ast.BoolOp) -> Value:
             guards.append(Guard(run.locate(each), value.taints, node, each, is_negated=not is_and))
     truths = [each.truth for each in values]
     assumed = (not is_and) if (not is_and) in truths else is_and if all(each is is_and for each in truths) else None
-    result = Value(run.locate(node), merge_taints(values), is_world=any_world(values), assumed=assumed)
+    result = Value(
+        run.locate(node), merge_taints(values), is_world=any_world(values), assumed=assumed,
+        clock=first_clock(*values).clock,
+    )  # fmt: skip
     if assumed is None and not is_and and len(values) > 1:  # `a or b` is one of them
         objects = [option for each in values for option in options_of(each) if type(option) is not Value]
         chosen = choose(objects, result.taints) if objects else result
@@ -293,9 +304,10 @@ def _evaluate_unary(run: Interpreter, node: ast.UnaryOp) -> Value:
     location = run.locate(node)
     if isinstance(node.op, ast.Not):
         truth = value.truth
-        return Value(location, value.taints, is_world=value.is_world, assumed=None if truth is None else not truth)
+        assumed = None if truth is None else not truth
+        return Value(location, value.taints, is_world=value.is_world, assumed=assumed, clock=value.clock)
     if value.is_known and isinstance(value.constant, int | float) and isinstance(node.op, ast.USub):
-        return Value(location, constant=-value.constant)
+        return replace(value, location=location, constant=-value.constant)
     if value.is_floored:
         return replace(value, is_floored=False)  # -(-n // world) is rounded up
     return replace(value, constant=UNSET) if value.is_known else value
@@ -329,7 +341,7 @@ def _evaluate_comparison(run: Interpreter, node: ast.Compare) -> Value:
     assumed = _assume(node) if is_world and not taints else UNSET
     if any(isinstance(each, TensorValue) for each in values) and not is_world:
         return TensorValue(location, taints, parts=tuple(values))
-    return Value(location, taints, is_world=is_world, assumed=assumed)
+    return Value(location, taints, is_world=is_world, assumed=assumed, clock=first_clock(*values).clock)
 
 
 def _is_member(operator: ast.cmpop, item: Value, container: Value) -> bool | None:
@@ -419,14 +431,22 @@ def _comprehend(
         for generator in generators:
             source = run.evaluate(generator.iter)
             sources.append(source)
-            assign(run, generator.target, element(run, source, node), node)
+            first = (single_items(source) if len(generators) == 1 else []) or [element(run, source, node)]
+            assign(run, generator.target, first[0], node)
             run.loops = (*run.loops, Loop(run.locate(node), node, source))
             tests += [run.evaluate(test) for test in generator.ifs]
         taints = merge_taints(tests)
         guard = Guard(run.locate(node), taints, node, node)
         with run.inside(guard) if taints else nullcontext():
             items = [run.evaluate(each) for each in elements]
+            singles = single_items(sources[0]) if len(generators) == 1 and not tests else []
+            rows = [items] if singles else []
+            for single in singles[1:]:
+                assign(run, generators[0].target, single, node)
+                rows.append([run.evaluate(each) for each in elements])
     run.loops = loops
+    if rows and not isinstance(node, ast.SetComp):
+        return _comprehended(run, node, rows)
     containers = [each for source in sources for each in sources_of(source) if isinstance(each, ContainerValue)]
     is_unordered = isinstance(node, ast.SetComp) or any(each.is_unordered for each in containers)
     taints = merge_taints([*sources, *items, *tests])
@@ -435,11 +455,23 @@ def _comprehend(
         for source in sources:
             number_items(run, source, node)
         is_unordered = False  # a dictionary is read by its keys
+    sizes = (Value(taints=each.size_taints) for each in containers)
     return ContainerValue(
         run.locate(node), taints, items={0: items[-1]}, is_unordered=is_unordered,
+        size_taints=merge_taints([*tests, *sizes]),
         name=unordered.name if unordered else "",
         order_from=(unordered.order_from if unordered else run.locate(node)) if is_unordered else None,
     )  # fmt: skip
+
+
+def _comprehended(run: Interpreter, node: ast.expr, rows: list[list[Value]]) -> Value:
+    """The list or dictionary of a comprehension over names that are known."""
+    keys = [row[0].constant if len(row) > 1 and row[0].is_known else number for number, row in enumerate(rows)]
+    values = [row[-1] for row in rows]
+    length = None if isinstance(node, ast.DictComp) else len(rows)
+    return ContainerValue(
+        run.locate(node), merge_taints(values), items=dict(zip(keys, values, strict=True)), length=length
+    )
 
 
 def _evaluate_comprehension(run: Interpreter, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:

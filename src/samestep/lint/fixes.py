@@ -1,72 +1,82 @@
 """Edits of source files: small changes that rules propose, applied so that the file keeps its format."""
 
 import ast
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.findings import Edit, Finding
-from samestep.lint.source_files import SourceFile
+from samestep.lint.notebooks import split_lines
+from samestep.lint.source_files import SourceFile, read_text
 
 
 def add_keyword(file: SourceFile, call: ast.Call, text: str) -> tuple[Edit, ...]:
     """Add a keyword argument such as "sync_dist=True" at the end of a call; no edit if that is not safe."""
-    if file.cells or call.end_lineno is None or call.end_col_offset is None:
+    may_have_it = any(each.arg is None for each in call.keywords)  # f(**options)
+    if file.cells or may_have_it or call.end_lineno is None or call.end_col_offset is None:
         return ()
     last = max(
         (*call.args, *call.keywords), key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0), default=None
     )
     if last is None:
-        return _insertion(file, call.end_lineno, call.end_col_offset - 1, text)
+        return _insertion(file, call.end_lineno, file.column(call.end_lineno, call.end_col_offset) - 1, text)
     if isinstance(last, ast.GeneratorExp) and len(call.args) == 1 and not call.keywords:
         return ()  # needs parentheses
-    line, column = last.end_lineno or call.end_lineno, last.end_col_offset or 0
+    end = _end_of_arguments(file, call, last)
+    if end is None:
+        return ()
+    line, column, has_comma = end
     if line < call.end_lineno and _is_alone(file, last):  # one argument per line
         indent = _indent(file, last.lineno)
-        comma = _position_of_comma(file, line, column)
-        if comma is None:
-            return _insertion(file, line, column, f",\n{indent}{text}")
-        return _insertion(file, line, comma + 1, f"\n{indent}{text},")
-    return _insertion(file, line, column, f", {text}")
+        if "#" in file.lines[line - 1][column:]:  # the comment stays behind its argument
+            comma = () if has_comma else _insertion(file, line, column, ",")
+            return (*comma, *_insertion(file, line + 1, 0, f"{indent}{text}{',' if has_comma else ''}\n"))
+        return _insertion(file, line, column, f"\n{indent}{text}," if has_comma else f",\n{indent}{text}")
+    return _insertion(file, line, column, f" {text}," if has_comma else f", {text}")
 
 
-def insert_line(file: SourceFile, before: ast.stmt, text: str) -> tuple[Edit, ...]:
-    """Insert a statement before another one, with its indentation."""
-    if file.cells or _indent(file, before.lineno) != file.lines[before.lineno - 1][: before.col_offset]:
+def insert_lines(file: SourceFile, before: ast.stmt, lines: Sequence[str]) -> tuple[Edit, ...]:
+    """Insert statements before another one, with its indentation; four spaces in a line are one more level."""
+    indent = _indent(file, before.lineno)
+    if file.cells or indent != file.lines[before.lineno - 1][: before.col_offset]:
         return ()  # something else is on the same line
-    return (Edit(str(file.path), before.lineno, 0, before.lineno, 0, f"{_indent(file, before.lineno)}{text}\n"),)
+    level = "\t" if indent.startswith("\t") else "    "
+    text = "".join(f"{indent}{line.replace('    ', level)}\n" for line in lines)
+    return (Edit(str(file.path), before.lineno, 0, before.lineno, 0, text),)
 
 
-def apply_edits(findings: Iterable[Finding]) -> dict[Path, str]:
-    """The new text of each file that findings change. Of edits that overlap, the first one counts."""
-    by_file = defaultdict[Path, list[Sequence[Edit]]](list)
+@dataclass
+class EditResult:
+    """The files with their edits, and the edits that are left out."""
+
+    changed: dict[Path, str] = field(default_factory=dict[Path, str])
+    """The new text of each file that changes."""
+    left_out: list[tuple[Finding, str]] = field(default_factory=list[tuple[Finding, str]])
+    """Findings whose edits are not applied, and why."""
+
+
+def apply_edits(findings: Iterable[Finding]) -> EditResult:
+    """Apply the edits of findings to the texts of their files. If edits overlap, only the first is applied.
+
+    Each finding is applied or left out for itself: the file must parse afterwards.
+    """
+    result, texts, applied = EditResult(), dict[Path, str](), dict[Path, list[Edit]]()
     for finding in findings:
-        if finding.edits:
-            by_file[Path(finding.edits[0].file)].append(finding.edits)
-    changed = dict[Path, str]()
-    for path, groups in by_file.items():
-        text = _apply(read_text(path), [edit for edits in _without_overlap(groups) for edit in edits])
-        if _parses(text):
-            changed[path] = text
-    return changed
-
-
-def read_text(path: Path) -> str:
-    """The text of a file with its own line ends."""
-    return path.read_bytes().decode("utf-8")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text as it is, with its line ends."""
-    path.write_bytes(text.encode("utf-8"))
-
-
-def _without_overlap(groups: Sequence[Sequence[Edit]]) -> Iterator[Sequence[Edit]]:
-    applied = list[Edit]()
-    for edits in groups:
-        if not any(_overlap(edit, other) for edit in edits for other in applied):
-            applied += edits
-            yield edits
+        if not finding.edits:
+            continue
+        path = Path(finding.edits[0].file)
+        before = texts[path] if path in texts else texts.setdefault(path, read_text(path)[0])
+        others = applied.setdefault(path, [])
+        if any(_overlap(edit, other) for edit in finding.edits for other in others):
+            result.left_out.append((finding, "another edit changes the same position"))
+            continue
+        after = _apply(before, [*others, *finding.edits])
+        if not _parses(after):
+            result.left_out.append((finding, "the file would not parse afterwards"))
+            continue
+        others += finding.edits
+        result.changed[path] = after
+    return result
 
 
 def _overlap(one: Edit, other: Edit) -> bool:
@@ -75,8 +85,8 @@ def _overlap(one: Edit, other: Edit) -> bool:
 
 
 def _apply(text: str, edits: Sequence[Edit]) -> str:
-    newline = "\r\n" if "\r\n" in text else "\n"
-    lines = text.splitlines(keepends=True)
+    newline = "\r\n" if "\r\n" in text else "\n" if "\n" in text else "\r"
+    lines = split_lines(text, with_ends=True)
     for edit in sorted(edits, reverse=True):
         start, end = lines[edit.line - 1][: edit.column], lines[edit.end_line - 1][edit.end_column :]
         lines[edit.line - 1 : edit.end_line] = [start + edit.text.replace("\n", newline) + end]
@@ -91,24 +101,34 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _insertion(file: SourceFile, line: int, offset: int, text: str) -> tuple[Edit, ...]:
-    """Insert a text at an offset in bytes, as the syntax tree counts."""
-    column = len(file.lines[line - 1].encode("utf-8")[:offset].decode("utf-8"))
+def _insertion(file: SourceFile, line: int, column: int, text: str) -> tuple[Edit, ...]:
     return (Edit(str(file.path), line, column, line, column, text),)
+
+
+def _end_of_arguments(file: SourceFile, call: ast.Call, last: ast.expr | ast.keyword) -> tuple[int, int, bool] | None:
+    """Line and column behind the last argument with its parentheses and its comma, and whether it has a comma.
+
+    None if there is something else before the closing parenthesis of the call.
+    """
+    line, end_line = last.end_lineno or 0, call.end_lineno or 0
+    column, end = file.column(line, last.end_col_offset or 0), file.column(end_line, (call.end_col_offset or 0) - 1)
+    found = line, column, False
+    while (line, column) < (end_line, end):
+        text = file.lines[line - 1][column : end if line == end_line else None]
+        for offset, character in enumerate(text.partition("#")[0]):
+            if character in "),":
+                found = line, column + offset + 1, character == ","
+            elif not character.isspace() and character != "\\":
+                return None
+        line, column = line + 1, 0
+    return found
 
 
 def _is_alone(file: SourceFile, node: ast.expr | ast.keyword) -> bool:
     """Whether an argument is the first thing on its line."""
-    return not file.lines[node.lineno - 1].encode("utf-8")[: node.col_offset].strip()
+    return not file.lines[node.lineno - 1].encode("utf-8")[: node.col_offset].strip(b" \t(")
 
 
 def _indent(file: SourceFile, line: int) -> str:
     text = file.lines[line - 1]
     return text[: len(text) - len(text.lstrip())]
-
-
-def _position_of_comma(file: SourceFile, line: int, offset: int) -> int | None:
-    """The offset of the comma after an argument, on the same line."""
-    rest = file.lines[line - 1].encode("utf-8")[offset:]
-    stripped = rest.lstrip()
-    return offset + len(rest) - len(stripped) if stripped.startswith(b",") else None

@@ -1,12 +1,13 @@
 """Lint a project: read its files, follow its scripts, apply the rules, and leave out what comments ignore."""
 
+import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,8 @@ _MIN_FILES_PER_POOL: Final = 50  # starting processes takes longer than reading 
 _FRAMEWORKS: Final = frozenset(
     {"accelerate", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
 )
+_MAX_NAMESPACES: Final = 2  # folders without an __init__.py between a script and a file that it imports
+_GC_THRESHOLDS: Final = (200_000, 50, 1_000)
 _RECURSION_LIMIT: Final = 6_000  # nested expressions in nested calls; Python 3.11 needs no C stack for them
 
 
@@ -35,6 +38,8 @@ class LintResult:
     """Files that cannot be read or parsed, or on which lint itself fails, and why."""
     shortened: list[str] = field(default_factory=list[str])
     """Files that are too large to follow all of them."""
+    warnings: list[str] = field(default_factory=list[str])
+    """Comments that are to ignore a rule and ignore none, with their lines."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,20 @@ class _Project:
         self.files = files
         self.rules = rules
         self._by_name = dict[str, list[SourceFile]]()
+        self._below = dict[Path, dict[str, SourceFile]]()  # by the folder of a script: packages without an __init__.py
         for file in files:
             if file.name:
                 self._by_name.setdefault(file.name, []).append(file)
+                for depth in range(1, _MAX_NAMESPACES + 1):
+                    *namespaces, script_folder = file.folders[file.name.count(".") + file.is_package :][: depth + 1]
+                    name = ".".join([*(each.name for each in reversed(namespaces)), file.name])
+                    self._below.setdefault(script_folder, {})[name] = file
         self.by_path = {str(file.path): file for file in files}
 
     def lint_file(self, file: SourceFile) -> _FileResult:
         """The findings of one script; an exception of lint becomes a problem of this file."""
         try:
-            with _deep_recursion():
+            with _large_heap():
                 run = follow(file, self.importable(file))
                 analysis = Analysis(file, [state.file for state in run.modules.values()], run.events)
                 rules = self.rules if analysis.is_distributed else ()
@@ -76,22 +86,29 @@ class _Project:
         file = self.by_path.get(finding.location.file) if finding.location is not None else None
         if file is None or finding.location is None or not file.ignores:
             return False
-        lines = {number for number, _, is_marked in source_lines(finding.location) if is_marked}
+        _, shown = finding.location.source_position  # in a notebook the line in the cell
+        first = finding.location.line - shown
+        lines = {first + number for number, _, is_marked in source_lines(finding.location) if is_marked}
         ignores = [file.ignores[line] for line in {finding.location.line, *lines} if line in file.ignores]
         return any(each.covers(finding.code, finding.name) for each in ignores)
 
     def importable(self, script: SourceFile) -> dict[str, SourceFile]:
         """The files that a script can import, by name: of several with one name, the nearest one."""
-        folders = set(script.path.absolute().parents)
+        folders = frozenset(script.folders)
         found = dict[str, SourceFile]()
         for name, files in self._by_name.items():
             package = name.partition(".")[0]
             if package in _FRAMEWORKS and script.name.partition(".")[0] != package:
                 continue  # what the framework does is known; its sources would take most of the steps of the script
-            near = [each for each in files if "." in name or each.is_package or each.path.absolute().parent in folders]
+            near = [each for each in files if "." in name or each.is_package or each.root in folders]
             if near:
-                found[name] = max(near, key=lambda each: len(folders & set(each.path.absolute().parents)))
-        return found
+                found[name] = max(
+                    near, key=lambda each: (each.root in folders, len(folders.intersection(each.folders)))
+                )
+        own = self._below.get(script.folders[0], {})
+        return found | {
+            name: file for name, file in own.items() if name not in found or found[name].root not in folders
+        }
 
 
 def lint(
@@ -112,6 +129,7 @@ def lint(
     project = _Project(files, rules)
     result = LintResult(files=len(named))
     result.problems = {str(file.path): file.problem for file in named if file.problem}
+    result.warnings = [text for file in named for text in _wrong_comments(file)]
     cache = LintCache(cache_folder, files, [rule.code for rule in rules]) if cache_folder is not None else None
     scripts = scripts_of(files, named)
     known = {file.path: found for file in scripts if cache and (found := cache.get(file)) is not None}
@@ -140,6 +158,19 @@ def lint(
     return result
 
 
+def _wrong_comments(file: SourceFile) -> Iterator[str]:
+    """Comments that name no rule, or one that does not exist."""
+    for line, ignore in sorted(file.ignores.items()):
+        place = file.position(line)
+        if ignore.problem:
+            yield f"{place}: the comment {ignore.problem} and ignores nothing: write `# samestep: ignore[SS301] reason`"
+        for code in sorted(ignore.codes):
+            one = replace(ignore, codes=frozenset({code}))
+            if not any(one.covers(rule.code, rule.name) for rule in RULES):
+                what = f"the comment ignores {code}, which does not exist"
+                yield f"{place}: {what}: `samestep lint --list` shows all rules"
+
+
 def _results(
     project: _Project, scripts: Sequence[SourceFile], known: Mapping[Path, list[Finding]], workers: int | None
 ) -> Iterator[tuple[SourceFile, _FileResult]]:
@@ -156,7 +187,10 @@ def _order(finding: Finding) -> tuple[str, int, int, str]:
 
 
 def scripts_of(files: Sequence[SourceFile], named: Sequence[SourceFile]) -> list[SourceFile]:
-    """Which of the named files use something distributed, also through their imports; rules are silent about others."""
+    """Which of the named files use something distributed, also through their imports; rules are silent about others.
+
+    A module without a word about ranks is followed from the scripts that import it.
+    """
     by_word = dict[str, list[SourceFile]]()
     for file in files:
         if file.name:
@@ -173,7 +207,7 @@ def scripts_of(files: Sequence[SourceFile], named: Sequence[SourceFile]) -> list
             if file.path not in reached:
                 reached.add(file.path)
                 waiting.append(file)
-    return [file for file in named if file.path in reached]
+    return [file for file in named if file.path in reached and (file.runs or file.is_about_ranks)]
 
 
 _shared: _Project | None = None  # of a process of the pool
@@ -203,13 +237,16 @@ def _lint_all(project: _Project, scripts: Sequence[SourceFile], workers: int | N
 
 
 @contextmanager
-def _deep_recursion() -> Generator[None]:
-    limit = sys.getrecursionlimit()
+def _large_heap() -> Generator[None]:
+    """Allow deep recursion, and look for garbage rarely: syntax trees are many objects and no garbage."""
+    limit, thresholds = sys.getrecursionlimit(), gc.get_threshold()
     sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
+    gc.set_threshold(*_GC_THRESHOLDS)
     try:
         yield
     finally:
         sys.setrecursionlimit(limit)
+        gc.set_threshold(*thresholds)
 
 
 def _describe(error: Exception) -> str:

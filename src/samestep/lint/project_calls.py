@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from samestep.lint.abstract_interpreter import Frame, Interpreter, function_location, last_name, locate_in
+from samestep.lint.abstract_interpreter import Frame, Interpreter, function_location, last_name
 from samestep.lint.events import Guard
 from samestep.lint.rank_names import RANK_DECORATORS, guess, named
 from samestep.lint.values import (
@@ -31,8 +31,12 @@ def call_function(
 ) -> Value:
     """Follow a function of the project; a call that is not followed returns what its arguments taint."""
     definition, module = function.node, function.module
-    if definition is None or module is None or not _is_followed(run, definition):
+    if definition is None or module is None:
         return Value(taints=merge_taints([*arguments, *keywords.values()]))
+    key = None if arguments or keywords else (definition, function.owner)
+    if not _is_followed(run, definition):
+        known = run.results.get(key) if key is not None else None
+        return known or Value(taints=merge_taints([*arguments, *keywords.values()]))
     scope = Scope(function.scope)
     _bind(run, definition, function, arguments, keywords, scope)
     guards = _decorator_guards(definition, function)
@@ -47,9 +51,15 @@ def call_function(
             frame.returns.append(run.evaluate(definition.body))
         else:
             run.block(definition.body)
+    for owner, name, value in frame.left_attributes:
+        known = owner.attributes.get(name)
+        run.set_attribute(owner, name, value if known is None else choose([known, value]))
     run.calls = calls
     run.active.discard(definition)
-    return _result(frame)
+    result = _result(frame)
+    if key is not None:
+        run.results[key] = result
+    return result
 
 
 def _is_followed(run: Interpreter, definition: Function) -> bool:
@@ -76,7 +86,7 @@ def _decorator_guards(definition: Function, function: FunctionValue) -> list[Gua
     for decorator in decorators(definition):
         name, own = last_name(decorator), getattr(definition, "name", "it")
         if name in RANK_DECORATORS and function.module is not None:
-            location = locate_in(function.module.file, decorator, own)
+            location = function.module.file.locate(decorator, own)
             taint = Taint("rank", location, f"`@{name}` runs {own} on one rank only")
             guards.append(Guard(location, (taint,), decorator, label=f"@{name}", kind="decorator"))
     return guards

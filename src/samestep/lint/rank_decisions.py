@@ -8,6 +8,7 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.events import Event, Guard, Loop, are_opposite, source_text
 from samestep.lint.library.collective_library import REDUCE_TEXT, is_for_subgroup
+from samestep.lint.library.partitions import IS_PART
 from samestep.lint.rule import Analysis, is_wrapped
 from samestep.lint.values import (
     InstanceValue,
@@ -31,7 +32,6 @@ _ENDS: Final = frozenset({"exit", "_exit", "abort", "quit", "kill", "exit_with_e
 _ABOUT_RANKS: Final = re.compile(
     r"rank|main|master|zero|process|chief|primary|dist|init|world|ddp|avail|gpu", re.IGNORECASE
 )
-_CLOCKS: Final = frozenset({"time", "monotonic", "perf_counter", "now", "time_ns", "monotonic_ns"})
 _WITHOUT_BUFFERS: Final = frozenset({
     "Linear", "Conv1d", "Conv2d", "Conv3d", "ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Softmax",
     "LayerNorm", "GroupNorm", "RMSNorm", "Dropout", "Dropout1d", "Dropout2d", "Embedding", "Flatten", "Unflatten",
@@ -91,14 +91,6 @@ def _is_size(node: ast.AST) -> bool:
         function = node.func
         return (function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")) in _SIZES
     return isinstance(node, ast.Attribute) and node.attr in _SIZE_ATTRIBUTES
-
-
-def reads_clock(guard: Guard) -> bool:
-    """Whether a condition reads a clock, which each process does at another time."""
-    calls = [each for each in ast.walk(guard.condition or ast.Pass()) if isinstance(each, ast.Call) and not each.args]
-    return any(
-        isinstance(call.func, ast.Attribute | ast.Name) and getattr(call.func, "attr", "") in _CLOCKS for call in calls
-    )
 
 
 def comes_from_reduce(taints: Iterable[Taint]) -> bool:
@@ -331,9 +323,18 @@ def learning_rate_decisions(analysis: Analysis) -> Iterator[tuple[Location, str,
         if rate is not None and rate.differs:
             yield event.location, "the learning rate", rate.taints
     for event in analysis.of("assign_item"):
-        if event.key is None or event.key.constant != "lr":
+        if event.key is None or event.key.constant != "lr" or _is_copied(event):
             continue
         guards = [taint for guard in event.guards if guard.differs for taint in guard.taints]
         taints = (*event.value.taints, *guards) if event.value is not None else tuple(guards)
-        if any(taint.kind == "data" for taint in taints):
+        if any(taint.kind == "data" or taint.text.endswith(IS_PART) for taint in taints):
             yield call_that_passes(analysis, event), "the learning rate", taints
+
+
+def _is_copied(event: Event) -> bool:
+    """Whether a learning rate is only written down: `report["lr"] = optimizer.param_groups[0]["lr"]`."""
+    match event.node:
+        case ast.Assign(value=ast.Subscript(slice=ast.Constant(value="lr"))):
+            return True
+        case _:
+            return False

@@ -26,6 +26,7 @@ def to_json(result: LintResult) -> str:
             "counts": counts,
             "problems": {relative_path(file): text for file, text in sorted(result.problems.items())},
             "shortened": [relative_path(file) for file in result.shortened],
+            "warnings": result.warnings,
         },
         indent=2,
     )
@@ -78,7 +79,7 @@ def _sarif_result(finding: Finding, numbers: dict[str, int]) -> dict[str, Any]:
         "ruleId": finding.code,
         "ruleIndex": numbers.get(finding.code, -1),
         "level": _SARIF_LEVELS[finding.severity],
-        "message": {"text": f"{message(finding)} Repair: {finding.repair}."},
+        "message": {"text": f"{_cell(finding)}{message(finding)} Repair: {finding.repair}."},
     }
     if finding.location is not None:
         result["locations"] = [_sarif_location(finding.location)]
@@ -91,10 +92,11 @@ def _sarif_result(finding: Finding, numbers: dict[str, int]) -> dict[str, Any]:
 
 
 def _sarif_location(location: Location) -> dict[str, Any]:
-    region: dict[str, Any] = {"startLine": location.line}
-    if location.column:
-        region["startColumn"] = location.column
-    return {"physicalLocation": {"artifactLocation": {"uri": _uri(location.file)}, "region": region}}
+    place: dict[str, Any] = {"artifactLocation": {"uri": _uri(location.file)}}
+    if not location.cell:  # the lines of a notebook are those of its JSON
+        column = {"startColumn": location.column} if location.column else {}
+        place["region"] = {"startLine": location.line, **column}
+    return {"physicalLocation": place}
 
 
 def _sarif_changes(finding: Finding) -> list[dict[str, Any]]:
@@ -134,14 +136,21 @@ def _annotation(finding: Finding) -> str:
     if finding.location is not None:
         path = _escape(relative_path(finding.location.file), is_property=True)
         columns = [f"col={finding.location.column}"] if finding.location.column else []
-        properties = [f"file={path}", f"line={finding.location.line}", *columns, *properties]
-    text = _escape(f"{message(finding)}\nRepair: {finding.repair}.")
+        lines = [] if finding.location.cell else [f"line={finding.location.line}", *columns]
+        properties = [f"file={path}", *lines, *properties]
+    text = _escape(f"{_cell(finding)}{message(finding)}\nRepair: {finding.repair}.")
     return f"::{_GITHUB_COMMANDS[finding.severity]} {','.join(properties)}::{text}"
 
 
 def _escape(text: str, is_property: bool = False) -> str:
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
+
+
+def _cell(finding: Finding) -> str:
+    """Where it is in a notebook, such as "Cell 2, line 4: "; empty for other files."""
+    text = finding.location.cell_text if finding.location is not None else ""
+    return f"{text.capitalize()}: " if text else ""
 
 
 def message(finding: Finding) -> str:

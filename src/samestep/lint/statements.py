@@ -8,25 +8,25 @@ from typing import Final
 from samestep.lint.abstract_interpreter import Frame, Interpreter, Leaves, Outcome, StatementTable, last_name
 from samestep.lint.events import Guard, Loop
 from samestep.lint.expressions import assign, call, imported_value
-from samestep.lint.library.operations import LOCK, combine, context_name, element, entered_value
+from samestep.lint.library.operations import LOCK, combine, context_name, element, entered_value, single_items
 from samestep.lint.project_calls import decorators
 from samestep.lint.rank_names import NAMESPACE
 from samestep.lint.values import (
-    UNSET,
     ClassValue,
     ContainerValue,
     ExternalValue,
     FunctionValue,
     ImportedValue,
     InstanceValue,
-    MethodValue,
     ModuleState,
     Scope,
     Value,
     choose,
+    is_same_value,
     merge_taints,
     options_of,
     part_of,
+    without_number,
 )
 
 _EXITS: Final = {"sys.exit", "exit", "quit", "os._exit"}
@@ -67,7 +67,9 @@ def _run_augmented(run: Interpreter, node: ast.AugAssign) -> None:
             before.items[len(before.items)] = item
         before.taints = merge_taints([before, value])
         return
-    assign(run, node.target, combine(run, node, before, value, node.op), node)
+    made = combine(run, node, before, value, node.op)
+    is_outer = isinstance(node.target, ast.Name) and node.target.id in run.frame.scope.outer
+    assign(run, node.target, without_number(made) if is_outer and run.is_repeated else made, node)
 
 
 # -- conditions
@@ -77,7 +79,7 @@ def _run_if(run: Interpreter, node: ast.If) -> Outcome | None:
     test = run.evaluate(node.test)
     if test.truth is not None:
         return run.block(node.body if test.truth else node.orelse)
-    guard = Guard(run.locate(node), test.taints, node, node.test)
+    guard = Guard(run.locate(node), test.taints, node, node.test, clock=test.clock)
     opposite = replace(guard, is_negated=True)
     scope, before, mark = run.frame.scope, dict(run.frame.scope.names), len(run.attribute_writes)
     first = _guarded(run, guard, node.body)
@@ -86,13 +88,17 @@ def _run_if(run: Interpreter, node: ast.If) -> Outcome | None:
     second = _guarded(run, opposite, node.orelse)
     second_names, second_attributes = scope.names, _take_back(run, mark)
     if first.leaves and second.leaves:
+        _leave(run, first, first_attributes)
+        _leave(run, second, second_attributes)
         return Outcome(_leave_both(first, second))
     if first.leaves:
         _keep(run, second_attributes)
+        _leave(run, first, first_attributes)
         return _followed_by(opposite, first, second)
     if second.leaves:
         scope.names = first_names
         _keep(run, first_attributes)
+        _leave(run, second, second_attributes)
         return _followed_by(guard, second, first)
     scope.names = _join(first_names, second_names, test)
     _join_attributes(run, first_attributes, second_attributes, test)
@@ -129,21 +135,9 @@ def _join(first: dict[str, Value], second: dict[str, Value], test: Value) -> dic
         one = joined.get(name)
         if one is None:
             joined[name] = other
-        elif one is not other and not _is_same(one, other):
+        elif not is_same_value(one, other):
             joined[name] = _sent(one, other) or _sent(other, one) or choose([one, other], test.taints)
     return joined
-
-
-def _is_same(one: Value, other: Value) -> bool:
-    """Whether two values are the same attribute of the same object, such as an option of the command line."""
-    pairs = list(zip(options_of(one), options_of(other), strict=False))
-    return bool(pairs) and all(
-        isinstance(each, MethodValue)
-        and isinstance(their, MethodValue)
-        and each.attribute == their.attribute
-        and each.owner is their.owner
-        for each, their in pairs
-    )
 
 
 def _sent(value: Value, received: Value) -> Value | None:
@@ -171,6 +165,14 @@ def _keep(run: Interpreter, attributes: _Attributes) -> None:
     for owner, name, _, after in attributes.values():
         if after is not None:
             run.set_attribute(owner, name, after)
+
+
+def _leave(run: Interpreter, outcome: Outcome, attributes: _Attributes) -> None:
+    """Remember what a branch assigned that returns from its function: the caller may find it or what follows it."""
+    if outcome.leaves == "function":
+        run.frame.left_attributes += [
+            (owner, name, after) for owner, name, _, after in attributes.values() if after is not None
+        ]
 
 
 def _join_attributes(run: Interpreter, first: _Attributes, second: _Attributes, test: Value) -> None:
@@ -206,18 +208,22 @@ def _run_match(run: Interpreter, node: ast.Match) -> Outcome | None:
 
 def _run_for(run: Interpreter, node: ast.For | ast.AsyncFor) -> Outcome | None:
     iterable = run.evaluate(node.iter)
-    assign(run, node.target, element(run, iterable, node), node)
-    return _loop(run, Loop(run.locate(node), node, iterable), node, node.iter, iterable)
+    first, *others = single_items(iterable) or [element(run, iterable, node)]
+    assign(run, node.target, first, node)
+    loop = Loop(run.locate(node), node, iterable, scope=run.frame.scope)
+    return _loop(run, loop, node, node.iter, iterable, others)
 
 
 def _run_while(run: Interpreter, node: ast.While) -> Outcome | None:
     test = run.evaluate(node.test)
-    return _loop(run, Loop(run.locate(node), node, test=test), node, node.test, test)
+    return _loop(run, Loop(run.locate(node), node, test=test, scope=run.frame.scope), node, node.test, test)
 
 
 def _loop(
-    run: Interpreter, loop: Loop, node: ast.For | ast.AsyncFor | ast.While, condition: ast.expr, controlling: Value
-) -> Outcome | None:
+    run: Interpreter, loop: Loop, node: ast.For | ast.AsyncFor | ast.While, condition: ast.expr, controlling: Value,
+    others: Sequence[Value] = (),
+) -> Outcome | None:  # fmt: skip
+    """Follow the body of a loop once, and again for other items that are known."""
     guards = list[Guard]()
     if controlling.depends_on_rank:
         guards.append(Guard(loop.location, controlling.taints, node, condition, kind="loop"))
@@ -226,9 +232,14 @@ def _loop(
     with run.inside(*guards):
         run.emit("loop", node, loop=loop)
         outcome = run.block(node.body)
+        guards = [*outcome.guards]
+        for item in others if outcome.leaves in ("", "loop") else ():
+            if not isinstance(node, ast.While):
+                assign(run, node.target, item, node)
+            guards += run.block(node.body).guards
     run.loops = loops
     run.block(node.orelse)
-    left = _differing(outcome.guards)
+    left = _differing(tuple(guards))
     return Outcome("", left) if left else None
 
 
@@ -237,9 +248,7 @@ def _forget_changed(run: Interpreter, node: ast.For | ast.AsyncFor | ast.While) 
     names = run.frame.scope.names
     changed = {target.id for each in ast.walk(node) if (target := _changed_name(each)) is not None}
     for name in changed & names.keys():
-        value = names[name]
-        if type(value) is Value and value.is_known and isinstance(value.constant, int | float):
-            names[name] = replace(value, constant=UNSET)
+        names[name] = without_number(names[name])
 
 
 def _changed_name(node: ast.AST) -> ast.Name | None:
@@ -315,15 +324,23 @@ def _run_continue(run: Interpreter, node: ast.Continue) -> Outcome:
 
 
 def _run_assert(run: Interpreter, node: ast.Assert) -> None:
-    """`assert not args.evolve` says what the option is from here on."""
+    """`assert not args.evolve` and `assert len(files) == 1` say what something is from here on."""
     run.evaluate(node.test)
     match node.test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(value=owner, attr=name)):
             for option in options_of(run.evaluate(owner)):
                 if isinstance(option, InstanceValue) and option.qualname == NAMESPACE:
                     run.set_attribute(option, name, Value(run.locate(node), constant=False))
+        case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[items]), ops=[ast.Eq()]):
+            for option in options_of(run.evaluate(items)):
+                if isinstance(option, ContainerValue) and _is_one(node.test):
+                    option.is_unordered, option.order_from = False, None  # one item has no order
         case _:
             return
+
+
+def _is_one(test: ast.Compare) -> bool:
+    return isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 1
 
 
 def _run_delete(run: Interpreter, node: ast.Delete) -> None:
@@ -373,8 +390,9 @@ def _run_import_from(run: Interpreter, node: ast.ImportFrom) -> None:
 
 
 def _when_used(run: Interpreter, imported: ImportedValue) -> Value:
-    """The script imports files at once, as they may start processes; other files import when a name is used."""
-    return imported_value(run, imported) if run.frame.module.is_main else imported
+    """A script imports files at once, as they may start processes; other files import when a name is used."""
+    module = run.frame.module
+    return imported_value(run, imported) if module.is_main and module.file.runs else imported
 
 
 def _absolute(module: ModuleState, node: ast.ImportFrom) -> str:

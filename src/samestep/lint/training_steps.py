@@ -442,9 +442,7 @@ def _from_context(file: SourceFile, context: ast.expr, backward: Event) -> Synch
         expression = assigned(file, function, context.id) or context
 
     def at(node: ast.AST) -> Location:
-        return Location(
-            str(file.path), getattr(node, "lineno", 1), backward.location.function, getattr(node, "col_offset", -1) + 1
-        )
+        return file.locate(node, backward.location.function)
 
     if isinstance(expression, ast.IfExp):
         delays = [_delays(expression.body), _delays(expression.orelse)]
@@ -453,7 +451,7 @@ def _from_context(file: SourceFile, context: ast.expr, backward: Event) -> Synch
         where = _definition(file, function, expression.test) or expression
         delayed = expression.body if delays[0] else expression.orelse
         return Synchronization(expression.test, delays[0], at(where), at(delayed))
-    if not _delays(expression) or not isinstance(expression, ast.Call):
+    if not _delays(expression) or not isinstance(expression, ast.Call) or _is_own_method(file, expression):
         return None
     enabled = next((word.value for word in expression.keywords if word.arg == "enabled"), None)
     if enabled is not None:
@@ -483,9 +481,8 @@ def _from_helper(analysis: Analysis, file: SourceFile, item: ast.withitem, backw
     entered = next(
         each for each in ast.walk(helpers[0][1]) if isinstance(each, ast.Attribute) and each.attr in _DELAYING
     )
-    place = Location(str(helpers[0][0].path), entered.lineno, name, entered.col_offset + 1)
-    context = Location(str(file.path), call.lineno, backward.location.function, call.col_offset + 1)
-    return Synchronization(_with_arguments(test, helpers[0][1], call), delays, place, context)
+    entry, context = helpers[0][0].locate(entered, name), file.locate(call, backward.location.function)
+    return Synchronization(_with_arguments(test, helpers[0][1], call), delays, entry, context)
 
 
 def _branch(body: Sequence[ast.stmt]) -> tuple[ast.expr, bool] | None:
@@ -519,6 +516,15 @@ def _definition(file: SourceFile, function: ast.AST, test: ast.expr) -> ast.AST 
     """Where the name of a condition is assigned."""
     name = test.operand if isinstance(test, ast.UnaryOp) else test
     return assigned(file, function, name.id) if isinstance(name, ast.Name) else None
+
+
+def _is_own_method(file: SourceFile, call: ast.Call) -> bool:
+    """Whether `self.no_sync(...)` is a method of the script."""
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return any(isinstance(each, ast.FunctionDef) and each.name == name for each in ast.walk(file.tree))
+        case _:
+            return False
 
 
 def _delays(node: ast.AST) -> bool:

@@ -29,10 +29,6 @@ class UnsynchronizedStep:
     is_tail: bool
     """Whether this happens for the last, shorter group only."""
 
-    def describe(self) -> str:
-        """The micro-batches, such as "micro-batch 3"."""
-        return "the last micro-batch" if not self.numbers else f"micro-batch {self.numbers[0]}"
-
 
 @lru_cache(maxsize=2)
 def unsynchronized_steps(analysis: Analysis) -> list[UnsynchronizedStep]:
@@ -53,6 +49,8 @@ def _check(analysis: Analysis, group: Accumulation) -> UnsynchronizedStep | None
         each for each in analysis.of("backward") if group.loop in each.loops and step_of(analysis, each) is group.step
     ]
     syncs = [synchronization(analysis, each) for each in backwards]
+    if (never := _never(analysis, syncs)) is not None:
+        return UnsynchronizedStep(group.step, never, (), is_tail=False)
     inside = next((each for each in syncs if each is not None), None)
     counter = Counter(analysis, group.loop, group.is_inner)
     if inside is None or not counter.is_usable:
@@ -77,11 +75,16 @@ def _check_single(analysis: Analysis, step: Event) -> UnsynchronizedStep | None:
     """A step after one backward pass, which is always inside of `no_sync()`."""
     backwards = [each for each in analysis.of("backward") if step_of(analysis, each) is step]
     syncs = [synchronization(analysis, each) for each in backwards]
-    never = [each for each in syncs if each is not None and each.condition is None]
     is_one = bool(backwards) and all(each.loops == step.loops and each.guards == step.guards for each in backwards)
-    if not is_one or len(never) != len(syncs) or exchanges(analysis, "gradient", "parameter"):
+    never = _never(analysis, syncs) if is_one else None
+    return UnsynchronizedStep(step, never, (), is_tail=False) if never is not None else None
+
+
+def _never(analysis: Analysis, syncs: Sequence[Synchronization | None]) -> Synchronization | None:
+    """The first `no_sync()` if all backward passes of a step are inside of one and nothing else is exchanged."""
+    if not syncs or any(each is None or each.condition is not None for each in syncs):
         return None
-    return UnsynchronizedStep(step, never[0], (), is_tail=False)
+    return None if exchanges(analysis, "gradient", "parameter") else syncs[0]
 
 
 def _is_synced(

@@ -33,6 +33,14 @@ class Taint:
     """Of samples of a loader: the loop that reads them."""
 
 
+@dataclass(frozen=True, eq=False)
+class SampleCount:
+    """What a number is computed from: the number of samples of a dataset, and what that is divided by."""
+
+    dataset: "Value"
+    divisors: tuple["Value", ...] = ()
+
+
 class Unset:
     """The value of what is not a constant."""
 
@@ -57,6 +65,10 @@ class Value:
     """Where a clock was read for it: each process reads its own."""
     is_floored: bool = False
     """Whether it is a number divided by the number of ranks and rounded down."""
+    sample_count: SampleCount | None = None
+    """Of a number that derives from `len(dataset)`."""
+    size_of: "Value | None" = None
+    """Of `x.shape` and its numbers: the tensor."""
 
     @property
     def truth(self) -> bool | None:
@@ -329,6 +341,8 @@ class ContainerValue(Value):
     is_unordered: bool = False  # the order depends on hashes or on the file system
     order_from: Location | None = None  # of an unordered one: the call that gives the order
     length: int | None = None
+    size_taints: tuple[Taint, ...] = ()
+    """Why ranks may have different numbers of items: `[x for x in y if own(x)]`."""
 
     def values(self) -> Iterable[Value]:
         """What it contains."""
@@ -425,7 +439,7 @@ def part_of(value: Value) -> Value:
             value.location, value.taints, needs_grad=value.needs_grad, is_noise=value.is_noise,
             is_reduced=value.is_reduced, parts=(value,),
         )  # fmt: skip
-    return Value(value.location, value.taints, is_world=value.is_world)
+    return Value(value.location, value.taints, is_world=value.is_world, size_of=value.size_of)
 
 
 def sources_of(value: Value | None) -> Iterator[Value]:
@@ -443,6 +457,28 @@ def options_of(value: Value | None) -> list[Value]:
     if isinstance(value, ChoiceValue):
         return list(value.options)
     return [] if value is None else [value]
+
+
+def without_number(value: Value) -> Value:
+    """A value of which the number is not known any more, if it was a constant."""
+    is_number = type(value) is Value and value.is_known and isinstance(value.constant, int | float)
+    return replace(value, constant=UNSET) if is_number else value
+
+
+def is_same_value(one: Value | None, other: Value | None) -> bool:
+    """Whether two values are one object, equal constants, or the same attribute of one object, such as an option."""
+    if one is None or other is None:
+        return False
+    pairs = list(zip(options_of(one), options_of(other), strict=False))
+    return one is other or (bool(pairs) and all(_is_same_option(*pair) for pair in pairs))
+
+
+def _is_same_option(one: Value, other: Value) -> bool:
+    if one is other or (one.is_known and other.is_known):
+        return one is other or one.constant == other.constant
+    if not isinstance(one, MethodValue) or not isinstance(other, MethodValue):
+        return False
+    return one.attribute == other.attribute and one.owner is other.owner
 
 
 def computed_from(value: Value | None, limit: int = 200) -> Iterator[Value]:

@@ -1,4 +1,4 @@
-"""The loggers of a run: console, log.txt, metrics.jsonl, TensorBoard and summary.json, all written by rank 0."""
+"""The loggers of a run: console, log.txt, metrics.jsonl, TensorBoard, events, summary.json; rank 0 writes them."""
 
 import json
 import math
@@ -17,6 +17,7 @@ import torch
 from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LogError
 from samestep.loggers.console import Console
+from samestep.loggers.event_log import EventLog
 from samestep.loggers.run_files import WAIT_PREFIX, JsonlLogger, TextLog, open_tensorboard
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,6 +79,7 @@ class Loggers:
         self._text: TextLog | None = None
         self._jsonl: JsonlLogger | None = None
         self._all: list[Logger] = [console]
+        self._events = EventLog(warn, self.print)
         self._printed: list[str] = []  # before log.txt was open
         self.is_open = False  # whether anything was logged, so that there are files
         self.last: dict[str, float] = {}  # the last value of each metric
@@ -90,6 +92,14 @@ class Loggers:
             self._text.print(text)
         elif not self.is_open:
             self._printed.append(text)
+
+    def record(self, event: str, fields: Mapping[str, object]) -> None:
+        """Record an event in events.jsonl, as soon as there are files."""
+        self._events.record(event, fields)
+
+    def record_times(self, step: int, fields: Mapping[str, object]) -> None:
+        """Record in times.jsonl what the ranks have spent their time on."""
+        self._events.record_times(step, fields)
 
     def write(self, values: Mapping[MetricKey, float]) -> None:
         """Write the records in the order in which they were logged.
@@ -117,9 +127,12 @@ class Loggers:
     def close(self, summary: Mapping[str, object]) -> None:
         """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
         with ExitStack() as closing:
+            closing.callback(self._events.close)
             for logger in self._all:
                 closing.callback(logger.close, summary)
             folder = self._folder if self.is_open or not summary else self._get_folder()
+            if self._events.is_waiting and (here := folder or self._get_folder()) is not None and here.is_dir():
+                closing.callback(self._events.open, here)  # nothing was logged, but the launcher has made the folder
             if summary and folder is not None:
                 closing.callback(self._write_summary, folder / SUMMARY_FILE, summary)
 
@@ -127,6 +140,7 @@ class Loggers:
         self.is_open, self._folder = True, self._get_folder()
         if self._folder is None:
             return
+        self._events.open(self._folder)
         self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self.console.print)
         for text in self._printed:
             self._text.print(text)

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from samestep.disk import AppendFile
@@ -65,25 +65,31 @@ def read_metrics(path: str | Path, by_step: bool = False) -> list[dict[str, floa
     losses = [record["train/loss"] for record in read_metrics("runs/first/metrics.jsonl")]
     ```
     """
-    path = Path(path)
-    if not path.is_file():
-        raise LogError(f"{path} does not exist: pass the metrics.jsonl in a run's folder")
-    records = list(_records(path))
+    records = iterate_metrics(path)
     if not by_step:
-        return records
+        return list(records)
     merged: dict[float, dict[str, float]] = {}
     for record in records:
         merged.setdefault(record["step"], {}).update(record)
     return [merged[step] for step in sorted(merged)]
 
 
-def _records(path: Path) -> Iterator[dict[str, float]]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        text = line.strip(b"\0\r ")  # blocks that were not written before a crash read as zeros
+def iterate_metrics(path: str | Path) -> Iterator[dict[str, float]]:
+    """The records of a metrics.jsonl, one after the other: a file may be larger than the memory."""
+    path = Path(path)
+    if not path.is_file():
+        raise LogError(f"{path} does not exist: pass the metrics.jsonl in a run's folder")
+    with path.open("rb") as file:
+        yield from _records(path, file)
+
+
+def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
+    for number, line in enumerate(lines, start=1):
+        text = line.strip(b"\0\r\n ")  # blocks that were not written before a crash read as zeros
         if not text:
             continue
         try:
-            record = json.loads(text)
+            record = json.loads(text.decode())  # json needs longer for bytes
         except ValueError:
             if text.startswith(b"{"):  # a record that was cut off by a kill
                 continue
@@ -91,9 +97,10 @@ def _records(path: Path) -> Iterator[dict[str, float]]:
         if not isinstance(record, dict) or "step" not in record:
             example = '{"step": 12, "train/loss": 0.43}'
             raise LogError(f"{path}, line {number} is not a record like {example}: pass the metrics.jsonl of a run")
-        signs = record.pop("infinite", {})
-        for name in [name for name, value in record.items() if value is None]:
-            record[name] = math.copysign(math.inf, signs[name]) if name in signs else math.nan
+        if b"null" in text:
+            signs = record.pop("infinite", {})
+            for name in [name for name, value in record.items() if value is None]:
+                record[name] = math.copysign(math.inf, signs[name]) if name in signs else math.nan
         yield record
 
 

@@ -1,5 +1,6 @@
 """Modules, losses and metrics whose result for a sample does not depend on the number of ranks."""
 
+from samestep.nn.linear_loss import linear_cross_entropy
 from samestep.nn.losses_and_metrics import (
     Projection,
     TopK,
@@ -28,7 +29,7 @@ from samestep.nn.networks import (
 
 __all__ = [
     "ConditioningDropout", "Projection", "TopK", "class_counts", "class_scores", "distill_loss", "embed_tokens",
-    "fixation_counts", "fixation_density", "guided", "losses_with_prefix", "match_features", "next_token_losses",
-    "prefix_shape", "resnet", "saliency_metrics", "similarity_correlation", "top_k", "transformer", "unmask",
-    "unmasking_noise",
+    "fixation_counts", "fixation_density", "guided", "linear_cross_entropy", "losses_with_prefix", "match_features",
+    "next_token_losses", "prefix_shape", "resnet", "saliency_metrics", "similarity_correlation", "top_k", "transformer",
+    "unmask", "unmasking_noise",
 ]  # fmt: skip

@@ -3,8 +3,10 @@
 Conditioning dropout of classifier-free guidance is keyed per sample.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, Final, Literal, get_args
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from samestep.data.sample_rng import micro_batch_keys, uniform
 from samestep.errors import SamestepError, StepError
+from samestep.nn.linear_loss import linear_cross_entropy
 
 Depth = Literal[18, 50]
 Null = Literal["learned", "zeros"]
@@ -118,24 +121,65 @@ def losses_with_prefix(
 
     The prefix consists of `soft_tokens`, embeddings (rows, positions, width) with a mask (rows, positions), and of
     `key_values`: for every layer keys and values of shape (2, rows, heads, positions, head width), see `prefix_shape`.
-    Gradients reach both through the model, such as the `module` of a `run.teacher` placement.
+    Gradients reach both through the model, such as the `module` of a `run.teacher` placement. Padding has a loss of
+    zero. The logits of all tokens never exist (`linear_cross_entropy`), unless the head of the model is not a plain
+    linear layer, or the model changes what its head returns, as with soft-capped logits.
     """
+    text, text_mask = embed_tokens(lm, tokens)
+    prefix = soft_tokens, soft_mask, list(key_values)
+    head = lm.get_output_embeddings()
+    if type(head) is nn.Linear and lm not in _OTHER_HEADS:
+        with _last_position_only(head) as seen:
+            output = _call_with_prefix(lm, text, text_mask, *prefix)
+        if len(seen) == 2 and output.logits is seen[1] and seen[0].device == head.weight.device:
+            return linear_cross_entropy(seen[0][:, :-1], head.weight, tokens[:, 1:], head.bias, ignore_index=-1)
+        _OTHER_HEADS.add(lm)
+    losses = next_token_losses(_call_with_prefix(lm, text, text_mask, *prefix).logits, tokens)
+    return losses.masked_fill(tokens[:, 1:] < 0, 0.0)
+
+
+_OTHER_HEADS: WeakSet[nn.Module] = WeakSet()
+"""Language models whose logits are not those of a linear layer."""
+
+
+@contextmanager
+def _last_position_only(head: nn.Linear) -> Generator[list[Tensor]]:
+    """Let the head compute the last position only; the list gets its input at all positions and what it returns."""
+    seen: list[Tensor] = []
+
+    def enter(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        seen.append(inputs[0])
+        return (inputs[0][:, -1:],)
+
+    def leave(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        seen.append(output)
+
+    hooks = head.register_forward_pre_hook(enter), head.register_forward_hook(leave)
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _call_with_prefix(
+    lm: Any, text: Tensor, text_mask: Tensor, soft_tokens: Tensor, soft_mask: Tensor, key_values: list[Tensor]
+) -> Any:
+    """Call the model with a new cache, since a call changes it."""
     from transformers import DynamicCache
 
-    text, text_mask = embed_tokens(lm, tokens)
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(key_values):
         cache.update(keys.to(lm.dtype), values.to(lm.dtype), layer)
     cached = cache.get_seq_length()
     mask = torch.cat([text_mask.new_ones(len(text_mask), cached), soft_mask, text_mask], dim=1)
-    output = lm(
+    return lm(
         inputs_embeds=torch.cat([soft_tokens, text], dim=1).to(lm.dtype),
         past_key_values=cache,
         attention_mask=mask.long(),
         position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, cached:],
-        logits_to_keep=tokens.shape[1],
+        logits_to_keep=text.shape[1],
     )
-    return next_token_losses(output.logits, tokens)
 
 
 def prefix_shape(config: Any) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from samestep.parallel.submodules import frozen_parts, repeated_blocks
 from samestep.torch_private import reduce_unused_as_zeros
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule
 
 
 def shard_model(
@@ -33,42 +33,37 @@ def shard_model(
 ) -> None:
     """Shard `model` in place, with values from `weights`, block by block: a device holds its shards and one block.
 
-    `dtype` is that of forward and backward passes; gradients are reduced in fp32. `hybrid` shards inside a node and
-    replicates between nodes. `keep_unsharded` keeps gathered weights from the forward to the backward pass. `compile`
-    compiles block by block, so that gathering stays outside of compiled code.
+    `dtype` is that of forward and backward passes and of outputs; gradients are reduced in fp32. `hybrid` shards inside
+    a node and replicates between nodes. `keep_unsharded` keeps gathered weights from the forward to the backward pass.
+    `compile` compiles block by block, so that gathering stays outside of compiled code.
     """
     # not above: runs without FSDP import samestep, too, and this takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     check_dimensions(model)
     mesh = _hybrid_mesh(comm, device) if hybrid else mesh_of_ranks(comm, device)
-    reduce_dtype = torch.float32 if dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     frozen, sharded_blocks = frozen_parts(model).values(), find_blocks(model, blocks)
     for block in sharded_blocks if compile else ():
         block.compile()
 
-    def shard(
-        name: str, part: nn.Module, mp_policy: "MixedPrecisionPolicy", reshard: bool | None = None
-    ) -> "FSDPModule":
+    def shard(name: str, part: nn.Module, reshard: bool | None = None) -> "FSDPModule":
         if weights.read is None:  # otherwise each rank reads its part of the files afterwards
             weights.place(name, part)
         ignored = {parameter for each in frozen for parameter in each.parameters()}
         return fully_shard(
             part,
             mesh=mesh,
-            mp_policy=mp_policy,
+            mp_policy=policy,
             reshard_after_forward=reshard,
             offload_policy=offload,
             ignored_params=ignored,
         )
 
     for name, block in _own_blocks(model, sharded_blocks).items():
-        shard(name, block, policy, False if keep_unsharded else None)
-    # outputs in fp32, so that losses are computed in fp32
-    root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=reduce_dtype)
-    reduce_unused_as_zeros(shard("", model, root))
+        shard(name, block, False if keep_unsharded else None)
+    reduce_unused_as_zeros(shard("", model))
     if weights.read is not None:
         weights.load_shards(cpu_offload)
 

@@ -166,6 +166,33 @@ def compute_in(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     module.register_forward_hook(leave, always_call=True)
 
 
+def leave_casts_to_fsdp(module: nn.Module, device: torch.device) -> None:
+    """Run every call of the sharded `module` without autocast, and return its floating-point outputs in fp32.
+
+    Its policy casts weights and inputs. In a training step on a GPU autocast is on until the loss is computed, and
+    outputs keep their dtype: an fp32 copy of large logits would need more memory than the sharded model.
+    """
+    contexts: list[torch.autocast | None] = []
+
+    def enter(*_: object) -> None:
+        enabled = torch.is_autocast_enabled(device.type)
+        contexts.append(torch.autocast(device.type, enabled=False) if enabled else None)
+        if contexts[-1] is not None:
+            contexts[-1].__enter__()
+
+    def leave(_module: nn.Module, _inputs: object, output: object) -> object:
+        if not contexts:  # the pre-forward hook of FSDP, which runs first, raised
+            return output
+        context = contexts.pop()
+        if context is None:
+            return in_fp32(output)
+        context.__exit__(None, None, None)
+        return output
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
 def in_fp32(output: object) -> object:
     """`output` with its fp16 and bf16 tensors in fp32; looks into mappings, sequences and dataclasses."""
     if isinstance(output, torch.Tensor):

@@ -9,17 +9,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from samestep.data.sample_rng import micro_batch_keys
 from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
-from samestep.messages import format_list, warn
+from samestep.messages import format_bytes, format_list, warn
 from samestep.parallel.batchnorm import sync_batchnorm, unsynced_batchnorm_names
 from samestep.parallel.draw_rules import DRAW_RULES
 from samestep.parallel.fsdp import check_dimensions, find_blocks, shard_model
 from samestep.parallel.gradient_checks import PassOrder, SearchCost, UsedParameters
 from samestep.parallel.materialize import ModelWeights, Read
-from samestep.parallel.precision import ComputePrecision, check_weights, compute_in, use_channels_last
+from samestep.parallel.precision import (
+    ComputePrecision,
+    check_weights,
+    compute_in,
+    leave_casts_to_fsdp,
+    use_channels_last,
+)
 from samestep.parallel.replica_check import check_replicas
 from samestep.parallel.submodules import checkpoint_activations, frozen_names, frozen_parts, keep_frozen_in_eval
 from samestep.parallel.wrapped_model import WrappedModel, refuse_direct_calls
@@ -29,6 +36,8 @@ Strategy = Literal["single", "ddp", "fsdp", "hybrid", "zero2"]
 UnusedParameters = Literal["error", "allow"]
 _SHARDED = ("fsdp", "hybrid", "zero2")
 _SHOWN_LAZY = 6
+_FP32_BYTES = 4
+_LARGE_OUTPUT = 2**30  # bytes in fp32 from which an output is reported: the logits of 5,000 tokens and 50,000 classes
 _SHOWN_FROZEN = 4  # a model with LoRA adapters has hundreds of frozen submodules
 
 
@@ -77,7 +86,9 @@ def wrap(
         report(f"strategy: {strategy} ({reason}){_format_frozen(parts)}")
         _warn_of_unsynced_batchnorm(comm, model)
     core: nn.Module = torch.compile(model) if precision.compile and not sharded else model  # pyright: ignore[reportAssignmentType]  # a module compiles to a module
-    _add_forward_hooks(model, core, device, options, precision, cast=not sharded or bool(parts))
+    _add_forward_hooks(model, core, device, options, precision, autocast=not sharded or bool(parts))
+    if precision.compile:
+        report_large_outputs(core, report, whole=not sharded)
     if sharded:
         shard_model(
             model,
@@ -163,17 +174,44 @@ def _add_forward_hooks(
     device: torch.device,
     options: WrapOptions,
     precision: ComputePrecision,
-    cast: bool,
+    autocast: bool,
 ) -> None:
-    """Register hooks on `core`, outside of compiled code; FSDP casts by itself, except for frozen parts."""
-    if precision.dtype is not None and cast:
+    """Register hooks on `core`, outside of compiled code; FSDP casts inputs and weights by itself, not frozen parts."""
+    if precision.dtype is not None and autocast:
         compute_in(core, device, precision.dtype)
+    elif precision.dtype is not None:
+        leave_casts_to_fsdp(core, device)
     if precision.compile or any(map(is_compiled, model.modules())):
         dispatch_in_graphs(DRAW_RULES)
         # compiled code needs keys that exist, not a function that makes them
         core.register_forward_pre_hook(_make_keys)
     if options.channels_last:
         use_channels_last(model, core)
+
+
+def report_large_outputs(model: nn.Module, report: Callable[[str], None], whole: bool) -> None:
+    """Report once, in the first training pass, if a compiled model returns a tensor that its loss should not need.
+
+    `whole`: `forward` is compiled as a whole, not block by block.
+    """
+
+    def look(_module: nn.Module, _inputs: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        largest = max(tensors, key=torch.Tensor.numel, default=None)
+        if largest is None or largest.numel() * _FP32_BYTES < _LARGE_OUTPUT:
+            return
+        other = ", or any other loss, which is then compiled, too" if whole else ""
+        report(
+            f"the compiled model returns a tensor of shape {tuple(largest.shape)}; a loss that is computed outside of "
+            f"it holds {format_bytes(largest.numel() * _FP32_BYTES)} for each fp32 copy of it. To save memory and "
+            f"time, compute the loss in forward: samestep.nn.linear_cross_entropy for a language model{other}. Or "
+            "compile the function that computes the loss with torch.compile"
+        )
+
+    handle = model.register_forward_hook(look)
 
 
 def _make_keys(*_: object) -> None:

@@ -1,14 +1,16 @@
 """Emulate CUDA on the CPU during a trace: which tensors autocast casts, and what kernels save for the backward pass.
 
 A model is traced with CPU tensors that have no memory, because torch without CUDA cannot compute with CUDA tensors.
-Four things differ on a GPU and are emulated:
+Six things differ on a GPU and are emulated:
 
 - autocast on CUDA computes more operators in fp32 (layer norm, softmax, powers, sums), and log_softmax converts logits
   inside its kernel, while the CPU makes a copy first;
 - group norm on CUDA needs contiguous images and saves a copy of channels-last ones;
 - dropout on CUDA saves no mask, since samestep's kernel computes it again, on the CPU a mask in the input's dtype;
 - attention with dropout computes the attention weights, whose dropout is keyed by sample; without dropout it is one
-  kernel on CUDA.
+  kernel on CUDA;
+- recurrent layers are one call of cuDNN with a reserve space (cudnn_rnn.py);
+- a grouped matrix product, as in mixtures of experts, works in every dtype, while torch computes shapes for bf16 only.
 """
 
 from collections.abc import Callable, Generator
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch._ops import OpOverload
 
+from samestep.planner.cudnn_rnn import put_recurrent_kernels
 from samestep.torch_private import OtherKernels, has_kernel, has_no_memory, past_cpu_autocast
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -58,6 +61,8 @@ def emulate_cuda() -> Generator[None]:
         kernels.put("dropout", _dropout, "AutogradCPU")
         kernels.put("group_norm", _group_norm, "AutogradCPU")
         kernels.put("scaled_dot_product_attention", _attention, "AutogradCPU")
+        kernels.put("_grouped_mm", _grouped_mm_shape, "Meta")
+        put_recurrent_kernels(kernels, _dropout)
         yield
     finally:
         kernels.close()
@@ -156,3 +161,22 @@ def _attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _grouped_mm_shape(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The result of a grouped matrix product; on CUDA its rows begin at multiples of 16 bytes."""
+    columns, dtype = second.shape[-1], out_dtype or first.dtype
+    if first.dim() == 2 and second.dim() == 2 and offs is not None:  # groups of columns times groups of rows
+        size = (offs.shape[0], first.shape[0], columns)
+    else:
+        size = (*first.shape[:-1], columns) if second.dim() == 3 else (first.shape[1], columns)
+    step = max(1, 16 // dtype.itemsize)
+    padded = -(-columns // step) * step
+    strides = (padded, 1) if len(size) == 2 else (size[1] * padded, padded, 1)
+    return first.new_empty_strided(size, strides, dtype=dtype)

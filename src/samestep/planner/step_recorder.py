@@ -112,10 +112,14 @@ def _to_shapes(value: object) -> object:
 def _flops(
     func: OpOverload, name: str, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> float:
-    if name.startswith(CPU_ATTENTION):  # torch counts the attention kernels of CUDA only
+    if name.startswith(CPU_ATTENTION):  # torch counts neither this kernel nor grouped products
         backward = "backward" in name
         query, key = tensor_leaves(args)[backward : backward + 2]
         return (10.0 if backward else 4.0) * query.numel() * key.shape[-2]  # five matrix products backward, two forward
+    if name == "aten._grouped_mm":
+        first, second = tensor_leaves(args)[:2]
+        groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1  # groups of columns of the result
+        return 2.0 * first.numel() * second.shape[-1] / groups
     count = flop_registry.get(func.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 

@@ -27,6 +27,7 @@ from samestep.planner.traced_model import (
     Build,
     FloatsOnMeta,
     Loss,
+    ProductsInFp32,
     RealIntegers,
     TracedModel,
     build_model,
@@ -46,6 +47,8 @@ from samestep.torch_private import cannot_be_traced, without_memory
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MIN_SAMPLES = 2
 """Smallest traced micro-batch: a single sample is a special case for BatchNorm and for some kernels."""
+TRACED = "traced without memory"
+"""`ModelProfile.method` of a trace without caveats."""
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTO_PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 # What the user wrote, by the error that it causes.
@@ -54,6 +57,10 @@ _VALUE_ACCESS = {
     "aten.nonzero.default": "nonzero(), or a mask as an index",
     ".numpy() is not supported for tensor subclasses.": ".numpy() of a tensor",
 }
+_UPPER_BOUND = (
+    "; a mask selects elements by values, which a trace does not have (nonzero(), or a mask as an index): all elements "
+    "count, so memory and time are upper bounds"
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,10 @@ def trace_model(
 ) -> ModelProfile:
     """Profile the model that `build` returns from steps that are traced without memory, whatever its size.
 
-    A step that needs values (`.item()`, `nonzero`, `.numpy()`) cannot be traced. Then two small micro-batches are run
-    on the CPU, and `ModelProfile.method` says so. Nothing else should compute in this process during a trace. `blocks`
-    are classes of submodules, or their names, as in run.wrap(blocks=...).
+    A mask that selects by values (`nonzero`, a mask as an index) counts as if it selected everything, which is an upper
+    bound. A step that needs values (`.item()`, `.numpy()`) cannot be traced. Then two small micro-batches are run on
+    the CPU. `ModelProfile.method` says so. Nothing else should compute in this process during a trace. `blocks` are
+    classes of submodules, or their names, as in run.wrap(blocks=...).
 
     >>> profile = trace_model(lambda: (nn.Linear(1000, 10), torch.zeros(4, 1000)), optimizer="SGD", precision="fp32")
     >>> profile.weights, profile.gradients, profile.optimizer_state
@@ -153,17 +161,19 @@ def _target(target: str) -> Generator[None]:
 
 def _profile(build: Build, loss: Loss | None, config: StepConfig) -> ModelProfile:
     """Trace the model, or measure it if it cannot be traced."""
+    integers = RealIntegers()
     with _target(config.target):
         traced, method = _build(build, loss)
         try:
             _prepare(traced, config)
-            with without_memory(), RealIntegers():
+            with without_memory(), integers:
                 stripped = replace(traced, example=strip_memory(traced.model, traced.example))
-                return _measure_steps(stripped, config, 2 * max(MIN_SAMPLES, traced.samples), method)
+                profile = _measure_steps(stripped, config, 2 * max(MIN_SAMPLES, traced.samples), method)
+                return replace(profile, method=method + _UPPER_BOUND) if integers.selected_all else profile
         except Exception as error:
-            if not cannot_be_traced(error):
+            if not (cannot_be_traced(error) or integers.selected_all):
                 raise
-            why = first_line(error)
+            why = first_line(error) if cannot_be_traced(error) else "aten.nonzero.default"
         method = (
             f"measured with real micro-batches of {MIN_SAMPLES} and {2 * MIN_SAMPLES} samples on the CPU, since a step "
             f"needs values, which a trace does not have ({_VALUE_ACCESS.get(why, why)})"
@@ -172,14 +182,15 @@ def _profile(build: Build, loss: Loss | None, config: StepConfig) -> ModelProfil
         _prepare(traced, config)
         # fp16 has the size of bf16, whose kernels crash on some CPUs
         config = replace(config, dtype=None if config.dtype is None else torch.float16)
-        return _measure_steps(traced, config, 2 * MIN_SAMPLES, method)
+        with ProductsInFp32():
+            return _measure_steps(traced, config, 2 * MIN_SAMPLES, method)
 
 
 def _build(build: Build, loss: Loss | None) -> tuple[TracedModel, str]:
     """Build the model without memory, or with memory if the build function needs values of tensors."""
     try:
         with FloatsOnMeta():
-            return build_model(build, loss), "traced without memory"
+            return build_model(build, loss), TRACED
     except PlanError as error:
         if error.__cause__ is None:  # the returned values are wrong, with and without memory
             raise

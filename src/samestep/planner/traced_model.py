@@ -238,27 +238,134 @@ class FloatsOnMeta(TorchDispatchMode):
 
 
 class RealIntegers(TorchDispatchMode):
-    """Inside `without_memory()`, operations on integers alone are computed with real values."""
+    """Inside `without_memory()`, operations on integers alone are computed with real values.
+
+    So are single numbers computed from integers, and a single random number in [0, 1), which is always the largest one:
+    code such as `if torch.rand([]) < layerdrop` skips no layer, so that the trace counts all of them. A mask computed
+    from floating-point numbers has no values: as an index, it selects everything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.selected_all = False
+        """Whether a mask without values selected everything, so that the trace is an upper bound."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run the operation on shapes, and again with values if only integers are involved."""
+        """Run the operation on shapes, and again with values if they are known."""
         kwargs = kwargs or {}
+        if func.overloadpacket in _INDEXING:
+            args = (args[0], self._positions(*cast("Any", args)), *args[2:])
+        elif func.overloadpacket is torch.ops.aten._pack_padded_sequence:
+            return _pack(*cast("Any", args))
+        elif func.overloadpacket in _SELECTING and (found := self._select(*cast("Any", args))) is not None:
+            return found
         tensors = tensor_leaves((args, kwargs))
-        if func.namespace == "prim" or not all(_is_integer(t) and not has_no_memory(t) for t in tensors):
+        if func.namespace == "prim" or not all(map(_has_value, tensors)):
             return func(*args, **kwargs)
         in_place = bool(tensors) and func._schema.is_mutable  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
         if not in_place:
             try:
                 result: object = func(*args, **kwargs)
-                if not _are_integers(result):
+                if func.overloadpacket is torch.ops.aten.rand and isinstance(result, torch.Tensor):
+                    return _largest_random_number(result)
+                if not (_are_integers(result) or (tensors and _are_single_numbers(result))):
                     return result
             except Exception as error:
                 if not cannot_be_traced(error):
                     raise
         with with_memory():
             return func(*args, **kwargs)
+
+    def _positions(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: object) -> object:
+        """The indices of a call with positions in place of masks."""
+        values = rest[0] if rest else tensor
+        if isinstance(values, torch.Tensor) and tensor.dtype != values.dtype:  # torch checks it with values only
+            raise RuntimeError(
+                f"Index put requires the source and destination dtypes match, got {tensor.dtype} for the destination "
+                f"and {values.dtype} for the source."
+            )
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype == torch.bool and index.numel() <= _MAX_INTEGERS:
+                found.extend(self._nonzero(index, index.shape).unbind(1))
+            else:
+                found.append(index)
+        return found
+
+    def _select(self, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> object:
+        """The result of nonzero() or masked_select(); None if torch computes it."""
+        if mask is None:
+            listed = has_no_memory(tensor) and tensor.numel() <= _MAX_INTEGERS
+            return self._nonzero(tensor, tensor.shape) if listed else None
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        if shape.numel() > _MAX_INTEGERS:
+            return None
+        return tensor.expand(shape)[self._nonzero(mask, shape).unbind(1)]
+
+    def _nonzero(self, mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The positions of a mask that is expanded to a shape, one per row: all of them if it has no values."""
+        with with_memory():
+            if has_no_memory(mask):
+                self.selected_all = True
+                mask = torch.ones(1, dtype=torch.bool)
+            return mask.expand(shape).nonzero()
+
+
+_INDEXING = frozenset(
+    getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_")
+)
+_SELECTING = frozenset((torch.ops.aten.nonzero, torch.ops.aten.masked_select))
+
+
+def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed sequence and the number of rows at each of its time steps; the lengths are always on the CPU."""
+    with with_memory():
+        steps = torch.arange(int(lengths.max()))
+        rows, total = (lengths > steps[:, None]).sum(1), int(lengths.sum())
+    return padded.new_empty(total, *padded.shape[2:]), rows
+
+
+def _largest_random_number(draw: torch.Tensor) -> torch.Tensor:
+    """The largest number that torch.rand returns, if the draw is a single number."""
+    if draw.numel() != 1:
+        return draw
+    with with_memory():
+        return torch.full(draw.shape, 1 - 2.0**-24, dtype=draw.dtype)
+
+
+def _has_value(tensor: torch.Tensor) -> bool:
+    """Whether a trace knows the values: integers, and single numbers, unless they were computed from other numbers."""
+    return not has_no_memory(tensor) and (_is_integer(tensor) or tensor.numel() == 1) and not tensor.requires_grad
+
+
+def _are_single_numbers(result: object) -> bool:
+    tensors = tensor_leaves(result)
+    return bool(tensors) and all(tensor.numel() == 1 for tensor in tensors)
+
+
+class ProductsInFp32(TorchDispatchMode):
+    """Computes products of half precision in fp32, and rounds them: most CPUs are very slow in fp16."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run the operation in fp32 if it is a product and its inputs are in half precision."""
+        half = next((t.dtype for t in tensor_leaves((args, kwargs)) if t.dtype in _HALF), None)
+        if half is None or func.overloadpacket not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        wide: tuple[Args, dict[str, object]] = tree_map_only(
+            torch.Tensor, lambda t: t.float() if t.dtype in _HALF else t, (args, dict(kwargs or {}))
+        )
+        return tree_map_only(torch.Tensor, lambda t: t.to(half), func(*wide[0], **wide[1]))
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm")
+)
 
 
 def strip_memory(model: nn.Module, batch: object) -> object:

@@ -20,7 +20,7 @@ from samestep.planner.cluster_spec import ClusterSpec
 from samestep.planner.model_profile import CUDA_CONTEXT, CUDA_MARGIN, ModelProfile
 from samestep.planner.plan import Candidate, Plan, make_plan
 from samestep.planner.step_timing import time_model
-from samestep.planner.trace import trace_model
+from samestep.planner.trace import TRACED, trace_model
 from samestep.planner.traced_model import checkpointable_classes, profile_weights
 
 _ACTIVATION_MARGIN = 0.5  # of a device's memory stays free for activations if they were not traced
@@ -220,10 +220,12 @@ def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -
             "device, and half of it is left to activations; run.wrap(model, example=batch) would count those too)"
         )
     split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
+    method = made.request.model.method
+    caveat = "" if method == TRACED else f"; {method}"
     return (
         f"plan: {chosen.layout.name}, global batch {made.request.global_batch} as {split} ({used} of {free} free per "
         f"device, {format_seconds(chosen.time.total)} per step estimated; the simplest of the fastest among {fitting} "
-        "that fit)"
+        f"that fit{caveat})"
     )
 
 

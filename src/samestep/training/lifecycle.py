@@ -48,6 +48,13 @@ from samestep.teacher.teacher import Teacher
 from samestep.training.auto_plan import RunPlan, format_comparison
 from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
+from samestep.training.run_description import (
+    CodeVersion,
+    describe_end,
+    describe_start,
+    device_name,
+    link_launcher_folder,
+)
 from samestep.training.step_loop import StepLoop
 from samestep.training.stragglers import Stragglers
 
@@ -90,6 +97,7 @@ class Lifecycle:
         self._preemption: Preemption | None = None
         self._ledger_files = dict[str, object]()
         self._log_capture = ExitStack()
+        self._error: BaseException | None = None  # that ends the run, until its files are closed
         self._informed_of = 0  # the id of the error that was posted; the error itself would keep its frames alive
         self._warnings = WarnOnce()
         self._watch = LauncherWatch(self.world.rank, read_environ())
@@ -130,13 +138,19 @@ class Lifecycle:
         try:
             self.comm.open(device, self._agree_on_backend, self.close_after_hang)
             export({OPEN_RUN: open_run_variable(self.world.rank, self.world.size, self.world.port)})
-            hosts = _check_same_config(self.comm, self.config)
+            hosts, devices = _check_same_config(self.comm, self.config, device_name(device))
             seed_all_ranks(self.config.seed)
             context = self._open_context(once(self.comm, _choose_folder, self._requested_folder))
             self._loop, self._last_context = StepLoop(context), context
+            context.record("start", **describe_start(context, hosts, devices))
+            if self.world.is_main:
+                link_launcher_folder(context.folder)
+                context.on_close.append(CodeVersion(context.record).close)
             self._preemption = Preemption(context, deadline(), last_step())
             context.callbacks.append(self._preemption)  # its saves include checkpoints that are due at the same step
-            context.callbacks.append(Stragglers(context, hosts))
+            stragglers = Stragglers(context, hosts)
+            context.callbacks.append(stragglers)
+            context.on_close.append(stragglers.close)
             self._preemption.signals.install()
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
@@ -159,7 +173,7 @@ class Lifecycle:
             console = open_console(sys.stdout)
             self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
-        self._log_capture.enter_context(show_once(self.comm, self.print))
+        self._log_capture.enter_context(show_once(self.comm, self.print, self._record_warning))
         support = detect_support(device, config.precision, config.compile, self._precision_variable)
         acceleration = Acceleration(self.comm, support, self.print)
         return RunContext(config, self.comm, device, folder, self._loggers, acceleration, self.padding, self.summary)
@@ -221,7 +235,7 @@ class Lifecycle:
     def fail(self, error: BaseException) -> None:
         """End after an exception: inform the other ranks and the launcher; destroy no group that peers may wait in."""
         self._inform_peers(error)
-        self._has_ended = True
+        self._has_ended, self._error = True, error
         if isinstance(error, Exception):
             with suppress(OSError):  # a full disk, or a log folder that was removed: the error is in the log as well
                 get_error_handler().record_exception(error)  # for the launcher, which shows it last
@@ -258,6 +272,8 @@ class Lifecycle:
         if context.once(lambda: final):
             return
         context.folder, self._folder_is_final = folder, True
+        if self.world.is_main:
+            link_launcher_folder(folder)
         for ledger in context.ledgers:
             ledger.folder, ledger.generation = folder, context.once(next_generation, folder, ledger.name)
 
@@ -333,6 +349,10 @@ class Lifecycle:
         elif self._loggers is not None:
             open_console(sys.stdout).print(text)  # the stream of now: the script may have replaced it
 
+    def _record_warning(self, text: str, category: str, file: str, line: int) -> None:
+        if self._loggers is not None and not self._files_closed:
+            self._loggers.record("warning", {"text": text, "category": category, "file": file, "line": line})
+
     def _remove_signal_handlers(self, exiting: bool) -> None:
         if self._preemption is not None:
             self._preemption.signals.remove(exiting)
@@ -343,6 +363,8 @@ class Lifecycle:
         if self._loggers is not None:
             ledger = self._ledger_summary()
             wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
+            self._loggers.record("end", describe_end(status, self._loop, self._error))
+            self._error = None  # it would keep its frames alive
             self._loggers.close(self.summary(status) | ledger if wanted else {})
 
     def _ledger_summary(self) -> dict[str, object]:
@@ -400,17 +422,17 @@ def _refuse_child_of_rank(world: World) -> None:
         )
 
 
-def _check_same_config(comm: Communicator, config: RunConfig) -> list[str]:
-    """Raise if ranks have different arguments; returns the names of their hosts."""
+def _check_same_config(comm: Communicator, config: RunConfig, device: str) -> tuple[list[str], list[str]]:
+    """Raise if ranks have different arguments; returns the names of their hosts and devices."""
     own = f"global_batch={config.global_batch}, seed={config.seed}, ledger={config.ledger}"
-    by_rank = comm.exchange_objects("Run.start", (own, socket.gethostname()))
-    for rank, (other, _) in enumerate(by_rank):
+    by_rank = comm.exchange_objects("Run.start", (own, socket.gethostname(), device))
+    for rank, (other, _, _) in enumerate(by_rank):
         if other != own:
             raise CommunicationError(
                 f"rank {comm.world.rank} has Run({own}) and rank {rank} has Run({other}): pass the same values on all "
                 "ranks"
             )
-    return [host for _, host in by_rank]
+    return [host for _, host, _ in by_rank], [name for _, _, name in by_rank]
 
 
 def _choose_folder(requested: Path | None) -> Path:

@@ -23,6 +23,7 @@ from samestep.teacher.frozen_model import common_prefix, explain_prefix, first_d
 from samestep.teacher.model_files import Weights, module_names, open_weights, unused_names
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
+from samestep.training.run_description import describe_model
 from samestep.training.stragglers import watch_forward
 
 _SHOWN: Final = 5
@@ -66,12 +67,14 @@ def wrap_model(
         if made.micro_batch is not None:
             context.planned_micro_batch = min(made.micro_batch, context.planned_micro_batch or made.micro_batch)
         context.print(made.message)
+        context.record("plan", **made.details)
         options = made.apply(options, model)
     read = None
     if weights is not None:
         read = run_on_every_rank(context.comm, "opening weights=", WrapError, _open_weights, model, weights)
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print, read)
     context.models.append(wrapped)
+    context.record("model", **describe_model(wrapped))
     watch_forward(context.times, wrapped, precision.compile)
     context.randomness.add_model(wrapped.inner, batch_dim)
     seed_all_ranks(next_seed(context.config.seed))
@@ -169,7 +172,7 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
     context.lockstep = not context.comm.alone and (sharded or teacher_needs_all_ranks)
     net.eval()
     try:
-        with torch.no_grad(), context.times.phase("evaluation"):
+        with torch.no_grad(), context.evaluation():
             yield net
     finally:
         context.lockstep = before

@@ -140,6 +140,7 @@ class Preemption(StepCallback):
         self._handled, cause = self._agreed, CAUSES[self._agreed]
         callbacks = self._context.callbacks
         saved = [name for callback in callbacks if (name := callback.save_before_exit()) is not None]
+        self._context.record("preempted", cause=cause, saved=saved, steps=steps)
         if saved:
             self._context.print(f"{cause}: saved {', '.join(saved)}; the run ends here, start it again to resume")
             raise StoppedEarly(PREEMPTED, "preempted", f"saved step {steps}")

@@ -80,6 +80,7 @@ class Shard(TrainingData):
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
         description = ShardDescription(n, seed, bool(shuffle), global_batch, weights is not None, bool(drop_last))
         loop.shards += 1
+        context.record("data", name=self._name, dataset=type(dataset).__name__, **self._describe(weights is not None))
         self._ledger = open_ledger(context, self._name, description, weights_hash)
         self._order_reader = OrderReader(self._order, self._partition.read_range, self._partition.steps)
         self._loaders: dict[str, Loader] = {}
@@ -87,6 +88,23 @@ class Shard(TrainingData):
 
     def __len__(self) -> int:
         return len(self._evaluation())
+
+    def _describe(self, weighted: bool) -> dict[str, object]:
+        """The fields of its event."""
+        partition = self._partition
+        count, rows = partition.shape(0)
+        return {
+            "samples": partition.n,
+            "shuffle": self._order.shuffle,
+            "weighted": weighted,
+            "drop_last": partition.drop_last,
+            "dropped": partition.dropped,
+            "steps_per_epoch": partition.steps,
+            "micro_batches": count,
+            "rows": rows,
+            "padding_per_epoch": partition.padding,
+            "num_workers": self._num_workers,
+        }
 
     @property
     def steps_per_epoch(self) -> int:

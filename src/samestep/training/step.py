@@ -247,8 +247,7 @@ class Step:
         self._context.padding.set_step_rows(self._row_counts[-1:], in_batch=True, micro_batches=len(self))
         for model in models:
             model.start_micro_batch(self, self.number, self._passes_done, last)
-        if not any(model.sharded for model in models):  # FSDP has its own mixed precision policy
-            self._context.acceleration.open_forward()
+        self._context.acceleration.open_forward()
 
     def _finish(self) -> None:
         """Complete the gradients and record the step, before the optimizer steps."""
@@ -281,8 +280,8 @@ class Step:
         factor = self._context.acceleration.loss_factor
         if value.requires_grad and (len(self) > 1 or factor != 1.0):
             value.register_hook(partial(_check_backward_in_time, self))
-        if value.requires_grad and self._reduces:
-            self._context.times.watch_backward(value)
+        if value.requires_grad:
+            self._context.times.watch_backward(value, self._reduces)
         return value if factor == 1.0 else value * factor
 
     def _micro_batch(self) -> MicroBatch:

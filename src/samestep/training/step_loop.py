@@ -77,7 +77,7 @@ class StepLoop:
         self.context.comm.refuse_inside_once("the loop over a shard or stream")
         self._evaluations += 1
         try:
-            with self.context.times.phase("evaluation"):
+            with self.context.evaluation():
                 yield
         finally:
             self._evaluations -= 1
@@ -117,11 +117,13 @@ class StepLoop:
                 model.check_unchanged()
             self._optimizers.append(optimizer)
             context.acceleration.prepare_optimizer(optimizer)
+        context.times.enter("optimizer")
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Called after any optimizer has stepped: log its learning rates and its loss."""
         if self.current is None or not self.context.progress.in_step:
             return
+        self.context.times.enter("other")
         which = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
         row, metrics = self.current.log_row, self.context.metrics
         for name, rate in _learning_rates(which, optimizer):
@@ -146,14 +148,19 @@ class StepLoop:
         if context.loggers is not None:
             context.loggers.console.advance(context.progress.steps)
         context.replicas.after_step(step.number, context.progress.steps_of_process)
+        with context.times.phase("logging"):
+            self._sync_metrics()
+        for callback in context.callbacks:
+            callback.on_step_end(context.progress.steps)
+
+    def _sync_metrics(self) -> None:
+        context = self.context
         if (records := context.metrics.count_step()) is not None:
             for model in context.models:
                 model.check_unchanged()
             for ledger in context.ledgers:
                 ledger.flush()
             context.metrics.write(records)
-        for callback in context.callbacks:
-            callback.on_step_end(context.progress.steps)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -11,12 +11,13 @@ from torch import nn
 
 from samestep.context import RunContext
 from samestep.distributed.metric_sync import StepCallback
-from samestep.distributed.step_times import PHASES, Phase, StepInterval, StepTimes
+from samestep.distributed.step_times import COMPUTING, PHASES, Phase, StepInterval, StepTimes
 from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.messages import format_list, format_seconds
 from samestep.parallel.batchnorm import SYNCHRONIZED
 from samestep.parallel.wrapped_model import WrappedModel
 from samestep.torch_private import is_fsdp
+from samestep.training.rank_usage import Usage, pack_usage, usage_record
 
 _SHARE: Final = 0.1  # of the time: a rank that makes the others wait for longer is named
 _LEAST_SECONDS: Final = 1e-3  # per step: ranks leave a collective with differences of this order
@@ -26,47 +27,61 @@ _MOST_RANKS: Final = 16  # with a metric of their own
 _SAMPLES: Final = 24  # steps per sync whose waits the ranks compare one by one
 _SHOWN: Final = 6
 _HEADER: Final = 4 + len(PHASES)  # steps, seconds, phases, waited seconds, and in how many steps
+_WIDTH: Final = _HEADER + _SAMPLES
 
-_ACTIONS: Final[Mapping[Phase, str]] = {
+_ACTIONS: Final[Mapping[str, str]] = {
     "compute": "computing",
     "data": "reading data",
+    "logging": "writing logs",
     "checkpoint": "saving checkpoints",
     "evaluation": "evaluating",
 }
-_REMEDIES: Final[Mapping[Phase, str]] = {
+_REMEDIES: Final[Mapping[str, str]] = {
     "compute": "look at its GPU with nvidia-smi (throttled by heat, or used by another process) and at the load of its "
     "node; check whether its samples are longer, and whether the script does more on this rank",
     "data": "pass a larger num_workers to run.shard, and check the disk or network from which its node reads; if some "
     "samples are expensive, prepare them before training",
+    "logging": "check the disk of the run folder, or log fewer values",
     "checkpoint": "check what state_dict() of your objects does on this rank, and its disk; save less often",
     "evaluation": "give the ranks the same number of samples to evaluate, as `for batch in run.shard(...)` does",
 }
 
 
 class Stragglers(StepCallback):
-    """Exchanges the times of the ranks with the metric sync; rank 0 logs who makes others wait, and warns."""
+    """Exchanges the times of the ranks with the metric sync; rank 0 records them, and names who makes others wait."""
 
     def __init__(self, context: RunContext, hosts: Sequence[str]) -> None:
         self._context, self._hosts = context, hosts
+        self._usage = Usage(context.device)
         self._window: RankTimes | None = None
         self._slow: set[int] = set()  # in the window before
         self._named: set[int] = set()
 
     def sync_table(self) -> list[float]:
-        """The times of this rank since the last sync."""
-        return [] if self._context.comm.alone else pack_interval(*self._context.times.take())
+        """The times of this rank since the last sync, and what it uses."""
+        interval, waits = self._context.times.take()
+        return [*pack_interval(interval, waits), *pack_usage(interval, waits, self._usage.take())]
 
     def on_sync_table(self, table: torch.Tensor) -> Mapping[str, float]:
-        """On rank 0: add the times to the window, warn at its end, and return the metrics."""
-        if not self._context.world.is_main:
+        """On rank 0: record the times, add them to the window, warn at its end, and return the metrics."""
+        context = self._context
+        if context.loggers is None:
             return {}
         rows = table.numpy()
+        if record := usage_record(rows[:, _WIDTH:]):
+            context.loggers.record_times(context.progress.steps - 1, record)
+        if context.comm.alone:
+            return {}
         times = RankTimes.from_rows(rows)
         self._window = times if self._window is None else self._window + times
         if self._window.steps >= _WINDOW_STEPS and self._window.seconds >= _WINDOW_SECONDS:
             self._end_window(self._window)
             self._window = None
-        return wait_metrics(caused_waits(rows[:, _HEADER:]))
+        return wait_metrics(caused_waits(rows[:, _HEADER:_WIDTH]))
+
+    def close(self) -> None:
+        """Stop measuring."""
+        self._usage.close()
 
     def _end_window(self, window: "RankTimes") -> None:
         late = window.late()
@@ -177,21 +192,24 @@ class RankTimes:
         """Whether the others wait for a rank long enough to name it."""
         return late >= _LEAST_SECONDS and late > _SHARE * self.step_seconds
 
-    def slow_phase(self, rank: int) -> Phase:
-        """In which phase a slow rank loses its time: where it spends more than the others, or else computing.
+    def slow_phase(self, rank: int) -> Phase | None:
+        """In which phase a slow rank loses its time: where it spends more than the others; None: it computes.
 
         A GPU computes while its host does something else, so what the host takes for computing says nothing.
         """
         late = self.late()[rank] * self.steps
-        excess: dict[Phase, float] = {phase: float(_excess(self.phases[phase])[rank]) for phase in PHASES[1:]}
+        others: list[Phase] = [phase for phase in PHASES if phase not in COMPUTING]
+        excess: dict[Phase, float] = {phase: float(_excess(self.phases[phase])[rank]) for phase in others}
         phase: Phase = max(excess, key=excess.__getitem__)
-        return phase if excess[phase] >= late / 2 else "compute"
+        return phase if excess[phase] >= late / 2 else None
 
-    def spent(self, phase: Phase, on_gpu: bool) -> np.ndarray:
-        """By rank, the seconds per step in a phase; on a GPU all of a step that is not waiting counts as computing."""
-        if phase == "compute" and on_gpu:
+    def spent(self, phase: Phase | None, on_gpu: bool) -> np.ndarray:
+        """By rank, the seconds per step in a phase, or computing; on a GPU that is all of a step but the waiting."""
+        if phase is None and on_gpu:
             return self.step_seconds - self.waited / self.known
-        return self.phases[phase] / self.steps
+        return (
+            sum((self.phases[each] for each in (COMPUTING if phase is None else (phase,))), np.zeros(())) / self.steps
+        )
 
 
 def _excess(values: np.ndarray) -> np.ndarray:
@@ -209,6 +227,6 @@ def straggler_message(window: RankTimes, slow: Sequence[int], hosts: Sequence[st
     more = f", and so do rank(s) {format_list(sorted(slow[1:]), _SHOWN)} for a part of it" if slow[1:] else ""
     return (
         f"rank {rank}{node} makes the others wait for {format_seconds(late)} of every {format_seconds(step)} step "
-        f"({late / step:.0%}){more}: it spends {format_seconds(float(spent[rank]))} per step {_ACTIONS[phase]}, the "
-        f"others {format_seconds(others)}; {_REMEDIES[phase]}"
+        f"({late / step:.0%}){more}: it spends {format_seconds(float(spent[rank]))} per step "
+        f"{_ACTIONS[phase or 'compute']}, the others {format_seconds(others)}; {_REMEDIES[phase or 'compute']}"
     )

@@ -74,6 +74,7 @@ class Stream(TrainingData):
             n=None, seed=config.seed, shuffle=False, global_batch=config.global_batch, drop_last=bool(drop_last)
         )
         self._ledger = open_ledger(context, f"stream-{len(context.ledgers)}", description)
+        context.record("data", name="stream", dataset=type(dataset).__name__, samples=None, drop_last=bool(drop_last))
         self._number = 0
         self._state: object = None
         self._ended = False

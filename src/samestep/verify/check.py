@@ -1,19 +1,19 @@
 """What a check is: a function that compares worlds and yields findings, with the text that all its findings share."""
 
+import ast
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from samestep.findings import Finding, Location, Severity
 from samestep.verify.data_flow import PRINTS, DataFlow
+from samestep.verify.printed_numbers import NUMBER, numbers_of
 from samestep.verify.rank_trace import RankTrace, WorldTrace
 from samestep.verify.trace_events import Evaluation, Role, Site
 
 _TOLERANCE: Final = 1e-5  # of sums in float32, in another order
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 Item = TypeVar("Item")
 
 
@@ -42,6 +42,12 @@ class Worlds:
         """What depends on the results of models that rank 0 evaluates."""
         evaluations = self.many[0].evaluations if self.many.ranks else []
         return DataFlow(self.files, {call.site[0] for each in evaluations for call in each.calls if call.site})
+
+    @cached_property
+    def trained(self) -> DataFlow:
+        """What depends on the results of models that rank 0 trains."""
+        steps = self.many[0].steps if self.many.ranks else []
+        return DataFlow(self.files, {call.site[0] for step in steps for call in step.calls if call.site})
 
     def executed(self, rank: int = 0) -> set[tuple[str, int]]:
         """Files and lines that a rank has executed."""
@@ -112,23 +118,50 @@ def pair_epochs(ranks: Sequence[RankTrace], role: Role) -> Iterator[tuple[int, l
         yield number, [each[number].samples for each in epochs]
 
 
-def reports(worlds: Worlds, rank: int, evaluation: Evaluation) -> Iterator[tuple[Site, bool | None]]:
-    """The lines by which a rank prints numbers that depend on an evaluation, before the next step.
+@dataclass(frozen=True)
+class Report:
+    """A line with numbers that depend on an evaluation, printed by a rank before the next step."""
 
-    With each comes whether the numbers are those that one rank prints there; None if one rank prints nothing.
-    """
-    expected = worlds.one[0].of("print") if worlds.one is not None and worlds.one.ranks else []
+    site: Site
+    text: str
+    expected: str | None
+    """What one rank prints there; None if it prints nothing."""
+    values: list[str] | None
+    """The numbers that depend on evaluations and on nothing else that differs between ranks; None if unknown."""
+    expected_values: list[str] | None
+
+    @property
+    def is_same(self) -> bool | None:
+        """Whether one rank prints the same numbers, but for rounding; None if it prints nothing."""
+        if self.expected is None:
+            return None
+        one, two = self.values, self.expected_values
+        if not one or two is None:
+            one, two = NUMBER.findall(self.text), NUMBER.findall(self.expected)
+        return len(one) == len(two) and all(
+            math.isclose(float(a), float(b), rel_tol=_TOLERANCE) for a, b in zip(one, two, strict=True)
+        )
+
+
+def reports(worlds: Worlds, rank: int, evaluation: Evaluation) -> Iterator[Report]:
+    """The lines by which a rank prints numbers that depend on an evaluation, before the next step."""
+    printed = worlds.one[0].of("print") if worlds.one is not None and worlds.one.ranks else []
+    expected = dict[Site, list[str]]()
+    for event in printed:
+        if event["s"] == evaluation.step:
+            expected.setdefault(event["site"], []).append(event["text"])
     for event in worlds.many[rank].of("print"):
         location = first(event["site"])
-        if event["s"] != evaluation.step or location is None or not _NUMBER.search(event["text"]):
+        if event["s"] != evaluation.step or location is None or not NUMBER.search(event["text"]):
             continue
+        texts = expected.get(event["site"], [])
+        other = texts.pop(0) if texts else None
         if worlds.evaluated.reaches(location, PRINTS) is False:
             continue
-        same = [each for each in expected if each["s"] == event["s"] and each["site"] == event["site"]]
-        yield event["site"], any(_are_equal(each, event) for each in same) if same else None
 
+        def is_metric(value: ast.expr, file: str = location.file) -> bool:
+            return worlds.evaluated.depends(file, value) and not worlds.trained.depends(file, value)
 
-def _are_equal(event: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two lines have the same numbers, but for rounding."""
-    one, two = (list(map(float, _NUMBER.findall(each["text"]))) for each in (event, other))
-    return len(one) == len(two) and all(math.isclose(a, b, rel_tol=_TOLERANCE) for a, b in zip(one, two, strict=True))
+        values = numbers_of(location, event["text"], is_metric)
+        expected_values = numbers_of(location, other, is_metric) if other is not None else None
+        yield Report(event["site"], event["text"], other, values, expected_values)

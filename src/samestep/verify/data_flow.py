@@ -14,6 +14,11 @@ from samestep.verify.source import Function, name_of, parents, tree_of
 
 PRINTS: Final = ("print", "info", "write", "log", "debug", "warning")
 """Functions and methods that report values."""
+_STATELESS: Final = (
+    *PRINTS, "backward", "gather", "gather_for_metrics", "pad_across_processes", "reduce", "all_gather", "all_reduce",
+    "broadcast",
+)  # fmt: skip
+"""Methods, also of Accelerate and Fabric, that do not keep their arguments."""
 _SIZES: Final = ("len", "size", "numel", "shape", "ndim", "range", "enumerate")
 _COMPOUND: Final = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.ClassDef, Function)
 _MAX_ROUNDS: Final = 20
@@ -67,7 +72,7 @@ class DataFlow:
             if isinstance(node, ast.Call) and name_of(node) in wanted
         ]
         for call in calls:
-            found = found or any(self._depends(location.file, each) for each in _arguments(call))
+            found = found or any(self.depends(location.file, each) for each in _arguments(call))
         return found if calls else None
 
     def _propagate(self, file: str, node: ast.AST) -> None:
@@ -89,7 +94,7 @@ class DataFlow:
                 self._assign(file, [target], value)
             case ast.Return(value=ast.expr() as value) | ast.Yield(value=ast.expr() as value):
                 function = next((each for each in parents(node) if isinstance(each, Function)), None)
-                if function is not None and self._depends(file, value):
+                if function is not None and self.depends(file, value):
                     self._returning.add(function.name)
             case ast.Call():
                 self._call(file, node)
@@ -97,17 +102,17 @@ class DataFlow:
                 pass
 
     def _assign(self, file: str, targets: list[ast.expr], value: ast.expr) -> None:
-        if self._depends(file, value):
+        if self.depends(file, value):
             for target in targets:
                 for each in _bases(target):
                     self._variables.add(_variable(file, each))
 
     def _call(self, file: str, call: ast.Call) -> None:
-        """Arguments reach the parameters of a function, and the object of a method, unless it only reports them."""
-        dependent = [self._depends(file, each) for each in _arguments(call)]
+        """Arguments reach the parameters of a function, and the object of a method, unless it does not keep them."""
+        dependent = [self.depends(file, each) for each in _arguments(call)]
         if not any(dependent):
             return
-        if isinstance(call.func, ast.Attribute) and name_of(call) not in PRINTS:
+        if isinstance(call.func, ast.Attribute) and name_of(call) not in _STATELESS:
             for each in _bases(call.func.value):
                 if name_of(each) not in self._imported:  # a function of a module, not a method
                     self._variables.add(_variable(file, each))
@@ -115,11 +120,12 @@ class DataFlow:
             where, function = known
             names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
             names = names[1:] if names[:1] == ["self"] else names
-            reached = {name for name, each in zip(names, call.args, strict=False) if self._depends(file, each)}
-            reached |= {each.arg for each in call.keywords if each.arg and self._depends(file, each.value)}
+            reached = {name for name, each in zip(names, call.args, strict=False) if self.depends(file, each)}
+            reached |= {each.arg for each in call.keywords if each.arg and self.depends(file, each.value)}
             self._variables |= {(where, function.lineno, name) for name in reached}
 
-    def _depends(self, file: str, value: ast.expr) -> bool:
+    def depends(self, file: str, value: ast.expr) -> bool:
+        """Whether an expression in a file depends on the sources."""
         for node in _computed(value):
             if id(node) in self._sources:
                 return True

@@ -454,7 +454,7 @@ class _Reader:
             self._trace.sync_events.append(SyncEvent("set", path, event["t"]))
         position = len(self._trace.sync_events)
         self._trace.files.append(
-            FileEvent(action, path, event["mode"], site, position, event["t"], frozenset(self._locked))
+            FileEvent(action, path, event["mode"], site, position, event["t"], frozenset(self._locked), event["s"])
         )
 
     def _read_draw(self, event: dict[str, Any]) -> None:

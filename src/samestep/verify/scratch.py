@@ -1,15 +1,50 @@
-"""A mirror of the working folder for each world: the script reads the user's files and does not write to them."""
+"""A mirror of the working folder for each world: the script reads the user's files and does not write to them.
+
+Folders above it have links to what is beside it, so that a script finds `../data` and modules of its project.
+"""
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
 _MAX_ENTRIES: Final = 20_000
 _MAX_FILE_BYTES: Final = 16 * 2**20  # of a file that is copied
 _MAX_BYTES: Final = 256 * 2**20  # of all of them
+_MAX_BESIDE: Final = 1000  # entries of a folder above the working folder
+_MAX_ABOVE: Final = 2  # folders above one that belongs to no project
+_PROJECT: Final = {".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg"}
 _SKIPPED: Final = {".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache", "wandb"}
+
+
+def find_root(folder: Path) -> Path:
+    """The folder of the project around a folder, or else one that is a little above it, but not the user's home."""
+    shared = (Path.home(), Path(tempfile.gettempdir()), Path(folder.anchor))
+    above = list(takewhile(lambda each: each not in shared, folder.parents))
+    project = next((each for each in (folder, *above) if {entry.name for entry in _entries(each)} & _PROJECT), None)
+    root = folder
+    for each in above if project is None else above[: len(folder.relative_to(project).parts)]:
+        if len(_entries(each)) > _MAX_BESIDE or (project is None and each not in above[:_MAX_ABOVE]):
+            break
+        root = each
+    return root
+
+
+def link_beside(root: Path, source: Path, target: Path, left_out: Path) -> Path:
+    """Create the folders from `root` to `source` below `target`, with links to what is beside them.
+
+    Returns the one for `source`, which does not exist yet.
+    """
+    for name in source.relative_to(root).parts:
+        target.mkdir()
+        for entry in _entries(root):
+            if entry.name != name and not left_out.is_relative_to(entry.path):
+                (target / entry.name).symlink_to(entry.path)
+        root, target = root / name, target / name
+    return target
 
 
 def make_mirror(source: Path, target: Path, left_out: Path) -> None:

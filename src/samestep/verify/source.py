@@ -74,10 +74,11 @@ def epoch_loop(site: Iterable[Location]) -> Location | None:
 def calls_at(location: Location) -> list[ast.Call]:
     """The calls in the statement on a line, the outermost first; of a loop or a condition only those of its head."""
     statement = statement_at(location)
-    return [node for node in _walk_head(statement) if isinstance(node, ast.Call)] if statement else []
+    return [node for node in walk_head(statement) if isinstance(node, ast.Call)] if statement else []
 
 
-def _walk_head(statement: ast.stmt) -> Iterator[ast.AST]:
+def walk_head(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement; of a loop, a condition or another block those of its first lines."""
     bodies = {"body", "orelse", "finalbody", "handlers", "cases"}
     if not isinstance(statement, (*_LOOPS, ast.If, ast.With, ast.AsyncWith, ast.Try, Function, ast.ClassDef)):
         yield from ast.walk(statement)
@@ -171,6 +172,18 @@ def origin(location: Location, value: ast.expr | None, executed: set[tuple[str, 
             case _:
                 return location
     return location
+
+
+def statements_behind(location: Location, value: ast.AST) -> Iterator[ast.stmt]:
+    """The statements that assign the names in an expression, and those in what these assign."""
+    names = [node.id for node in ast.walk(value) if isinstance(node, ast.Name)]
+    seen = set[ast.stmt]()
+    while names:
+        statement = assignment(location, names.pop())
+        if statement is not None and statement not in seen:
+            seen.add(statement)
+            yield statement
+            names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
 
 
 def _returned(location: Location, call: ast.Call, executed: set[tuple[str, int]] | None) -> ast.Return | None:
@@ -279,7 +292,9 @@ def sharding_statement(files: Iterable[str], executed: set[tuple[str, int]]) -> 
     """The executed statement that takes a rank's part of something: a range or a slice that depends on the rank."""
     for file in files:
         for node in ast.walk(_parse(file) or ast.Module([], [])):
-            is_part = (isinstance(node, ast.Call) and name_of(node) == "range") or isinstance(node, ast.Slice)
+            is_part = (isinstance(node, ast.Call) and name_of(node) in ("range", "slice")) or isinstance(
+                node, ast.Slice
+            )
             if is_part and is_about_ranks(node) and len([*ast.iter_child_nodes(node)]) >= 2:
                 statement = next((each for each in parents(node) if isinstance(each, ast.stmt)), None)
                 if statement is not None and (file, statement.lineno) in executed:

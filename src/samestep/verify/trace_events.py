@@ -224,6 +224,7 @@ class FileEvent:
     sync: int  # how many synchronizing events came before it
     time: float
     locks: frozenset[str] = frozenset()  # files that this rank has locked
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ _MARGIN_SECONDS: Final = 30.0  # in which verify ends ranks that wait before tor
 _BATCHES: Final = 32  # of an epoch of a loader
 # By code, the codes of findings that it explains if both are there.
 _EXPLAINS: Final = {
-    "SS101": ("SS109", "SS205", "SS206", "SS209", "SS402"),
-    "SS106": ("SS205", "SS206", "SS209", "SS402"),
-    "SS107": ("SS101", "SS104", "SS105", "SS402"),
+    "SS101": ("SS109", "SS205", "SS206", "SS209", "SS402", "SS408"),
+    "SS106": ("SS205", "SS206", "SS209", "SS402", "SS408"),
+    "SS104": ("SS408",),
+    "SS105": ("SS408",),
+    "SS107": ("SS101", "SS104", "SS105", "SS402", "SS408"),
     "SS108": ("SS301", "SS304", "SS305", "SS306", "SS606", "SS901"),
     "SS110": ("SS108", "SS206", "SS209", "SS303", "SS901"),
     "SS201": ("SS205", "SS206", "SS208", "SS209"),
@@ -38,11 +40,12 @@ _EXPLAINS: Final = {
     "SS304": ("SS401", "SS306", "SS901"),
     "SS305": ("SS304", "SS306", "SS901"),
     "SS207": ("SS209",),
-    "SS208": ("SS402",),
+    "SS208": ("SS402", "SS408"),
     "SS211": ("SS205", "SS206", "SS209"),
-    "SS402": ("SS401",),
-    "SS403": ("SS301", "SS304", "SS306", "SS901"),
-    "SS404": ("SS402", "SS201", "SS205", "SS206", "SS208", "SS304", "SS401"),
+    "SS402": ("SS401", "SS408"),
+    "SS401": ("SS408",),
+    "SS403": ("SS301", "SS304", "SS306", "SS402", "SS901"),
+    "SS404": ("SS402", "SS201", "SS205", "SS206", "SS208", "SS304", "SS401", "SS408"),
     "SS502": ("SS301", "SS304", "SS306", "SS901"),
     "SS607": ("SS201", "SS205", "SS208"),
     "SS606": ("SS201", "SS203", "SS205", "SS208"),
@@ -119,7 +122,8 @@ def verify(
     """
     target = Target(str(script), module, tuple(arguments))
     with ExitStack() as stack:
-        folder = Path(keep) if keep is not None else Path(stack.enter_context(tempfile.TemporaryDirectory("-verify")))
+        kept = keep if keep is not None else stack.enter_context(tempfile.TemporaryDirectory("-verify"))
+        folder = Path(os.path.abspath(kept))  # noqa: PTH100 - without resolving links
         if interpreters is None:
             interpreters = stack.enter_context(Interpreters(device))
         session = _Session(interpreters, target, folder, nproc, steps, device, time.monotonic() + timeout, report)
@@ -194,7 +198,12 @@ class _Session:
 
     def _run_nodes(self, many: WorldTrace) -> WorldTrace | None:
         """Run every rank on a separate node, if the script asks for local ranks and the other worlds have worked."""
-        if many.failed or self._settings.spawns or many.size < 2 or any(trace.of("trainer") for trace in many):
+        if (
+            many.failed
+            or self._settings.spawns
+            or many.size < 2
+            or any(trace.of("trainer") or trace.of("fabric") for trace in many)
+        ):
             return None
         files = {file for trace in many for file, _, _ in trace.codes.values()}
         if not any(
@@ -241,7 +250,8 @@ class _Session:
 
     def _verdict(self, worlds: Worlds, strict: bool) -> Verdict:
         many = worlds.many
-        findings = self._compare(worlds, strict) if many.size > 1 else []
+        is_alone = bool(many.steps) and not many.failed and not worlds.is_distributed
+        findings = self._compare(worlds, strict) if many.size > 1 and not is_alone else []
         self._scope += _compared(worlds)
         counts = {
             "many": many.size,
@@ -265,6 +275,11 @@ class _Session:
                 "pass it the arguments with which it starts several" if self._settings.spawns else "see its world_size"
             )
             return f"the script ran on 1 rank although --nproc is {self._nproc}: {hint}"
+        if not many.failed and many.steps and not any(trace.of("init") for trace in many):
+            return (
+                "the script creates no process group, so that each rank trains alone: call init_process_group, or pass "
+                "the arguments with which it does"
+            )
         if not many.steps:
             return "the script made no optimizer step, so that there is nothing to compare"
         has_batches = any(epoch.batches for trace in many for epoch in trace.epochs.values())

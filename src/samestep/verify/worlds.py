@@ -19,7 +19,7 @@ import psutil
 from samestep.environment.world import read_environ
 from samestep.errors import LaunchError
 from samestep.verify.recorder.recorder import MARKER, VARIABLE, RecorderSettings
-from samestep.verify.scratch import linked_files, make_mirror
+from samestep.verify.scratch import find_root, link_beside, linked_files, make_mirror
 
 _START_SECONDS: Final = 120.0  # in which an interpreter has imported torch
 _STUCK_SECONDS: Final = 4.0  # after which ranks that wait for each other are not given more time
@@ -228,10 +228,14 @@ def run_world(
     folder = Path(settings.folder)
     folder.mkdir(parents=True)
     Path(settings.states).mkdir(parents=True, exist_ok=True)
-    mirror = folder / "files"
+    root = find_root(target.folder)
+    tree = folder / ("files" if root == target.folder else "tree")
+    mirror = link_beside(root, target.folder, tree, folder.parent)
     make_mirror(target.folder, mirror, folder.parent)
-    linked = dict(linked_files(mirror))
-    settings = replace(settings, mirror=(str(mirror), str(target.folder)), port=_free_port())
+    if mirror != tree:
+        (folder / "files").symlink_to(mirror)
+    linked = dict(linked_files(tree))
+    settings = replace(settings, mirror=(str(tree), str(root)), port=_free_port())
     settings.save(folder / "settings.json")
     run = WorldRun(settings)
     start = time.monotonic()
@@ -266,18 +270,18 @@ def _free_port() -> int:
 
 
 def _request(target: Target, settings: RecorderSettings, rank: int, folder: Path) -> dict[str, Any]:
-    mirror = Path(settings.mirror[0])
+    tree, root = map(Path, settings.mirror)
     name = target.name
     if not target.is_module:
-        path = Path(name).absolute()
+        path = Path(os.path.abspath(name))  # noqa: PTH100 - without resolving links
         with suppress(ValueError):
-            name = str(mirror / path.relative_to(target.folder))
+            name = str(tree / path.relative_to(root))
     return {
         "rank": None if settings.spawns else rank,
         "target": name,
         "is_module": target.is_module,
         "arguments": list(target.arguments),
-        "folder": str(mirror),
+        "folder": str(tree / target.folder.relative_to(root)),
         "output": str(folder / f"rank-{rank}.log"),
         "environment": _environment(settings, rank, folder),
         "parent": os.getpid(),

@@ -62,13 +62,13 @@ def num_workers(fault: str) -> int:
 
 def disturb(fault: str, step: int) -> None:
     """Called in every step, before the forward pass."""
-    if fault == "slow" and rank() == 1:
+    if fault == "slow" and rank() == 1 and not Path("wake").exists():
         time.sleep(0.5)  # fault: slow
-    if step < STEP or (step > STEP and fault != "cut"):
+    if step != STEP:
         return
-    if fault == "cut":  # from outside: the ranks train on until the test does it
-        time.sleep(0.2)
     Path(f"disturbed-{rank()}").touch()
+    while fault == "interrupted" and not Path("interrupted").exists():  # the network, by the test
+        time.sleep(0.05)
     if fault == "rank_0" and rank() == 0:
         time.sleep(_FOREVER)  # fault: rank_0
     elif rank() == 1:

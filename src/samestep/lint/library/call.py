@@ -85,7 +85,11 @@ class Call:
         inputs = [*parts, *self.inputs]
         owners = [each.owner for each in inputs if isinstance(each, MethodValue) and each.owner is not None]
         clock = next((each.clock for each in (*inputs, *owners) if each.clock is not None), None)
-        return Value(self.location, merge_taints(inputs), is_world=any_world(inputs), name=self.name, clock=clock)
+        count = next((each.sample_count for each in inputs if each.sample_count is not None), None)
+        return Value(
+            self.location, merge_taints(inputs), is_world=any_world(inputs), name=self.name, clock=clock,
+            sample_count=count,
+        )  # fmt: skip
 
 
 def is_on(call: Call | None, name: str, position: int | None = None) -> bool:

@@ -5,7 +5,7 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
-from samestep.lint.library.partitions import join_taints, take_part
+from samestep.lint.library.partitions import IS_PART, join_taints, take_part
 from samestep.lint.project_calls import call_function
 from samestep.lint.rank_names import COUNTER
 from samestep.lint.values import (
@@ -153,7 +153,8 @@ def _dataset(call: Call) -> Value:
     if call.last == "Subset":
         indices = call.get("indices", 1)
         for option in options_of(indices):
-            if option.name.rpartition(".")[2] in ("randperm", "permutation", "shuffle"):
+            is_part = any(taint.text.endswith(IS_PART) for taint in option.taints)  # not a split, but the rank's part
+            if option.name.rpartition(".")[2] in ("randperm", "permutation", "permuted", "shuffle") and not is_part:
                 call.emit("split", name=option.name, generator=option, arguments=call.arguments, keywords=call.keywords)
     return InstanceValue(call.location, call.taints, qualname=call.name, arguments=call.named_arguments)
 
@@ -213,6 +214,15 @@ def _seed(call: Call) -> Value:
     return Value(call.location)
 
 
+@known_function("torch.set_rng_state", "torch.random.set_rng_state", "torch.cuda.set_rng_state")
+def _restore_state(call: Call) -> Value:
+    """A state from a checkpoint: if all ranks load the same one, they draw the same numbers from then on."""
+    state = call.get("new_state", 0) or Value()
+    if state.name == "torch.load":
+        call.emit("seed", value=state, which=call.name)
+    return Value(call.location)
+
+
 @known_method("fabric", "seed_everything")
 def _fabric_seed(call: Call, owner: Value) -> Value:
     _emit_seed(call, "lightning.seed_everything")
@@ -262,6 +272,13 @@ def _draw(call: Call) -> Value:
         for value in call.arguments[:1]:
             _shuffle(call, value)
     return TensorValue(call.location, call.taints, is_noise=True, length=first_length(call), name=call.name)
+
+
+@known_method("value", "permutation", "permuted")
+def _permute_with(call: Call, owner: Value) -> Value:
+    """`numpy.random.default_rng(seed).permutation(n)`: the order depends on the generator."""
+    name, taints = f"Generator.{call.last}", merge_taints([owner, *call.arguments])
+    return TensorValue(call.location, taints, is_noise=True, name=name, clock=owner.clock)
 
 
 def _generator(call: Call) -> Value:

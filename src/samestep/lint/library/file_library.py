@@ -162,7 +162,7 @@ def _load(call: Call) -> Value:
     path = call.get("f", 0) or Value()
     call.emit("read", path=path, how="torch.load")
     call.emit("torch_load", path=path, map_location=call.get("map_location", 1))
-    return Value(call.location, name="torch.load")
+    return Value(call.location, path.taints, name="torch.load")
 
 
 @known_function("torch.distributed.checkpoint.state_dict.StateDictOptions")

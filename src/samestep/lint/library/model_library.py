@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from samestep.findings import Location
 from samestep.lint.abstract_interpreter import Interpreter
-from samestep.lint.library.call import Call, known_function, known_functions, known_method
+from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
 from samestep.lint.library.operations import join_parameters
 from samestep.lint.project_calls import call_function
 from samestep.lint.values import (
@@ -363,7 +364,7 @@ def _load_state(call: Call, owner: Value) -> Value:
 )
 def _scheduler(call: Call) -> Value:
     optimizer = call.get("optimizer", 1 if call.last == "get_scheduler" else 0)
-    options = {"optimizer": optimizer or Value(), "kind": Value(constant=call.last)}
+    options = {**call.named_arguments, "optimizer": optimizer or Value(), "kind": Value(constant=call.last)}
     value = ServiceValue(call.location, kind="scheduler", options=options)
     call.emit("scheduler", scheduler=value)
     return value
@@ -382,6 +383,15 @@ def _optimizer(call: Call) -> Value:
         value.options["lr"] = call.arguments[1]
     call.emit("optimizer", optimizer=value)
     return value
+
+
+@known_attribute("optimizer", "param_groups")
+def _groups(owner: Value, name: str, location: Location) -> Value | None:
+    """One group that stands for all of them."""
+    if not isinstance(owner, OptimizerValue):
+        return None
+    items = {"params": owner.parameters or Value(location), "lr": owner.options.get("lr") or Value(location)}
+    return ContainerValue(location, items={0: ContainerValue(location, items=dict(items))})
 
 
 @known_method("optimizer", "step")

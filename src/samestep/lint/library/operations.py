@@ -9,7 +9,7 @@ from samestep.findings import Location
 from samestep.lint.abstract_interpreter import Interpreter
 from samestep.lint.library.call import find_attribute
 from samestep.lint.library.partitions import first_clock, is_floored, join_taints, slice_part
-from samestep.lint.rank_names import GUESSED_NAMES, environment_value
+from samestep.lint.rank_names import COUNTER, GUESSED_NAMES, environment_value
 from samestep.lint.values import (
     UNSET,
     ContainerValue,
@@ -21,6 +21,8 @@ from samestep.lint.values import (
     ModelValue,
     OptimizerValue,
     ParametersValue,
+    SampleCount,
+    SamplerValue,
     SuperValue,
     Taint,
     TensorValue,
@@ -48,6 +50,12 @@ _ARITHMETIC: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
 _OPERATIONS: Final[dict[type[ast.operator], str]] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "/", ast.MatMult: "@",
 }  # fmt: skip
+_KINDS: Final = frozenset({
+    "dtype", "layout", "ndim", "is_nested", "is_sparse", "is_quantized", "is_complex", "is_floating_point",
+})  # fmt: skip
+"""Attributes of tensors that say what kind of tensor it is: the same on all ranks, whatever the numbers are."""
+_MAX_SINGLE_ITEMS: Final = 4
+_SINGLE: Final = (TensorValue, SamplerValue, LoaderValue, ModelValue, InstanceValue, OptimizerValue)
 _SET_OPERATORS: Final = (ast.BitOr, ast.BitAnd, ast.BitXor, ast.Sub)
 _IN_PLACE: Final[dict[type[ast.operator], str]] = {
     ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_",
@@ -64,6 +72,8 @@ def attribute_of(run: Interpreter, owner: Value, name: str, location: Location) 
         return found
     if isinstance(owner, ModelValue):
         return _model_attribute(owner, name, location)
+    if name in _KINDS:
+        return MethodValue(location, owner=owner, attribute=name)
     if isinstance(owner, InstanceValue) and name in GUESSED_NAMES and not owner.differs:
         return None
     if isinstance(owner, InstanceValue) and owner.class_value is not None:  # which of its attributes differ is known
@@ -93,18 +103,33 @@ def combine(run: Interpreter, node: ast.AST, left: Value, right: Value, operator
     if isinstance(left, ParametersValue | ContainerValue) and isinstance(operator, ast.Add):
         return _concatenate(location, left, right)
     if isinstance(left, ContainerValue) and isinstance(right, ContainerValue) and isinstance(operator, _SET_OPERATORS):
-        unordered = next((each for each in (left, right) if each.is_unordered), None)
+        sources = (left,) if isinstance(operator, ast.Sub) else (left, right)  # `a - b` has items of a only
+        unordered = next((each for each in sources if each.is_unordered), None)
         return replace(unordered or left, location=location, taints=merge_taints([left, right]))
     one = _tensor_of(left)
     if one is not None or _tensor_of(right) is not None:
         if isinstance(node, ast.AugAssign) and one is not None and one.content:
             run.emit("in_place", node, owner=one, name=_IN_PLACE.get(type(operator), ""), value=right)
+        if isinstance(operator, ast.Sub) and left.depends_on_rank and _is_mean_of(left, right):
+            run.emit("own_mean", node, source=left, mean=right)
         return _combine_tensors(location, left, right, operator)
     constant = _compute(operator, left.constant, right.constant) if left.is_known and right.is_known else UNSET
     return Value(
         location, merge_taints([left, right]), constant, any_world([left, right]), clock=first_clock(left, right).clock,
         is_floored=is_floored(node, left, right, operator), name=ARITHMETIC,
+        sample_count=_sample_count(left, right, operator),
     )  # fmt: skip
+
+
+def _is_mean_of(value: Value, mean: Value) -> bool:
+    """Whether it is the mean of the rows of another tensor."""
+    return isinstance(mean, TensorValue) and mean.name == "Tensor.mean(0)" and any(p is value for p in mean.parts)
+
+
+def _sample_count(left: Value, right: Value, operator: ast.operator) -> SampleCount | None:
+    if left.sample_count is not None and isinstance(operator, ast.Div | ast.FloorDiv):
+        return replace(left.sample_count, divisors=(*left.sample_count.divisors, right))
+    return left.sample_count or right.sample_count
 
 
 def _tensor_of(value: Value) -> TensorValue | None:
@@ -115,7 +140,8 @@ def _combine_tensors(location: Location, left: Value, right: Value, operator: as
     one, other = _tensor_of(left), _tensor_of(right)
     tensors = [each for each in (one, other) if each is not None]
     is_division = isinstance(operator, ast.Div)
-    is_ratio = is_division and one is not None and other is not None and (other.is_count or bool(other.taints))
+    is_own = other is not None and not other.is_reduced and (other.is_count or bool(other.taints))
+    is_ratio = is_division and one is not None and is_own
     keeps_ratio = tensors[0].is_ratio and isinstance(operator, ast.Mult | ast.Div)
     return TensorValue(
         location, merge_taints([left, right]), is_world=any_world([left, right]),
@@ -220,10 +246,42 @@ def _parameter(source: ParametersValue, location: Location) -> Value:
     return ContainerValue(location, items={0: Value(location), 1: tensor}, length=2)
 
 
+def single_items(iterable: Value) -> list[Value]:
+    """What a loop gets from a few names or objects, such as `("train", "val")`, or rows of them; else nothing."""
+    if isinstance(iterable, IteratorValue):
+        columns = [_listed(each) for each in iterable.sources]
+        if not any(single_items(each) for each in iterable.sources) or len({len(each) for each in columns}) != 1:
+            return []
+        if iterable.kind == "enumerate":
+            columns.insert(0, [Value(constant=number) for number in range(len(columns[0]))])
+        elif iterable.kind != "zip":
+            return columns[0]
+        return [ContainerValue(items=dict(enumerate(row)), length=len(row)) for row in zip(*columns, strict=True)]
+    items = _listed(iterable)
+    return items if all(_is_single(each) for each in items) and len(items) <= _MAX_SINGLE_ITEMS else []
+
+
+def _listed(value: Value) -> list[Value]:
+    """The items of a list of known length, or the keys of a dictionary."""
+    if not isinstance(value, ContainerValue) or value.is_unordered:
+        return []
+    if all(isinstance(key, str) for key in value.items):
+        return [Value(value.location, constant=key) for key in value.items]
+    return list(value.values()) if value.length == len(value.items) else []
+
+
+def _is_single(value: Value | None) -> bool:
+    """Whether it is a name or an object, or a row that begins with one."""
+    if isinstance(value, ContainerValue):
+        return bool(value.items) and _is_single(value.items.get(0))
+    return isinstance(value, _SINGLE) or (value is not None and isinstance(value.constant, str))
+
+
 def _iterator_element(run: Interpreter, iterable: IteratorValue, node: ast.AST) -> Value:
     inner = [element(run, each, node) for each in iterable.sources]
     if iterable.kind == "enumerate":
-        return ContainerValue(items={0: Value(iterable.location), 1: inner[0] if inner else Value()}, length=2)
+        index = Value(iterable.location, name=COUNTER)
+        return ContainerValue(items={0: index, 1: inner[0] if inner else Value()}, length=2)
     if iterable.kind == "zip":
         return ContainerValue(items=dict(enumerate(inner)), length=len(inner))
     return inner[0] if inner else Value()
@@ -234,6 +292,8 @@ def subscript(run: Interpreter, owner: Value, index: Value, node: ast.Subscript)
     location = run.locate(node)
     if isinstance(owner, ExternalValue) and owner.qualname == "os.environ" and index.is_known:
         return environment_value(str(index.constant), location)
+    if index.name == "torch.device":
+        index = replace(index, taints=())  # what is kept for the device of this rank need not differ
     taints = join_taints([owner, index], slice_part(run, owner, node))
     if isinstance(owner, TensorValue):
         return replace(owner, location=location, taints=taints)
@@ -253,7 +313,7 @@ def subscript(run: Interpreter, owner: Value, index: Value, node: ast.Subscript)
         return MethodValue(location, owner.taints, owner=owner, attribute="[]")
     name = owner.name if owner.name == "torch.load" else ""
     origin = owner.location if name else location  # of what is in a checkpoint
-    return Value(origin, taints, is_world=owner.is_world, name=name, clock=owner.clock)
+    return Value(origin, taints, is_world=owner.is_world, name=name, clock=owner.clock, size_of=owner.size_of)
 
 
 def context_name(value: Value) -> str:

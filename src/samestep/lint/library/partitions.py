@@ -10,6 +10,7 @@ from samestep.lint.values import ContainerValue, IteratorValue, Taint, Value, me
 IS_PART: Final = "is the part of each rank"
 """The end of the text of a taint: each rank has taken its own part of something."""
 _POSITIONAL: Final = ("enumerate", "zip")
+_DISTINCT: Final = ("set", "frozenset", "Counter", "fromkeys", "unique")
 
 
 def take_part(run: Interpreter, node: ast.AST, rank: Value, world: Value, source: Value, how: str) -> Taint:
@@ -24,7 +25,7 @@ def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Tai
     if not isinstance(node.slice, ast.Slice) or node.slice.lower is None:
         return ()
     lower = run.evaluate(node.slice.lower)
-    if not lower.depends_on_rank:
+    if not lower.depends_on_rank or _is_within(lower, owner):
         return ()
     if node.slice.step is not None:
         return (take_part(run, node, lower, run.evaluate(node.slice.step), owner, "stride"),)
@@ -33,6 +34,12 @@ def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Tai
     if _is_window(node.slice):
         how = "window"
     return (take_part(run, node, lower, Value(), owner, how),)
+
+
+def _is_within(lower: Value, owner: Value) -> bool:
+    """Whether a bound depends on the rank only as the owner does: it comes from the size of the rank's own part."""
+    reasons = {each.text for each in lower.taints if each.kind == "rank"}
+    return reasons <= {each.text for each in owner.taints} and any(each.endswith(IS_PART) for each in reasons)
 
 
 def _is_window(node: ast.Slice) -> bool:
@@ -76,6 +83,20 @@ def number_items(run: Interpreter, iterable: Value, node: ast.AST) -> None:
             container = unordered_source(option)
             if container is not None:
                 run.emit("by_position", node, container=container)
+                continue
+            for part in option.sources:
+                if is_distinct(part) and own_part(part) is not None:
+                    run.emit("numbered", node, source=part)
+
+
+def is_distinct(value: Value) -> bool:
+    """Whether it has each of some values once, such as the words of texts."""
+    return value.name.rpartition(".")[2] in _DISTINCT
+
+
+def own_part(value: Value) -> Taint | None:
+    """Why a value has what is in the part of this rank."""
+    return next((taint for taint in value.taints if taint.text.endswith(IS_PART)), None)
 
 
 def first_clock(*values: Value) -> Value:

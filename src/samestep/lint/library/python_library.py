@@ -6,16 +6,19 @@ from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_method
 from samestep.lint.library.data_library import length_of
 from samestep.lint.library.operations import element
-from samestep.lint.library.partitions import unordered_source
+from samestep.lint.library.partitions import is_distinct, unordered_source
+from samestep.lint.library.tensor_library import IS_SHARD
 from samestep.lint.project_calls import call_function, create
-from samestep.lint.rank_names import NAMESPACE
+from samestep.lint.rank_names import COUNTER, NAMESPACE
 from samestep.lint.values import (
     ClassValue,
     ContainerValue,
+    ExternalValue,
     FunctionValue,
     InstanceValue,
     IteratorValue,
     LoaderValue,
+    SampleCount,
     Taint,
     TensorValue,
     Value,
@@ -38,8 +41,16 @@ def _dict(call: Call) -> Value:
 @known_function("isinstance", "hasattr", "issubclass", "callable", "type")
 def _type_of(call: Call) -> Value:
     """What kind of object something is; ranks differ in it only if some of them have None."""
-    absent = [each for each in options_of(call.arguments[0]) if each.constant is None] if call.arguments else []
+    options = options_of(call.arguments[0]) if call.arguments else []
+    absent = [each for each in options if each.constant is None]
+    tested = call.arguments[1] if call.name == "isinstance" and len(call.arguments) > 1 else None
+    if isinstance(tested, ExternalValue) and tested.qualname.endswith(".DTensor") and any(map(_is_shard, options)):
+        return Value(call.location, assumed=True)  # it knows of its other shards, so the script is right to ask
     return Value(call.location, merge_taints(absent), name=call.name)
+
+
+def _is_shard(value: Value) -> bool:
+    return any(each.text.endswith(IS_SHARD) for each in value.taints)
 
 
 @known_function(
@@ -51,6 +62,9 @@ def _pass_on(call: Call) -> Value:
         return call.unknown_result()
     if call.last == "cast":
         return call.arguments[-1]
+    if call.last in ("min", "max") and len(call.arguments) > 1:
+        unknown = [each for each in call.arguments if not each.is_known]
+        return next((each for each in unknown if each.differs), (unknown or call.arguments)[0])
     return call.arguments[0]
 
 
@@ -89,7 +103,9 @@ def _are_numbers(call: Call, items: list[Value]) -> bool:
     if any(isinstance(key, str) for each in sources if isinstance(each, ContainerValue) for key in each.items):
         return False  # the keys of a dictionary
     return any(
-        isinstance(each, TensorValue) or (each.is_known and isinstance(each.constant, int | float))
+        isinstance(each, TensorValue)
+        or each.name == COUNTER
+        or (each.is_known and isinstance(each.constant, int | float))
         for each in (*call.arguments, *items)
     )
 
@@ -98,21 +114,33 @@ def _are_numbers(call: Call, items: list[Value]) -> bool:
 def _sorted(call: Call) -> Value:
     source = call.arguments[0] if call.arguments else Value()
     items = dict(source.items) if isinstance(source, ContainerValue) else {}
-    return ContainerValue(call.location, source.taints, items=items, is_unordered=False)
+    name = source.name if is_distinct(source) else ""
+    return ContainerValue(call.location, source.taints, items=items, is_unordered=False, name=name)
 
 
 @known_function("len")
 def _length(call: Call) -> Value:
     source = call.arguments[0] if call.arguments else Value()
+    count = SampleCount(source)
     if isinstance(source, ContainerValue) and source.length is not None:
-        return Value(call.location, constant=source.length)
+        return Value(call.location, constant=source.length, sample_count=count)
     if isinstance(source, TensorValue) and source.length is not None and not source.taints:
-        return Value(call.location, constant=source.length)
+        return Value(call.location, constant=source.length, sample_count=count)
     if isinstance(source, TensorValue):
         return TensorValue(call.location, source.taints, is_count=True, name="len")
     if isinstance(source, InstanceValue) and not source.differs and (length := length_of(call, source)) is not None:
-        return Value(call.location, constant=length)
-    return Value(call.location, source.taints if isinstance(source, LoaderValue | InstanceValue) else ())
+        return Value(call.location, constant=length, sample_count=count)
+    if isinstance(source, InstanceValue) and _is_equal_share(call, source):
+        return Value(call.location, is_world=True)
+    taints = source.taints if isinstance(source, LoaderValue | InstanceValue) else ()
+    return Value(call.location, taints, sample_count=count)
+
+
+def _is_equal_share(call: Call, source: InstanceValue) -> bool:
+    """Whether `__len__` of an object of this rank returns a number divided by the number of ranks."""
+    method = source.class_value.method("__len__", source) if source.class_value is not None and source.differs else None
+    length = call_function(call.run, method, [], {}, call.node) if method is not None else None
+    return length is not None and length.is_world and not length.differs
 
 
 @known_function("sum")
@@ -248,7 +276,11 @@ def _views(call: Call, owner: Value) -> Value:
     """Loops over a dictionary; `items()` gives pairs."""
     items = list(owner.values()) if isinstance(owner, ContainerValue) else []
     first = items[0] if items else Value(taints=owner.taints)
+    names = [Value(call.location, constant=key) for key in owner.items] if isinstance(owner, ContainerValue) else []
     if call.last == "items":
+        rows = [ContainerValue(items={0: name, 1: item}, length=2) for name, item in zip(names, items, strict=True)]
+        if rows and all(isinstance(each.constant, str) for each in names):
+            return ContainerValue(call.location, owner.taints, items=dict(enumerate(rows)), length=len(rows))
         first = ContainerValue(items={0: Value(), 1: first}, length=2)
     elif call.last == "keys":
         first = Value()

@@ -19,7 +19,8 @@ from samestep.lint.values import (
 
 IS_SHARD: Final = "is the shard of this rank"
 """The end of the text of a taint."""
-
+NONLINEAR: Final = frozenset({"exp", "exp2", "expm1", "sqrt", "rsqrt", "log", "log2", "log10", "square"})
+"""Functions of a number, of which the mean is not that of the number."""
 _JOINS: Final = ("cat", "concat", "stack", "_flatten_dense_tensors", "parameters_to_vector", "clone")
 _OUTPUTS: Final = ("loss", "logits", "last_hidden_state", "pooler_output", "T", "mT")
 
@@ -49,6 +50,16 @@ def _tensor(call: Call) -> Value:
     )  # fmt: skip
 
 
+@known_function(
+    "math.exp", "math.exp2", "math.expm1", "math.sqrt", "math.log", "math.log2", "math.log10", "numpy.exp",
+    "numpy.sqrt", "numpy.log",
+)  # fmt: skip
+def _of_number(call: Call) -> Value:
+    """A number that derives from another one."""
+    number = next((each for value in call.arguments[:1] for each in options_of(value)), None)
+    return tensor_method(call, number) if isinstance(number, TensorValue) else call.unknown_result()
+
+
 # -- attributes and methods
 
 
@@ -57,7 +68,7 @@ def _tensor(call: Call) -> Value:
 @known_attribute("tensor", "is_nested", "is_sparse", "is_meta", "is_quantized")
 def _same_on_all_ranks(owner: Value, name: str, location: Location) -> Value:
     """What the samples in a tensor do not change."""
-    return Value(location)
+    return Value(location, size_of=owner if name == "shape" else None)
 
 
 @known_attribute("tensor", "data", "grad", *_OUTPUTS)
@@ -134,10 +145,12 @@ def _reduce(call: Call, owner: Value) -> Value:
         return call.unknown_result(owner)
     is_whole = not call.arguments and "dim" not in call.keywords
     is_mean = call.last == "mean" and is_whole
+    dimension = call.get("dim", 0)
+    over = "" if is_whole else f"({0 if dimension is not None and dimension.constant == 0 else 'dim'})"
     return replace(
         owner, location=call.location, is_mean=owner.is_mean or is_mean, is_ratio=owner.is_ratio or is_mean,
         is_count=call.last in ("sum", "numel", "size") and not owner.needs_grad, parts=(owner,), operation="",
-        content="", name=f"Tensor.{call.last}" if is_whole else f"Tensor.{call.last}(dim)",
+        content="", name=f"Tensor.{call.last}{over}",
     )  # fmt: skip
 
 
@@ -161,9 +174,9 @@ def _in_place(call: Call, owner: Value) -> Value:
 
 def tensor_method(call: Call, owner: TensorValue) -> Value:
     """A method of a tensor that is not known: its result derives from the tensor and the arguments."""
-    parts = [owner, *call.inputs]
+    parts = [owner, *(each for each in call.inputs if each is not owner)]
     needs_grad = any(isinstance(each, TensorValue) and each.needs_grad for each in parts) and call.run.no_grad == 0
     return TensorValue(
         call.location, merge_taints(parts), needs_grad=needs_grad, is_mean=owner.is_mean, is_reduced=owner.is_reduced,
-        is_noise=owner.is_noise, parts=tuple(parts), name=call.last,
+        is_noise=owner.is_noise, is_ratio=owner.is_ratio and call.last in NONLINEAR, parts=tuple(parts), name=call.last,
     )  # fmt: skip

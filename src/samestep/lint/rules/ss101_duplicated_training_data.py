@@ -153,7 +153,7 @@ def _worker_line(analysis: Analysis, dataset: InstanceValue) -> Location | None:
         is_statement = isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.If)
         head = node.test if isinstance(node, ast.If) else node.iter if isinstance(node, ast.For) else node
         if is_statement and any(isinstance(e, ast.Attribute) and e.attr == "num_workers" for e in ast.walk(head)):
-            return Location(str(method.module.file.path), node.lineno, "__iter__", node.col_offset + 1)
+            return method.module.file.locate(node, "__iter__")
     return None
 
 

@@ -53,10 +53,11 @@ Source: pytorch/pytorch#31771, lucidrains/DALLE-pytorch#230, huggingface/dataset
 import ast
 from collections.abc import Iterator
 
-from samestep.findings import Edit, Finding
+from samestep.findings import Edit, Finding, Location
 from samestep.lint.events import Event, Loop
-from samestep.lint.fixes import insert_line
+from samestep.lint.fixes import insert_lines
 from samestep.lint.loader_loops import is_shuffled, location_of, training_loops
+from samestep.lint.module_trees import site
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import InstanceValue, LoaderValue, SamplerValue, Value, options_of
 
@@ -69,11 +70,11 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         epochs = [each for each in event.loops if each is not loop]
         if not epochs or len(loaders) != 1 or loaders[0].is_prepared or event.kind == "next":
             continue
-        yield from _of_sampler(analysis, loaders[0], loop, epochs)
+        yield from _of_sampler(analysis, loaders[0], epochs)
         yield from _of_workers(analysis, loaders[0], epochs)
 
 
-def _of_sampler(analysis: Analysis, loader: LoaderValue, loop: Loop, epochs: list[Loop]) -> Iterator[Finding]:
+def _of_sampler(analysis: Analysis, loader: LoaderValue, epochs: list[Loop]) -> Iterator[Finding]:
     samplers = [each for each in options_of(loader.sampler) if isinstance(each, SamplerValue)]
     name = "sampler" if loader.options.get("batch_sampler") is None else "batch_sampler"
     while samplers and samplers[0].kind == "BatchSampler":
@@ -84,45 +85,71 @@ def _of_sampler(analysis: Analysis, loader: LoaderValue, loop: Loop, epochs: lis
     sampler = samplers[0]
     if _is_created_in(analysis, sampler, epochs) or _is_set(analysis, sampler, loader, epochs):
         return
+    other = _set_elsewhere(analysis, epochs[-1])
     yield RULE.finding(
-        epochs[-1].location,
-        f"`{sampler.kind}.set_epoch` is not called in the loop over epochs",
+        other or epochs[-1].location,
+        f"`{sampler.kind}.set_epoch` is not called in the loop over epochs"
+        if other is None
+        else "`set_epoch` is called for another sampler than that of the training loop",
         evidence=[f"the sampler shuffles with its seed and its epoch ({sampler.location})"],
         related=[location_of(sampler, epochs[-1].location)],
         repair=f"call `loader.{name}.set_epoch(epoch)` at the beginning of each epoch",
-        edits=_edits(analysis, loop, epochs[-1], name),
+        edits=_edits(analysis, sampler, loader, epochs[-1], name),
     )
 
 
-def _edits(analysis: Analysis, loop: Loop, epochs: Loop, name: str) -> tuple[Edit, ...]:
-    """Set the epoch in the first line of the loop over epochs, if the loop over the loader is inside of it."""
-    file, outer, inner = analysis.file_of(epochs.location), epochs.node, loop.node
-    if (
-        file is None
-        or not isinstance(outer, ast.For)
-        or not isinstance(outer.target, ast.Name)
-        or outer.target.id == "_"
-    ):
+def _edits(analysis: Analysis, sampler: SamplerValue, loader: LoaderValue, epochs: Loop, name: str) -> tuple[Edit, ...]:
+    """Set the epoch in the first line of the loop over epochs, by a name of the loader that is in use there."""
+    file, node = analysis.file_of(epochs.location), epochs.node
+    if file is None or not isinstance(node, ast.For) or not isinstance(node.target, ast.Name) or node.target.id == "_":
         return ()
-    loader = _loader_text(inner.iter) if isinstance(inner, ast.For) and inner in ast.walk(outer) else ""
-    assigned = {node.id for node in ast.walk(outer) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    if not loader or loader.split(".")[0] in assigned:
+    text = _text_of(loader, epochs, node)
+    if not text:
         return ()
-    return insert_line(file, outer.body[0], f"{loader}.{name}.set_epoch({outer.target.id})")
+    call = f"{text}.{name}.set_epoch({node.target.id})"
+    is_sometimes = any(_is_conditional(analysis, each) for each in (sampler, loader))
+    if is_sometimes or _reads_others(analysis, loader, epochs):
+        return insert_lines(file, node.body[0], [f'if hasattr({text}.{name}, "set_epoch"):', f"    {call}"])
+    return insert_lines(file, node.body[0], [call])
 
 
-def _loader_text(iterable: ast.expr) -> str:
-    """The name of the loader in `for batch in enumerate(tqdm(loader))`; empty if it is not a plain name."""
-    while isinstance(iterable, ast.Call) and iterable.args and _name(iterable.func) in ("enumerate", "tqdm", "track"):
-        iterable = iterable.args[0]
-    node = iterable
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return ast.unparse(iterable) if isinstance(node, ast.Name) else ""
+def _text_of(loader: LoaderValue, epochs: Loop, node: ast.For) -> str:
+    """The name or attribute that is the loader in the body of a loop; empty if the loop assigns it, or has none."""
+    inside = [each for statement in node.body for each in ast.walk(statement)]
+    names = dict.fromkeys(each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+    assigned = {ast.unparse(each) for each in inside if isinstance(getattr(each, "ctx", None), ast.Store)}
+    for name in names:
+        value = epochs.scope.get(name) if epochs.scope is not None and name not in assigned else None
+        if value is loader:
+            return name
+        attributes = value.attributes if isinstance(value, InstanceValue) else {}
+        found = next((f"{name}.{each}" for each, item in attributes.items() if item is loader), "")
+        if found and found not in assigned and found.replace(".", "").replace("_", "").isalnum():
+            return found
+    return ""
 
 
-def _name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+def _is_conditional(analysis: Analysis, value: SamplerValue | LoaderValue) -> bool:
+    """Whether a value is created under a condition, such as `if distributed`, or after a return; True if not known."""
+    event = next((each for each in analysis.of("sampler", "loader") if value in each.data.values()), None)
+    file = analysis.file_of(event.location) if event is not None else None
+    if event is None or file is None:
+        return True
+    node: ast.AST | None = event.node
+    while (node := file.parents.get(node)) is not None:
+        if isinstance(node, ast.If | ast.IfExp | ast.Try | ast.Match):
+            return True
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return any(isinstance(each, ast.Return) and each.lineno < event.location.line for each in ast.walk(node))
+    return False
+
+
+def _reads_others(analysis: Analysis, loader: LoaderValue, epochs: Loop) -> bool:
+    """Whether the function with the loop over epochs is called with other loaders too."""
+    return any(
+        each is not loader and any(loop.node is epochs.node and loop is not epochs for loop in event.loops)
+        for event, each, _ in analysis.loader_loops
+    )
 
 
 def _needs_epoch(sampler: SamplerValue) -> bool:
@@ -152,6 +179,12 @@ def _is_set(analysis: Analysis, sampler: SamplerValue, loader: LoaderValue, epoc
         if is_own and is_inside and not is_constant:
             return True
     return False
+
+
+def _set_elsewhere(analysis: Analysis, epochs: Loop) -> Location | None:
+    """The line of the loop over epochs that sets the epoch of other samplers."""
+    events = [each for each in analysis.of("set_epoch") if epochs in each.loops]
+    return site(events[0], epochs.location.function, epochs.location.file) if events else None
 
 
 def _is_unknown(value: Value) -> bool:

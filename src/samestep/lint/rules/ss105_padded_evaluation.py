@@ -73,6 +73,15 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for padded loaders whose results are added up."""
     for event, loader in evaluation_loaders(analysis):
         yield from _of_sampler(analysis, event, loader)
+        drop_last = loader.options.get("drop_last")
+        if drop_last is not None and drop_last.constant is True and loader.is_sharded and loader.location is not None:
+            yield RULE.finding(
+                loader.location,
+                "each rank drops the last samples of its part, so the metric leaves out others on more ranks",
+                evidence=[f"this loop evaluates them ({event.location})"],
+                related=[event.location],
+                repair="pass `drop_last=False` to the loader of the evaluation",
+            )
     for event in analysis.of("collective"):
         if event.name == "gather" and _is_accelerator(event.service) and not _is_cut(analysis, event):
             yield from _of_gather(analysis, event)

@@ -2,7 +2,7 @@
 
 The order of a set of strings depends on a seed that differs between processes, and the order in which a folder lists
 its files depends on the machine. If samples or classes get their numbers from such an order, the ranks train on
-contradicting samples or labels.
+contradicting samples or labels. So they do if each rank numbers the words or classes of its own part of the data.
 
 Bad:
 
@@ -64,7 +64,8 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event
-from samestep.lint.library.partitions import unordered_source
+from samestep.lint.library.partitions import own_part, unordered_source
+from samestep.lint.module_trees import site
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import ContainerValue, TensorValue, Value
 
@@ -79,6 +80,16 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if container is not None and event.rank_guard is None and _is_number(event):
             loop = next(each for each in event.loops if unordered_source(each.iterable) is container)
             yield from _finding(container, loop.location, event.location)
+    yield from _of_own_part(analysis)
+    for event in analysis.of("own_mean"):
+        if event.rank_guard is None and not any(taint.kind == "data" for taint in event.source.taints):
+            yield RULE.finding(
+                event.mean.location,
+                "each rank normalizes its part of the data with the mean of this part",
+                evidence=[f"{taint.text} ({taint.location})" for taint in event.source.taints[:1]],
+                related=[event.location],
+                repair="compute mean and deviation of all data, or reduce sums and counts over the ranks",
+            )
     for event in analysis.of("call"):
         if event.name == "hash" and event.rank_guard is None and _is_hash_of_text(event):
             yield RULE.finding(
@@ -87,6 +98,33 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 evidence=["Python chooses another seed for the hashes of strings in each process"],
                 repair="use a hash that does not depend on the process: `zlib.crc32(text.encode())`",
             )
+
+
+def _of_own_part(analysis: Analysis) -> Iterator[Finding]:
+    """Words or classes of the rank's own part that get numbers."""
+    numbered = [(event, own_part(event.source)) for event in analysis.of("numbered")]
+    for event in analysis.of("assign_item"):
+        source = next((found for loop in event.loops if loop.iterable and (found := own_part(loop.iterable))), None)
+        if source is not None and _is_size_so_far(event.node):
+            numbered.append((event, source))
+    for event, source in numbered:
+        if source is not None and event.rank_guard is None:
+            yield RULE.finding(
+                site(event, source.location.function, source.location.file),
+                "each rank gives numbers to the values in its own part, so that one number means different things",
+                evidence=[f"{source.text} ({source.location})", f"the numbers are given here ({event.location})"],
+                related=[source.location, event.location],
+                repair="number the values of all data, or exchange them with `dist.all_gather_object` and sort them",
+            )
+
+
+def _is_size_so_far(node: ast.AST) -> bool:
+    """Whether a statement is `ids[word] = len(ids)`."""
+    match node:
+        case ast.Assign(targets=[ast.Subscript(value=owner)], value=ast.Call(func=ast.Name(id="len"), args=[counted])):
+            return ast.unparse(owner) == ast.unparse(counted)
+        case _:
+            return False
 
 
 def _finding(container: ContainerValue, read: Location, used: Location) -> Iterator[Finding]:

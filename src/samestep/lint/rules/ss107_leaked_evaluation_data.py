@@ -53,6 +53,8 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if generator is not None and generator.differs:
             reasons = [f"{taint.text} ({taint.location})" for taint in generator.taints[:2]]
             yield _finding(event, [*reasons, "the generator of the split depends on it"])
+        elif event.name.startswith("Generator."):
+            continue  # seeded for itself
         elif generator is None or generator.constant is None or (is_drawn and "train_test_split" not in event.name):
             yield from _of_global_generator(analysis, event)
 

@@ -69,7 +69,8 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             continue
         library = "numpy" if event.name.startswith("numpy") else "torch"
         seeds = seeds_of(analysis, library, None if analysis.of("trainer") else event)
-        if seeds and not any(each.value.differs for each in seeds) and seeds[-1].rank_guard is None:
+        last = seeds[-1:] if seeds and seeds[-1].which.endswith("set_rng_state") else seeds
+        if seeds and not any(each.value.differs for each in last) and seeds[-1].rank_guard is None:
             yield RULE.finding(
                 seeds[-1].location,
                 "this seed is the same on all ranks, and the training step draws its noise from it",
@@ -97,7 +98,8 @@ def _has_rows(event: Event) -> bool:
 
 def _is_from_batch(value: Value) -> bool:
     values = [value, *value.values()] if isinstance(value, ContainerValue) else [value]
-    return any(taint.kind == "data" for each in values for taint in each.taints)
+    sources = [source for each in values for source in (each, each.size_of) if source is not None]
+    return any(taint.kind == "data" for each in sources for taint in each.taints)
 
 
 RULE = Rule(

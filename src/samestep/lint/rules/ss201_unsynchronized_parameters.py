@@ -56,8 +56,10 @@ from samestep.findings import Finding, Location
 from samestep.lint.events import Event
 from samestep.lint.module_trees import (
     Freezing,
+    contains,
     derived_from,
     exchanges,
+    has_own_parameters,
     has_parameters,
     has_unknown_exchange,
     is_exchanged,
@@ -66,11 +68,13 @@ from samestep.lint.module_trees import (
     is_trained,
     optimized,
     overlap,
+    parts_of,
     raw_module,
     site,
     wrapper_before,
 )
-from samestep.lint.rule import Analysis, Rule
+from samestep.lint.rank_decisions import is_matched, rank_guard
+from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
 from samestep.lint.values import InstanceValue, ModelValue, OptimizerValue, TensorValue, Value, options_of
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -86,6 +90,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield from _without_wrapper(analysis)
         yield from _exchanged_at_wrong_time(analysis)
     yield from _added_after_wrapping(analysis)
+    yield from _frozen_on_some_ranks(analysis)
 
 
 def _stepped(analysis: Analysis) -> list[Event]:
@@ -120,6 +125,7 @@ def _outside_of_wrapper(analysis: Analysis) -> Iterator[Finding]:
         for model, origin in optimized(event.optimizer.parameters):
             raw = raw_module(model)
             if isinstance(model, ModelValue) or any(overlap(tree, raw) for tree in trees):
+                yield from _beside_wrapped_parts(analysis, raw, trees, origin or event.location)
                 continue
             if origin is not None and _is_unsynchronized(analysis, raw):
                 yield RULE.finding(
@@ -128,6 +134,21 @@ def _outside_of_wrapper(analysis: Analysis) -> Iterator[Finding]:
                     evidence=[f"DDP wraps another module ({wraps[0].location})"],
                     related=[event.location],
                 )
+
+
+def _beside_wrapped_parts(analysis: Analysis, model: Value, trees: list[Value], where: Location) -> Iterator[Finding]:
+    """Parameters of a model of which only submodules are wrapped."""
+    frozen = Freezing(analysis)
+    own = [part for part in parts_of(model) if has_own_parameters(part) and not frozen.was_frozen(part, _END)]
+    left = [part for part in own if not any(contains(tree, part) for tree in trees)]
+    if left and len(left) < len(own) and not exchanges(analysis, "gradient", "parameter", "state"):
+        yield RULE.finding(
+            where,
+            f"the optimizer trains {_name(model)}, of which only submodules are wrapped",
+            evidence=[f"this is outside of them ({left[0].location})"],
+            related=[analysis.wrapped[0].location],
+            repair="wrap the model itself too: `fully_shard(model)` after its layers, `DistributedDataParallel(model)`",
+        )
 
 
 def _name(module: Value) -> str:
@@ -161,7 +182,10 @@ def _not_prepared(analysis: Analysis) -> Iterator[Finding]:
     if any(type(each) is Value and not each.is_known for each in flat) or not analysis.of("backward"):
         return
     modules = [each for each in flat if is_module(each)]
+    services = analysis.of("accelerator", "fabric")
     for event in _stepped(analysis):
+        if not any(event.is_run_with(each) for each in services):
+            continue
         for model, _ in optimized(event.optimizer.parameters):
             raw = raw_module(model)
             if isinstance(model, ModelValue) or any(overlap(each, raw) for each in modules):
@@ -217,6 +241,29 @@ def _wrap_around(analysis: Analysis, event: Event) -> Event | None:
     """The wrapper that had got the module before a change, unless it is wrapped again afterwards."""
     wraps = [wrapper_before(analysis, owner, event.order) for owner in options_of(event.owner)]
     return next((each for each in wraps if each is not None), None)
+
+
+def _frozen_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
+    """Parameters of a wrapped model that are frozen, or trained, on some ranks only."""
+    trees = [each for wrap in analysis.wrapped for each in options_of(wrap.inner)]
+    reported = set[int]()
+    for change in Freezing(analysis).changes:
+        guard = rank_guard(change.event)
+        is_wrapped = any(overlap(tree, module) for tree in trees for module in change.modules)
+        if guard is None or not is_wrapped or id(guard.node) in reported:
+            continue
+        if is_matched(analysis, change.event, [each.event for each in Freezing(analysis).changes]):
+            continue
+        reported.add(id(guard.node))
+        location = call_in_guard(change.event, guard)
+        yield RULE.finding(
+            location,
+            f"parameters are {'frozen' if change.is_frozen else 'trained'} on some ranks only",
+            evidence=[*explain(guard), f"all ranks wrap the model ({analysis.wrapped[0].location})"],
+            related=[change.event.location] if location != change.event.location else [],
+            consequence="the ranks exchange gradients of different parameters: DDP fails, or its sums are wrong",
+            repair="freeze the same parameters on every rank",
+        )
 
 
 def _exchanged_at_wrong_time(analysis: Analysis) -> Iterator[Finding]:

@@ -72,8 +72,9 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event, Guard
-from samestep.lint.module_trees import Freezing, contains, has_parameters, is_module, key_of, parts_of
-from samestep.lint.rule import Analysis, Rule
+from samestep.lint.module_trees import Freezing, contains, exchanges, has_parameters, is_module, key_of, parts_of
+from samestep.lint.rule import Analysis, Rule, is_wrapped
+from samestep.lint.source_files import SourceFile
 from samestep.lint.submodule_uses import is_used_with_gradient
 from samestep.lint.training_steps import resolve
 from samestep.lint.values import InstanceValue, TensorValue, Value, options_of
@@ -88,6 +89,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         return
     yield from _skipped_submodules(analysis)
     yield from _untrained_submodules(analysis)
+    yield from _chosen_submodules(analysis)
 
 
 def _finds_unused(options: dict[str, Value]) -> bool:
@@ -147,7 +149,8 @@ def _choosing_guard(analysis: Analysis, call: Event, draws: set[ast.AST]) -> Gua
             node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         ]
         depends_on_data = any(taint.kind == "data" for taint in guard.taints)
-        if depends_on_data and any(name in _VALUES for name in names):
+        is_own = guard.depends_on_rank and not analysis.wrapped
+        if is_own or (depends_on_data and any(name in _VALUES for name in names)):
             return guard
     return None
 
@@ -161,6 +164,9 @@ def _wrapping_line(analysis: Analysis, call: Event, module: Value) -> Location |
         values = [option for each in prepare.arguments for option in options_of(each)]
         if any(is_module(each) and contains(each, module) for each in values):
             return prepare.location
+    for event in exchanges(analysis, "gradient") if not analysis.wrapped else ():
+        if any(".grad" in guard.text for guard in event.guards):
+            return event.location  # `if p.grad is None: continue` leaves out what this rank has not used
     return _trainer_line(analysis) if "hook:training_step" in call.contexts else None
 
 
@@ -220,6 +226,71 @@ def _untrained_submodules(analysis: Analysis) -> Iterator[Finding]:
                         related=[wrap.location],
                         repair=f"freeze it before DDP wraps the model: `self.{name}.requires_grad_(False)`",
                     )
+
+
+# -- submodules of which a call chooses one
+
+
+def _chosen_submodules(analysis: Analysis) -> Iterator[Finding]:
+    """`self.heads[task](x)` in a forward pass with the argument `task`: the other heads get no gradient."""
+    for wrap in analysis.wrapped:
+        if wrap.wrapper != "ddp" or _finds_unused(wrap.model.options) or not _is_called_once(analysis):
+            continue
+        for part in (each for tree in options_of(wrap.inner) for each in parts_of(tree)):
+            for name, child in part.attributes.items() if isinstance(part, InstanceValue) else ():
+                use = _choice(part, name) if _has_several(child) else None
+                if use is not None and not Freezing(analysis).is_frozen(child, _END):
+                    yield RULE.finding(
+                        wrap.location,
+                        f"DDP expects a gradient of every parameter, but each call uses one of `{name}` only",
+                        evidence=[f"the forward pass chooses it by an argument ({use})"],
+                        related=[use],
+                    )
+
+
+def _has_several(child: Value) -> bool:
+    """Whether it is a ModuleDict or ModuleList of several modules with parameters."""
+    if not isinstance(child, InstanceValue) or child.class_name not in ("ModuleDict", "ModuleList"):
+        return False
+    return len([each for each in child.children if has_parameters(each)]) > 1
+
+
+def _choice(owner: Value, name: str) -> Location | None:
+    """Where a method chooses one of the modules by one of its arguments, if nothing else uses them."""
+    class_value = owner.class_value if isinstance(owner, InstanceValue) else None
+    definition, module = (class_value.node, class_value.module) if class_value is not None else (None, None)
+    if definition is None or module is None:
+        return None
+    nodes = [each for each in ast.walk(definition) if isinstance(each, ast.Attribute) and each.attr == name]
+    uses = [each for each in nodes if isinstance(each.ctx, ast.Load)]
+    if not uses or not all(_is_chosen_by_argument(module.file, each) for each in uses):
+        return None
+    return module.file.locate(uses[0], "forward")
+
+
+def _is_chosen_by_argument(file: SourceFile, use: ast.Attribute) -> bool:
+    around = file.parents.get(use)
+    index = around.slice if isinstance(around, ast.Subscript) and around.value is use else None
+    node: ast.AST | None = use
+    while node is not None and not isinstance(node, ast.FunctionDef):
+        node = file.parents.get(node)
+    names = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)] if node is not None else []
+    return isinstance(index, ast.Name) and index.id in names
+
+
+def _is_called_once(analysis: Analysis) -> bool:
+    """Whether each backward pass follows one call of the wrapped model, so that a step uses one of the modules."""
+    calls = [each for each in analysis.of("model_call") if is_wrapped(each.model) and each.is_grad]
+    before, last = -1, None
+    for backward in analysis.of("backward"):
+        own = [each for each in calls if before < each.order < backward.order]
+        if not own and backward.node is last:
+            continue  # of a loss that is one of several
+        last = backward.node
+        if len(own) != 1 or own[0].loops != backward.loops:
+            return False
+        before = backward.order
+    return before >= 0
 
 
 def _is_trainable(child: Value) -> bool:

@@ -48,9 +48,10 @@ for step in range(100):
 Source: mlfoundations/open_clip#616.
 """
 
+import ast
 from collections.abc import Iterator
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.lint.events import Event
 from samestep.lint.library.operations import ARITHMETIC
 from samestep.lint.module_trees import (
@@ -103,13 +104,21 @@ def _incomplete(analysis: Analysis, summed: list[Event]) -> Iterator[Finding]:
                 frozen = Freezing(analysis)
                 if not all(frozen.was_frozen(part, summed[0].order) for part in left):
                     yield RULE.finding(
-                        summed[0].location,
+                        _where_chosen(analysis, summed[0]),
                         "only the gradients of some submodules are exchanged",
                         evidence=[f"the optimizer trains the whole model ({event.location})"],
-                        related=[event.location],
+                        related=[event.location, summed[0].location],
                         repair="exchange the gradients of all parameters: `for p in model.parameters(): ...`",
                     )
                     return
+
+
+def _where_chosen(analysis: Analysis, exchange: Event) -> Location:
+    """The line that says whose gradients are exchanged: the call of the function that does it if it gets a module."""
+    nodes = [each.node for each in analysis.of("parameters") if each.frames == exchange.frames]
+    owners = [each.func.value for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)]
+    is_passed = all(isinstance(each, ast.Name) and each.id != "self" for each in owners)
+    return exchange.frames[-1] if is_passed and exchange.frames else exchange.location
 
 
 def _is_sum(event: Event) -> bool:

@@ -83,7 +83,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.module_trees import contains, is_exchanged, key_of, modules_of
+from samestep.lint.module_trees import contains, is_exchanged, is_trained, key_of, modules_of
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import TensorValue, Value, options_of
 
@@ -93,7 +93,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     buffers = _registered(analysis)
     reported = set[int]()
     for event in analysis.of("in_place", "assign_attribute", "assign_item"):
-        if "forward" not in event.contexts or (not event.is_grad and not _is_training(analysis, event)):
+        if not _is_training(analysis, event) and not ("forward" in event.contexts and event.is_grad):
             continue
         for owner, name in _written(event, buffers):
             written = [each for each in _inputs(event) if any(taint.kind == "data" for taint in each.taints)]
@@ -142,7 +142,9 @@ def _is_training(analysis: Analysis, event: Event) -> bool:
 
 
 def _is_trained(analysis: Analysis, module: Value) -> bool:
-    """Whether the module belongs to a model that DDP, Accelerate or Fabric wraps."""
+    """Whether the module belongs to a model that is wrapped, or computes something of the loss besides it."""
+    if analysis.wrapped and is_trained(analysis, module):
+        return True
     trees = [tree for wrap in analysis.wrapped for tree in options_of(wrap.inner)]
     trees += [each for event in analysis.of("prepare") for value in event.arguments for each in options_of(value)]
     return any(contains(tree, module) for tree in trees)

@@ -58,7 +58,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.training_steps import Synchronization
-from samestep.lint.unsynchronized_steps import unsynchronized_steps
+from samestep.lint.unsynchronized_steps import UnsynchronizedStep, unsynchronized_steps
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -69,13 +69,16 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield RULE.finding(
             found.synchronization.location,
             "the last backward pass before a step is inside of `no_sync()`",
-            evidence=[
-                _how(found.synchronization),
-                f"with 4 micro-batches per step, the step after {found.describe()} applies gradients that were "
-                f"not exchanged ({found.step.location})",
-            ],
+            evidence=[_how(found.synchronization), _what(found)],
             related=[found.step.location],
         )
+
+
+def _what(found: UnsynchronizedStep) -> str:
+    if not found.numbers:
+        return f"the step applies gradients that were not exchanged ({found.step.location})"
+    number = f"with 4 micro-batches per step, the step after micro-batch {found.numbers[0]}"
+    return f"{number} applies gradients that were not exchanged ({found.step.location})"
 
 
 def _how(synchronization: Synchronization) -> str:

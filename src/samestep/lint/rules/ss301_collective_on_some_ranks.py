@@ -31,9 +31,10 @@ Source: huggingface/accelerate#3861, pytorch/pytorch#73383, Lightning-AI/pytorch
 from collections.abc import Iterator
 
 from samestep.findings import Finding
-from samestep.lint.events import Event, Guard
+from samestep.lint.events import Event, Guard, source_text
 from samestep.lint.rank_decisions import collective_name, collectives, is_matched, rank_guard
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
+from samestep.lint.values import ContainerValue, TensorValue, Value, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -41,13 +42,38 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     found = collectives(analysis)
     for event in found:
         guard = rank_guard(event)
-        if guard is None or is_matched(analysis, event, found):
-            continue
-        yield _finding(event, guard)
+        if guard is None:
+            yield from _per_own_item(analysis, event)
+        elif not is_matched(analysis, event, found):
+            yield _finding(event, guard)
     for event in analysis.of("fit"):
         guard = rank_guard(event)
         if guard is not None and not _runs_alone(event, guard):
             yield _finding(event, guard)
+
+
+def _per_own_item(analysis: Analysis, event: Event) -> Iterator[Finding]:
+    """A collective in a loop over the rank's own part, such as `names[rank::world]`: the parts may differ by one."""
+    guard = event.guards[-1] if event.guards and event.guards[-1].kind == "loop" else None
+    loop = next((each for each in event.loops if guard is not None and each.node is guard.node), None)
+    if guard is None or loop is None or loop.loader is not None or isinstance(loop.iterable, TensorValue):
+        return
+    parts = [part for part in analysis.of("shard") if any(part.location == each.location for each in guard.taints)]
+    if not parts or parts[0].how != "stride" or _has_even_length(parts[0].source):
+        return
+    location = call_in_guard(event, guard)
+    yield RULE.finding(
+        location,
+        f"`{collective_name(event)}` is called once per item of the rank's own part, and the parts may differ by one",
+        evidence=[f"`{source_text(parts[0].node)}` is the part of each rank ({parts[0].location})"],
+        related=[each for each in (loop.location, event.location) if each != location],
+        repair="call the collective after the loop, or give all ranks the same number of items",
+    )
+
+
+def _has_even_length(source: Value | None) -> bool:
+    lengths = [each.length if isinstance(each, ContainerValue) else each.constant for each in options_of(source)]
+    return any(isinstance(length, int) and length % 2 == 0 for length in lengths)
 
 
 def _finding(event: Event, guard: Guard) -> Finding:

@@ -70,7 +70,6 @@ from samestep.lint.rank_decisions import (
     is_about_sizes,
     is_matched,
     own_loops,
-    reads_clock,
 )
 from samestep.lint.rule import Analysis, Rule, explain
 
@@ -88,13 +87,28 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             continue
         reported.add(id(guard.node))
         needed = loops[id(loop)]
-        why = explain(guard) if guard.differs else [f"`{guard.text}` reads the clock of each process"]
+        why = explain(guard) if guard.differs else [f"each process reads its own clock ({guard.clock})"]
         yield RULE.finding(
             guard.location,
             "a rank leaves this loop alone, and the others wait for it",
             evidence=[*why, f"the loop needs all ranks ({needed.location})"],
             related=[event.location, needed.location],
         )
+    yield from _stopped_trainers(analysis)
+
+
+def _stopped_trainers(analysis: Analysis) -> Iterator[Finding]:
+    """`trainer.should_stop = True` of Lightning on a rank whose own samples say so."""
+    for event in analysis.of("assign_attribute"):
+        guard = event.differing_guard
+        if event.name == "should_stop" and guard is not None and guard.kind == "if":
+            yield RULE.finding(
+                event.location,
+                "a rank stops its Trainer alone, and the others wait for it",
+                evidence=explain(guard),
+                related=[guard.location],
+                repair='decide together: `trainer.strategy.reduce(loss, reduce_op="mean")` before the condition',
+            )
 
 
 def _exits(analysis: Analysis) -> list[Event]:
@@ -126,7 +140,7 @@ def _guard(event: Event, loop: Loop) -> Guard | None:
             continue
         if comes_from_reduce(guard.taints) or is_about_sizes(guard):
             continue
-        if guard.differs or (reads_clock(guard) and not guard.is_negated):
+        if guard.differs or (guard.clock is not None and not guard.is_negated):
             return guard
     return None
 

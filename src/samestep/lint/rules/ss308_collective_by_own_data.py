@@ -48,12 +48,15 @@ from samestep.lint.rank_decisions import (
     data_guard,
     is_matched,
     leaves_loop,
+    syncs_log,
 )
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
+from samestep.lint.values import ContainerValue, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for collectives that depend on values of one rank."""
+    yield from _of_own_names(analysis)
     found = collectives(analysis)
     for event in found:
         guard = data_guard(event)
@@ -69,6 +72,20 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             evidence=explain(guard),
             related=[guard.location, event.location],
         )
+
+
+def _of_own_names(analysis: Analysis) -> Iterator[Finding]:
+    """`self.log_dict(values, sync_dist=True)` with names that depend on the rank's own samples."""
+    for event in analysis.of("log"):
+        containers = [each for each in options_of(event.value) if isinstance(each, ContainerValue) and each.size_taints]
+        if containers and syncs_log(event):
+            taints = containers[0].size_taints
+            yield RULE.finding(
+                event.location,
+                "which values are reduced depends on this rank's own data",
+                evidence=[f"{taint.text} ({taint.location})" for taint in taints[:2]],
+                repair="log the same names on all ranks",
+            )
 
 
 RULE = Rule(

@@ -87,16 +87,23 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             origin, taint = metric_origin(value) or _quotient(value), evaluation_taint(value.taints, loops)
             if origin is None or taint is None:
                 continue
-            location = _location(origin, event, evaluating)
+            is_mixed = _is_reduced(origin.parts[0]) if origin.operation == "/" else False
+            location = _location(origin, event, evaluating) if not is_mixed else origin.location or event.location
             if (location.file, location.line) in reported:
                 continue
             reported.add((location.file, location.line))
             yield RULE.finding(
                 location,
-                "the metric covers the samples of one rank, and is reported for all",
+                "a sum over all ranks is divided by a number of one rank"
+                if is_mixed
+                else "the metric covers the samples of one rank, and is reported for all",
                 evidence=[f"{taint.text} ({taint.location})", f"one rank reports it ({event.location})"],
                 related=[event.location],
             )
+
+
+def _is_reduced(value: Value) -> bool:
+    return any(isinstance(each, TensorValue) and each.is_reduced for each in options_of(value))
 
 
 def _quotient(value: Value) -> TensorValue | None:

@@ -56,6 +56,7 @@ from typing import Final
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
+from samestep.lint.library.tensor_library import NONLINEAR
 from samestep.lint.rank_decisions import call_that_passes, metric_origin, uneven_shards
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import ContainerValue, Taint, TensorValue, Value, computed_from, options_of
@@ -63,8 +64,8 @@ from samestep.lint.values import ContainerValue, Taint, TensorValue, Value, comp
 _NONLINEAR: Final = frozenset({
     "f1_score", "fbeta_score", "precision_score", "recall_score", "roc_auc_score", "average_precision_score",
     "matthews_corrcoef", "cohen_kappa_score", "jaccard_score", "r2_score", "spearmanr", "pearsonr", "kendalltau",
-    "balanced_accuracy_score", "exp", "sqrt",
-})  # fmt: skip
+    "balanced_accuracy_score",
+}) | NONLINEAR  # fmt: skip
 _MAX_STEPS: Final = 20
 _REDUCTIONS: Final = frozenset({"all_reduce", "reduce"})
 
@@ -73,13 +74,13 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for reductions of quotients."""
     uneven = uneven_shards(analysis)
     for event in analysis.of("collective"):
-        if event.name not in _REDUCTIONS or not event.tensors or not event.taints or not _is_average(event):
+        value: Value | None = _reduced(event)
+        if value is None or not event.taints:
             continue
-        value: Value = event.tensors[0]
         if any(isinstance(each, TensorValue) and (each.needs_grad or each.content) for each in options_of(value)):
             continue
         origin = metric_origin(value) if not _is_pair(value) else None
-        why = _why(origin, event.taints, uneven) if origin is not None else ""
+        why = _why(value, origin, event.taints, uneven) if origin is not None else ""
         if origin is None or not why or origin.location is None:
             continue
         yield RULE.finding(
@@ -90,6 +91,16 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
+def _reduced(event: Event) -> Value | None:
+    """What is summed or averaged over the ranks, or gathered as one number per rank."""
+    if event.tensors and event.name in _REDUCTIONS and _is_average(event):
+        return event.tensors[0]
+    passed = (
+        event.tensors[-1] if event.tensors and event.name in ("gather", "all_gather", "all_gather_object") else None
+    )
+    return passed if passed is not None and _outer_function(passed) in NONLINEAR and metric_origin(passed) else None
+
+
 def _is_average(event: Event) -> bool:
     """Whether the reduction sums or averages; a maximum is not about counts."""
     passed = event.keywords.get("op") or (event.arguments[1] if len(event.arguments) > 1 else None)
@@ -97,9 +108,9 @@ def _is_average(event: Event) -> bool:
     return passed is None or event.service is not None or name.rpartition(".")[2] in ("", "SUM", "AVG")
 
 
-def _why(origin: TensorValue, taints: tuple[Taint, ...], uneven: set[tuple[str, int]]) -> str:
-    if origin.name.rpartition(".")[2] in _NONLINEAR:
-        return f"computes with `{origin.name.rpartition('.')[2]}`, which cannot be averaged"
+def _why(value: Value, origin: TensorValue, taints: tuple[Taint, ...], uneven: set[tuple[str, int]]) -> str:
+    if name := next((each for each in (_outer_function(value), _last(origin)) if each in _NONLINEAR), ""):
+        return f"computes with `{name}`, which cannot be averaged"
     if _has_data_in_denominator(origin):
         return "divides by a number that depends on its data"
     if any((taint.location.file, taint.location.line) in uneven for taint in taints):
@@ -107,12 +118,34 @@ def _why(origin: TensorValue, taints: tuple[Taint, ...], uneven: set[tuple[str, 
     return ""
 
 
+def _outer_function(value: Value) -> str:
+    """The function that made a number of a quotient, if nothing is summed or divided after it."""
+    current = next((each for each in options_of(value) if isinstance(each, TensorValue)), None)
+    for _ in range(_MAX_STEPS):
+        if current is None or _last(current) in _NONLINEAR:
+            break
+        inner = [option for each in current.parts[:1] for option in options_of(each)]
+        is_followed = not current.operation and _last(current) not in ("mean", "sum")
+        current = next((each for each in inner if isinstance(each, TensorValue)), None) if is_followed else None
+    return _last(current) if current is not None else ""
+
+
+def _last(value: Value) -> str:
+    return value.name.rpartition(".")[2]
+
+
 def _has_data_in_denominator(origin: TensorValue) -> bool:
     """Whether it is a quotient whose denominator is a sum over the samples, not their number."""
     if origin.operation != "/" or len(origin.parts) != 2:
         return False
     parts = [each for each in computed_from(origin.parts[1]) if isinstance(each, TensorValue)]
-    return any(each.name.rpartition(".")[2] == "sum" for each in parts)
+    return any(_last(each) == "sum" and not _is_of_lengths(each) for each in parts)
+
+
+def _is_of_lengths(total: TensorValue) -> bool:
+    """Whether it is the sum of a list of numbers of samples: `sizes.append(len(x))`, `sum(sizes)`."""
+    lengths = ("len", "numel", "size")
+    return bool(total.parts) and all(isinstance(e, TensorValue) and _last(e) in lengths for e in total.parts)
 
 
 def _is_pair(value: Value) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.file_access import is_on_all_ranks, is_shared, path_text
+from samestep.lint.file_access import is_on_all_ranks, is_shared, is_synchronized, path_text
 from samestep.lint.rule import Analysis, Rule, explain
 
 
@@ -45,7 +45,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield from _once_per_node(event)
         if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
-        if _is_before_ranks(analysis, event) or _is_moved(event):
+        if _is_before_ranks(analysis, event) or _is_moved(event) or _is_done_before(analysis, event):
             continue
         yield RULE.finding(
             event.location,
@@ -74,6 +74,15 @@ def _is_before_ranks(analysis: Analysis, event: Event) -> bool:
     """Whether the process that starts the ranks writes, before `spawn`."""
     spawns = analysis.of("spawn")
     return bool(spawns) and event.order < spawns[0].order and not any("spawn" in name for name in event.contexts)
+
+
+def _is_done_before(analysis: Analysis, event: Event) -> bool:
+    """Whether one rank has already created the file that all others look for first: `if not path.exists()`."""
+    earlier = [each for each in analysis.of("write") if each.node is event.node and each.order < event.order]
+    is_waited = any(each.rank_guard is not None and is_synchronized(analysis, each, event) for each in earlier)
+    return is_waited and any(
+        guard.is_negated or "exists" in guard.text or "is_file" in guard.text for guard in event.guards
+    )
 
 
 def _is_moved(event: Event) -> bool:

@@ -37,11 +37,12 @@ with open("vocab.json") as file:
 Source: LLM360/Reasoning360#88, pyg-team/pytorch_geometric#9456.
 """
 
+import ast
 from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.file_access import is_same_path, is_synchronized, path_text
+from samestep.lint.file_access import is_same_path, is_synchronized, path_node, path_text
 from samestep.lint.rule import Analysis, Rule, explain
 
 
@@ -53,7 +54,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         guard = event.rank_guard
         if guard is None or "uncalled" in event.contexts:
             continue
-        read = _next_read(analysis, event)
+        read = _next_read(analysis, event) or _read_in_next_iteration(analysis, event)
         if read is not None and not is_synchronized(analysis, event, read):
             yield RULE.finding(
                 read.location,
@@ -70,6 +71,27 @@ def _next_read(analysis: Analysis, write: Event) -> Event | None:
         if is_later and event.rank_guard is None and is_same_path(write, event):
             return event
     return None
+
+
+def _read_in_next_iteration(analysis: Analysis, write: Event) -> Event | None:
+    """A read of the same file, or of its pattern, earlier in the loop of a write after which no rank waits."""
+    loop = write.loops[-1] if write.loops else None
+    if loop is None or any(loop in each.loops for each in analysis.of("collective") if each.order > write.order):
+        return None
+    reads = [each for each in analysis.of("read") if loop in each.loops and each.order < write.order]
+    waits = [each.order for each in analysis.of("collective", "wrap", "backward") if loop in each.loops]
+    for event in reads:
+        if event.rank_guard is None and min(waits, default=write.order) > event.order and _may_match(event, write):
+            return event
+    return None
+
+
+def _may_match(read: Event, write: Event) -> bool:
+    """Whether a pattern such as "stage-*.pt" begins like the path of a write."""
+    pattern, node = read.path.constant, path_node(write)
+    start = pattern.partition("*")[0] if isinstance(pattern, str) and "*" in pattern else ""
+    text = node.values[0] if isinstance(node, ast.JoinedStr) else node
+    return is_same_path(read, write) or bool(start and isinstance(text, ast.Constant) and str(text.value) == start)
 
 
 RULE = Rule(

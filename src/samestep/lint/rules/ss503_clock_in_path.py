@@ -37,12 +37,14 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.file_access import is_on_all_ranks
+from samestep.lint.rank_decisions import evaluation_taint, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for paths that several ranks use and that depend on a clock."""
     seen = set[Location]()
+    yield from _named_after_metric(analysis)
     spawns = analysis.of("spawn")
     for event in analysis.of("write", "folder"):
         clock = event.path.clock
@@ -58,6 +60,22 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             evidence=[f"the path is used here, on all ranks ({event.location})"],
             related=[event.location],
         )
+
+
+def _named_after_metric(analysis: Analysis) -> Iterator[Finding]:
+    """Folders that all ranks create and that are named after a metric of the rank's own samples."""
+    loops = sharded_evaluation(analysis)
+    for event in analysis.of("folder"):
+        taint = evaluation_taint(event.path.taints, loops)
+        if taint is not None and not event.path.depends_on_rank and is_on_all_ranks(event):
+            yield RULE.finding(
+                event.location,
+                "every rank creates a folder that is named after a number of its own samples",
+                evidence=[f"{taint.text} ({taint.location})"],
+                related=list(event.frames[-1:]),
+                repair="reduce the number over all ranks before it gets into the name",
+            )
+            return
 
 
 RULE = Rule(

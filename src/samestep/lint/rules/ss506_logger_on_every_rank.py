@@ -1,7 +1,8 @@
 """Every rank starts its own TensorBoard writer or experiment.
 
 A SummaryWriter on every rank writes one file of events per rank to the same folder, and TensorBoard draws all of them
-as one curve that jumps back and forth. `wandb.init` on every rank starts one run per rank.
+as one curve that jumps back and forth. `wandb.init` on every rank starts one run per rank. It is a note if only rank 0
+writes values.
 
 Bad:
 
@@ -29,8 +30,10 @@ Source: Lightning-AI/pytorch-lightning#11380, huggingface/pytorch-image-models#1
 from collections.abc import Iterator
 
 from samestep.findings import Finding
+from samestep.lint.events import Event
 from samestep.lint.file_access import is_on_all_ranks
 from samestep.lint.rule import Analysis, Rule
+from samestep.lint.values import options_of
 
 _GROUPING = ("group", "mode", "id", "settings")
 
@@ -43,7 +46,27 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if any(name in event.call.keywords for name in _GROUPING) or any(each.differs for each in event.call.inputs):
             continue
         name = event.how.rpartition(".")[2] if "wandb" not in event.how else "wandb.init"
-        yield RULE.finding(event.location, f"every rank calls `{name}`", evidence=["there is no condition on the rank"])
+        written = _first_value(analysis, event)
+        evidence = f"every rank writes to it ({written.location})" if written else "there is no condition on the rank"
+        yield RULE.finding(
+            event.location,
+            f"every rank calls `{name}`",
+            evidence=[evidence],
+            related=[written.location] if written else [],
+            severity="warning" if written else None,
+        )
+
+
+def _first_value(analysis: Analysis, logger: Event) -> Event | None:
+    """Where all ranks write a value with a logger; if only one does, the others leave an empty file."""
+    for event in analysis.of("call"):
+        owners = options_of(event.data.get("owner"))
+        is_own = any(each.name == logger.how and each.location == logger.location for each in owners)
+        last = event.name.rpartition(".")[2]
+        is_write = is_own and last.startswith(("add_", "log"))
+        if (is_write or event.name in ("wandb.log", "mlflow.log_metric")) and is_on_all_ranks(event):
+            return event
+    return None
 
 
 RULE = Rule(

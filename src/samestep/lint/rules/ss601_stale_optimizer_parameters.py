@@ -77,16 +77,16 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 evidence=[f"the parameters change afterwards ({where.location})"],
                 related=[where.location, *where.frames[-1:]],
             )
-        elif (stale := _taken_before(analysis, event)) is not None:
-            asked, wrap = stale
+        elif (stale := _listed_before(analysis, event)) is not None:
+            listed, wrap = stale
             yield RULE.finding(
                 event.location,
                 f"the optimizer holds parameters from before {_name_of(wrap)}, which gives the model new ones",
                 evidence=[
-                    f"the parameters are asked for here ({asked.location})",
+                    f"the parameters are listed here ({listed.location})",
                     f"and change afterwards ({wrap.location})",
                 ],
-                related=[asked.location, wrap.location],
+                related=[listed.location, wrap.location],
                 repair=f"call `model.parameters()` after {_name_of(wrap)}",
             )
         elif _is_elsewhere(analysis, event, models):
@@ -124,18 +124,18 @@ def _name_of(wrap: Event) -> str:
     return "FSDP" if isinstance(wrap.model, ModelValue) else "`fully_shard`"
 
 
-def _taken_before(analysis: Analysis, event: Event) -> tuple[Event, Event] | None:
+def _listed_before(analysis: Analysis, event: Event) -> tuple[Event, Event] | None:
     """Where the parameters were put into a list, and the sharding between that and the optimizer."""
     for model, origin in optimized(event.optimizer.parameters):
-        asked = [each for each in analysis.of("parameters") if each.location == origin and each.order < event.order]
+        listed = [each for each in analysis.of("parameters") if each.location == origin and each.order < event.order]
         wraps = [
             wrap
             for wrap in analysis.wrapped
             if wrap.wrapper == "fsdp" and wrap.order < event.order and not _keeps_parameters(wrap)
             and any(overlap(tree, raw_module(model)) for tree in options_of(wrap.inner))
         ]  # fmt: skip
-        if asked and wraps and asked[-1].order < wraps[0].order:
-            return asked[-1], wraps[0]
+        if listed and wraps and listed[-1].order < wraps[0].order:
+            return listed[-1], wraps[0]
     return None
 
 

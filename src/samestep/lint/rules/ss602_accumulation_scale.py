@@ -71,6 +71,26 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             yield from _undivided(analysis, group)
     yield from _divided_twice(analysis)
     yield from _without_framework(analysis)
+    yield from _unprepared_optimizer(analysis)
+
+
+def _unprepared_optimizer(analysis: Analysis) -> Iterator[Finding]:
+    """With accumulation, Accelerate skips the steps of a prepared optimizer between the groups, and of no other."""
+    prepares = [each for each in analysis.of("prepare") if each.service.kind == "accelerator"]
+    if not prepares or accumulation_option(analysis) is None:
+        return
+    for step in analysis.of("optimizer_step"):
+        if "accumulate" in step.contexts and not any(
+            getattr(e, "is_prepared", True) for e in options_of(step.optimizer)
+        ):
+            yield RULE.finding(
+                prepares[0].location,
+                "`accelerator.prepare` does not get the optimizer, so it takes a step after every micro-batch",
+                evidence=[f"the step ({step.location})"],
+                related=[step.location],
+                repair="pass it as well: `accelerator.prepare(model, optimizer, loader)`",
+            )
+            return
 
 
 def _scales_gradients(analysis: Analysis) -> bool:

@@ -3,6 +3,9 @@
 `accelerator.prepare(scheduler)` makes each `scheduler.step()` count once per rank, since a step of N ranks reads N
 batches. That fits a schedule in batches. A schedule in epochs that is stepped once per epoch moves by N epochs instead.
 
+Without Accelerate it is the other way round: `len(dataset) // batch_size` steps of a schedule are those of one rank,
+and each of N ranks takes only an N-th of them.
+
 Bad:
 
 ```python
@@ -50,16 +53,73 @@ def train(loader):
 Source: huggingface/accelerate#3797.
 """
 
+import ast
 from collections.abc import Iterator
 
 from samestep.findings import Finding
-from samestep.lint.events import Event
+from samestep.lint.events import Event, Loop
+from samestep.lint.module_trees import site
 from samestep.lint.rule import Analysis, Rule
-from samestep.lint.values import ServiceValue, Value, options_of
+from samestep.lint.values import FunctionValue, LoaderValue, SampleCount, ServiceValue, Value, is_same_value, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
-    """Look for prepared schedulers that are stepped outside of the loop over the batches."""
+    """Look for schedules whose steps are not those that a rank takes."""
+    yield from _longer_than_training(analysis)
+    yield from _prepared(analysis)
+
+
+def _longer_than_training(analysis: Analysis) -> Iterator[Finding]:
+    """A schedule in batches of the whole dataset, of which each rank reads a part."""
+    for event in analysis.of("scheduler"):
+        steps = [each for each in analysis.of("scheduler_step") if _is_same(each.scheduler, event.scheduler)]
+        if any(_is_same(event.scheduler, each) for prepare in analysis.of("prepare") for each in _schedulers(prepare)):
+            continue
+        for option in _numbers(event.scheduler):
+            count = option.sample_count if not option.is_world else None
+            loop = _loop_over(steps, count) if count is not None else None
+            if loop is None:
+                continue
+            yield RULE.finding(
+                site(event, steps[0].location.function, steps[0].location.file),
+                "the schedule counts the batches of the whole dataset, and each rank takes a part of these steps",
+                evidence=[f"each rank reads its own part ({loop.location})", f"a step per batch ({steps[0].location})"],
+                related=[loop.location, steps[0].location],
+                consequence="training ends early in the schedule: the learning rate stays too high",
+                repair="count the batches of a rank: `epochs * len(loader)`",
+            )
+            break
+
+
+def _numbers(scheduler: ServiceValue) -> Iterator[Value]:
+    """The options of a scheduler, and what a function that it gets, such as a lambda, uses of the names around it."""
+    for option in scheduler.options.values():
+        yield option
+        if isinstance(option, FunctionValue) and option.node is not None and option.scope is not None:
+            names = {each.id for each in ast.walk(option.node) if isinstance(each, ast.Name)}
+            yield from (found for name in sorted(names) if (found := option.scope.get(name)) is not None)
+
+
+def _loop_over(steps: list[Event], count: SampleCount) -> Loop | None:
+    """The loop over the own part of the dataset in which the scheduler takes a step per batch."""
+    for loop in (each.loops[-1] for each in steps if each.loops):
+        loader, counted = loop.loader, count.dataset
+        if isinstance(counted, LoaderValue):  # `len(loader)` before `accelerator.prepare`
+            is_other = loader is not None and loader.is_prepared and not counted.is_prepared and not count.divisors
+            if is_other and loader is not None and loader.location == counted.location:
+                return loop
+            continue
+        if loader is None or loader.is_prepared or not loader.is_sharded or "batch_size" not in loader.options:
+            continue
+        size = loader.options["batch_size"]
+        is_size = not size.is_world and len(count.divisors) == 1 and is_same_value(size, count.divisors[0])
+        if is_size and any(each is count.dataset for each in options_of(loader.dataset)):
+            return loop
+    return None
+
+
+def _prepared(analysis: Analysis) -> Iterator[Finding]:
+    """Prepared schedulers that are stepped outside of the loop over the batches."""
     if any(_keeps_steps(event) for event in analysis.of("accelerator")):
         return
     for prepare in analysis.of("prepare"):

@@ -160,7 +160,7 @@ def _assigned(analysis: Analysis, event: Event) -> Location | None:
             around = file.parents.get(around)
         for each in ast.walk(around) if around is not None else ():
             if isinstance(each, ast.Assign) and any(ast.unparse(target) == name for target in each.targets):
-                return Location(event.location.file, each.lineno, event.location.function, each.col_offset + 1)
+                return file.locate(each, event.location.function)
     return None
 
 

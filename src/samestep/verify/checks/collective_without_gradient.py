@@ -21,7 +21,7 @@ from samestep.verify.source import division_by_ranks
 
 _TOLERANCE = 1e-2
 _MIN_STEPS = 2
-_GATHERS = ("all_gather", "all_gather_into_tensor", "all_reduce", "gather")
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_reduce", "gather", "reduce")
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -37,7 +37,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         return
     location, size = first(calls[0].site), worlds.many.size
     seen = f"the gradient of {size} ranks differs by {100 * max(different):.0f} % from that of one rank for the same "
-    is_divided = calls[0].name == "all_reduce" and all(abs(each + 1 / size - 1) < _TOLERANCE for each in different)
+    is_reduced = calls[0].name in ("all_reduce", "reduce")
+    is_divided = is_reduced and all(abs(each + 1 / size - 1) < _TOLERANCE for each in different)
     divided = division_by_ranks(location) if location is not None and is_divided else None
     if divided is not None:
         yield CHECK.finding(

@@ -1,7 +1,8 @@
 """The ranks start with different weights.
 
 What it compares: the weights of all ranks before the first optimizer step. DDP sends those of rank 0 to all ranks, so
-this happens without DDP, for parts outside of it, or if the script changes the weights after DDP was created.
+this happens without DDP, for parts outside of it, or if the script changes the weights after DDP was created. It also
+compares the names of the parameters: DDP and optimizers know them by their position only.
 
 Fault: `torch.manual_seed(seed + rank)` before the model is built, and gradients that are averaged by hand.
 
@@ -15,6 +16,7 @@ from dataclasses import replace
 from samestep.findings import Finding, Location
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.rank_dependent_samples import unordered_line
 from samestep.verify.checks.unsynchronized_parameters import first_difference, parameter_name
 from samestep.verify.source import calls_at, find_calls, function_at, name_of, origin
 
@@ -27,6 +29,7 @@ _SETTERS = (  # methods and functions that people set the weights of a model wit
 def find(worlds: Worlds) -> Iterator[Finding]:
     """Compare the weights before the first step."""
     ranks = worlds.many.ranks
+    yield from _other_order(worlds)
     found = first_difference(ranks)
     if found is None or found[0] > 0:
         return
@@ -47,6 +50,27 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         ranks=range(len(ranks)),
         repair="initialize or load the weights before you create DDP" if changed else "",
     )
+
+
+def _other_order(worlds: Worlds) -> Iterator[Finding]:
+    """Parameters that have another position on another rank, as those of layers in the order of a set."""
+    one = worlds.many[0].names if worlds.many.ranks else {}
+    for trace in worlds.many:
+        differing = [number for number in one.keys() & trace.names.keys() if one[number][0] != trace.names[number][0]]
+        names = [sorted(each[number][0] for number in differing) for each in (one, trace.names)]
+        if differing and names[0] == names[1]:
+            number = min(differing)
+            wrapped = [event["site"] for event in trace.of("wrap") if event["site"]]
+            yield CHECK.finding(
+                unordered_line(worlds) or first(wrapped[0] if wrapped else ()),
+                f"{len(differing)} parameters have another position on rank {trace.rank}: number {number} is "
+                f"{one[number][0]} on rank 0 and {trace.names[number][0]} on rank {trace.rank}",
+                ranks=[0, trace.rank],
+                consequence="gradients and weights of different parameters are averaged, since ranks exchange them by "
+                "position",
+                repair="create the layers in the same order on all ranks: sort what you iterate over",
+            )
+            return
 
 
 def _changed_after_wrapping(worlds: Worlds, numbers: Sequence[int]) -> Location | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
-from samestep.verify.source import key_assignments
+from samestep.verify.source import find_calls, key_assignments
 from samestep.verify.trace_events import OptimizerStep
 
 
@@ -59,6 +59,11 @@ def find(worlds: Worlds) -> Iterator[Finding]:
 def _changing_location(worlds: Worlds, step: OptimizerStep) -> Location | None:
     """The line that changes the learning rate, if there is only one; else that of the optimizer."""
     trace = worlds.many[0]
+    stepping = [(file, call.lineno) for file in worlds.files for call in find_calls(file, ["step"])]
+    executed = [rank.executed for rank in worlds.many]
+    alone = [each for each in stepping if len({each in lines for lines in executed}) > 1]
+    if alone:  # some ranks do not step a scheduler
+        return Location(*alone[0])
     optimizer = first(trace.optimizers[step.optimizer]["site"])
     if step.number == 0:
         return optimizer

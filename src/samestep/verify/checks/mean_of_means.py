@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4
 _LARGE = 5e-3  # a relative difference that rounding does not explain
 _MIN_REPETITIONS = 2
 _MEANS = ("sum", "avg", "")  # operations after which people divide
-_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
+REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         counts = [each.rows for each in evaluations]
         if reference is None or len({each.step for each in evaluations}) > 1 or reference.rows != sum(counts):
             continue
-        is_exact = not _has_batchnorm(ranks[0], evaluations[0]) and _is_even([*evaluations, reference])
+        is_exact = not has_batchnorm(ranks[0], evaluations[0]) and _is_even([*evaluations, reference])
         found = _compare(worlds, evaluations, reference, counts, is_exact)
         if found is not None:
             yield _describe(*found, counts)
@@ -122,7 +122,8 @@ def _accumulates(calls: Sequence[CollectiveCall]) -> bool:
     )
 
 
-def _has_batchnorm(trace: RankTrace, evaluation: Evaluation) -> bool:
+def has_batchnorm(trace: RankTrace, evaluation: Evaluation) -> bool:
+    """Whether an evaluated module has BatchNorm, whose statistics may differ between the ranks."""
     return any(trace.modules.get(call.module, {}).get("batchnorm") for call in evaluation.calls)
 
 
@@ -140,10 +141,10 @@ def _compare(
         *many, one = calls
         is_known = not any(call.value is None for call in calls) and same_on_all(call.name for call in calls)
         is_gather = "gather" in many[0].name
-        if not is_known or many[0].name not in _REDUCTIONS or (is_gather and knows_counts) or many[0].op not in _MEANS:
+        if not is_known or many[0].name not in REDUCTIONS or (is_gather and knows_counts) or many[0].op not in _MEANS:
             continue
         location = first(many[0].site)
-        if location is not None and worlds.evaluated.reaches(location, _REDUCTIONS) is False:
+        if location is not None and worlds.evaluated.reaches(location, REDUCTIONS) is False:
             continue
         for values, expected in zip(
             zip(*(call.value or [] for call in many), strict=False), one.value or [], strict=False
@@ -168,7 +169,7 @@ def _location(site: Site) -> Location | None:
     function = function_at(location) if location is not None else None
     if location is None or not isinstance(function, Function):
         return location
-    call = call_named(location, _REDUCTIONS)
+    call = call_named(location, REDUCTIONS)
     value = call.args[-1 if "gather" in ast.unparse(call.func) else 0] if call is not None and call.args else None
     statement = statement_at(origin(location, value)) if value is not None else None
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} if statement else set[str]()

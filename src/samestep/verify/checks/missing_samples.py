@@ -1,7 +1,8 @@
 """Samples that no rank reads.
 
 What it compares: the samples of all ranks together with those that one rank reads, in complete epochs. The end of a
-training epoch may be dropped, up to one global batch, in a single epoch or with `drop_last=True`.
+training epoch may be dropped, up to one global batch, in a single epoch or with `drop_last=True`. An evaluation may
+only drop what one rank drops as well.
 
 Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, or slices of
 `len(dataset) // world_size` samples whose remainder no rank evaluates.
@@ -10,13 +11,14 @@ Repair: let the sampler take rank and number of replicas from the process group,
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from samestep.findings import Finding
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.checks.duplicated_data import loader_location, sample_lists
 from samestep.verify.rank_trace import RankTrace, WorldTrace
-from samestep.verify.source import sharding_statement
+from samestep.verify.source import argument, call_named, sharding_statement
 from samestep.verify.trace_events import Epoch, LoaderInfo, Role
 
 _ROLES: tuple[Role, ...] = ("train", "eval")
@@ -64,9 +66,11 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
     batch = (reference[0].loader.batch_size or 1) if role == "train" and (count < 2 or drops) else 0
     if role == "train" and _has_own_batches(epochs):
         batch = sum(len(each[0].batches[0].samples) for each in epochs) - 1  # less than a batch of all ranks
+    loader = epochs[0][0].loader
+    if role == "eval" and loader.drop_last and not by_content and union != expected:
+        return _dropped(worlds, loader, len(union), len(expected))
     if len(missing) <= batch or not union <= expected:
         return None
-    loader = epochs[0][0].loader
     shown = format_list(sorted(sorted(missing), key=len), 4)
     where = " if every rank is on a separate node" if world.name == "nodes" else ""
     what = "training" if role == "train" else "evaluation"
@@ -78,6 +82,18 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
         f"{len(missing)} of {len(expected)} samples are read by no rank in {count} epoch{'s' * (count > 1)} of "
         f"{what}{where}: {shown}",
         evidence=[_describe_sampler(each[0]) for each in epochs if each[0].loader.distributed],
+    )
+
+
+def _dropped(worlds: Worlds, loader: LoaderInfo, evaluated: int, by_one: int) -> Finding:
+    location = loader_location(worlds, loader)
+    option = argument(call, "drop_last") if location and (call := call_named(location, ["DataLoader"])) else None
+    return CHECK.finding(
+        replace(location, line=option.lineno) if location and option is not None else location,
+        f"{evaluated} of {loader.length} samples are evaluated on {worlds.many.size} ranks and {by_one} on one, and "
+        "not the same ones: each rank drops its last batch (drop_last=True)",
+        ranks=range(worlds.many.size),
+        repair="leave drop_last=False for evaluations, and reduce sums and counts",
     )
 
 

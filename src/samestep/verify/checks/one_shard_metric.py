@@ -3,7 +3,8 @@
 What it compares: which samples each rank evaluates between two steps, whether the ranks communicate before the next
 step, and which ranks print numbers that depend on what was evaluated, other than those that one rank prints. Times,
 counts and epochs do not depend on it. If every rank evaluates the whole set, or all ranks print, nothing is reported.
-It also looks for evaluations on rank 0 alone whose sampler has a part of the samples.
+It also looks for files that rank 0 writes or not, depending on such a result, and for evaluations on rank 0 alone whose
+sampler has a part of the samples.
 
 Fault: `DataLoader(val_set, sampler=DistributedSampler(val_set))`, then `if rank == 0: print(correct / total)`. The
 number covers half of the samples.
@@ -18,7 +19,7 @@ from dataclasses import replace
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, reports
 from samestep.verify.rank_trace import RankTrace
-from samestep.verify.source import Function, function_at
+from samestep.verify.source import Function, function_at, parents, statement_at
 from samestep.verify.trace_events import Evaluation, LoaderInfo
 
 _MAX_REPEATED = 0.25  # of the samples, on two ranks
@@ -36,19 +37,36 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         if not all(samples) or not _are_shards(samples):
             continue
         printed = [list(reports(worlds, rank, each)) for rank, each in enumerate(evaluations)]
-        wrong = [site for site, is_same in printed[0] if not is_same]
-        if not wrong or any(printed[1:]):
+        wrong = [each.site for each in printed[0] if not each.is_same]
+        is_reported = bool(wrong) and not any(printed[1:])
+        decided = None if is_reported else _decided_write(worlds, evaluations[0])
+        if not is_reported and decided is None:
             continue
+        what = "reports a result" if decided is None else "decides what it saves by a result"
         counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(samples))
         yield CHECK.finding(
-            _result(evaluations[0]) or first(wrong[0]),
-            f"rank 0 reports a result of {len(samples[0])} of {len(set[str]().union(*samples))} evaluated samples "
+            _result(evaluations[0]) or decided or first(wrong[0]),
+            f"rank 0 {what} of {len(samples[0])} of {len(set[str]().union(*samples))} evaluated samples "
             f"after step {evaluations[0].step}: the ranks evaluate different samples ({counts}) and do not communicate",
             ranks=[0],
             related=[each for call in evaluations[0].calls[:1] if (each := first(call.site))],
         )
         return
     yield from _evaluated_alone(worlds)
+
+
+def _decided_write(worlds: Worlds, evaluation: Evaluation) -> Location | None:
+    """The condition that depends on an evaluation, below which rank 0 writes a file before the next step."""
+    for event in worlds.many[0].files:
+        if event.step != evaluation.step or event.action not in ("write", "rename"):
+            continue
+        for location in event.site:
+            statement = statement_at(location)
+            conditions = [each for each in parents(statement) if isinstance(each, ast.If)] if statement else []
+            for condition in conditions:
+                if worlds.evaluated.depends(location.file, condition.test):
+                    return replace(location, line=condition.lineno)
+    return None
 
 
 def _evaluated_alone(worlds: Worlds) -> Iterator[Finding]:
@@ -60,7 +78,7 @@ def _evaluated_alone(worlds: Worlds) -> Iterator[Finding]:
         divided = [each.loader for each in epochs if each.is_complete and _divides(each.loader)]
         if evaluation.step in shared or _communicates(evaluation) or not divided:
             continue
-        wrong = [site for site, is_same in reports(worlds, 0, evaluation) if is_same is False]
+        wrong = [each.site for each in reports(worlds, 0, evaluation) if each.is_same is False]
         if wrong:
             loader = divided[0]
             yield CHECK.finding(

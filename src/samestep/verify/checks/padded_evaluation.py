@@ -79,7 +79,7 @@ def _reaches_metric(worlds: Worlds, epochs: Sequence[Epoch]) -> bool:
         return not worlds.one[0].evaluations
     if _differ([each.collectives for each in known], reference.collectives):
         return True
-    printed = [is_same for _, is_same in reports(worlds, 0, known[0]) if is_same is not None]
+    printed = [each.is_same for each in reports(worlds, 0, known[0]) if each.is_same is not None]
     if printed:
         return not all(printed)
     return not any("gather" in call.name for call in known[0].collectives)

@@ -1,7 +1,7 @@
 """Buffers that each rank updates from its own samples.
 
-What it compares: the buffers of wrapped models between the ranks after every step, without the statistics of
-normalization layers; `--strict` reports BatchNorm that is not synchronized.
+What it compares: the buffers of models, losses and other modules that training calls, between the ranks after every
+step, without the statistics of normalization layers; `--strict` reports BatchNorm that is not synchronized.
 
 Fault: the codebook of a VQ-VAE that is a moving average over the samples of one rank. DDP then sends the buffers of
 rank 0 to all ranks before the next forward pass, and the samples of the others are lost.
@@ -28,12 +28,13 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     differing = dict[str, int]()
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
         for name in steps[0].buffers:
-            if len({step.buffers.get(name) for step in steps}) > 1:
+            hashes = {step.buffers.get(name) for step in steps}
+            if len(hashes) > 1 and None not in hashes:
                 differing[name] = differing.get(name, 0) + 1
     names = [name for name, count in differing.items() if count >= _MIN_STEPS]
     if names:
         yield CHECK.finding(
-            _update(worlds, [name.rpartition(".")[2] for name in names]),
+            _update(worlds, [name.rpartition(".")[2].rstrip("'") for name in names]),
             f"{counted(len(names), 'buffer')} differ{'s' * (len(names) == 1)} between the ranks in "
             f"{counted(differing[names[0]], 'step')} ({format_list(names, 3)}): "
             "each rank updates them from its own samples",
@@ -65,7 +66,7 @@ CHECK = Check(
     "SS210",
     "rank-dependent-buffers",
     "error",
-    "the buffers follow the samples of rank 0, so the result depends on the number of ranks",
+    "the ranks train with different buffers, or with those of rank 0, and a checkpoint holds those of one rank",
     "reduce the statistics over all ranks before you update the buffers",
     find,
 )

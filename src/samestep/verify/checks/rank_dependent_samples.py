@@ -3,10 +3,12 @@
 What it compares: the content of each sample, by its index, between the ranks and one process. Python's seed for hashes
 and the order in which folders list their files differ between the ranks, as they do between processes and machines.
 Samples that also differ within a rank are augmented at random and not compared, and neither are ranks that each read a
-dataset of their own from its first sample to its last.
+dataset of their own from its first sample to its last. Of data that is divided before it is processed, the inputs of
+the ranks are compared with those of one rank if the targets are the same.
 
 Fault: class ids that come from the order of a set of strings, `{name: i for i, name in enumerate(set(names))}`, or
-files in the order of `os.listdir`. The ranks train on contradicting labels.
+files in the order of `os.listdir`. The ranks train on contradicting labels. Or inputs that each rank standardizes with
+the mean of its own shard.
 
 Repair: sort: `sorted(set(names))`, `sorted(os.listdir(folder))`.
 """
@@ -16,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
-from samestep.verify.check import Check, Worlds, first
+from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.rank_trace import RankTrace
-from samestep.verify.source import name_of, parents, tree_of
+from samestep.verify.source import find_calls, name_of, parents, sharding_statement, tree_of
 
 Key = tuple[str, int, str]  # dataset, index and shapes
 Contents = dict[Key, list[tuple[str, ...]]]
@@ -36,6 +38,8 @@ _UNORDERED = (
     "union",
     "intersection",
 )
+_STATISTICS = ("fit", "fit_transform", "mean", "std", "var", "std_mean", "var_mean", "min", "max", "amin", "amax",
+               "median", "quantile", "unique", "norm")  # fmt: skip
 _MIN_SAMPLES = 2
 
 
@@ -58,6 +62,60 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             ):
                 yield _describe(worlds, traces[earlier], traces[later], differing, len(stable), contents)
                 return
+    yield from _processed_by_shard(worlds)
+
+
+def _processed_by_shard(worlds: Worlds) -> Iterator[Finding]:
+    """Samples of which a part is the same as on one rank, such as the target, and another part is on no rank."""
+    traces = [*worlds.many.ranks, *(worlds.one.ranks if worlds.one else [])]
+    columns = [_columns(trace) for trace in traces]
+    if (
+        len(traces) <= worlds.many.size
+        or not all(map(_is_repeated, worlds.many))
+        or not all(columns)
+        or not same_on_all(map(len, columns))
+        or _different_draw(worlds)
+    ):
+        return
+    kept, changed = 0, 0
+    for *parts, whole in zip(*columns, strict=True):
+        of_all = Counter(row for part in parts for row in part)
+        if of_all.total() != len(whole):
+            return
+        kept += of_all == Counter(whole) and len(of_all) >= len(whole) / 2  # enough to tell the samples apart
+        changed += not of_all.keys() & set(whole)
+    if kept and changed:
+        loader = next(iter(worlds.many[0].loaders.values()))
+        yield CHECK.finding(
+            _statistic(worlds) or first(loader.site),
+            f"{changed} of {len(columns[0])} tensors of all {len(columns[-1][0])} samples are not those of one rank, "
+            "although others are: each rank processes its own shard",
+            ranks=range(worlds.many.size),
+            repair="compute statistics and vocabularies from the whole data, or on rank 0, before you divide it",
+            consequence="the same value of a feature means something else on every rank",
+        )
+
+
+def _columns(trace: RankTrace) -> list[list[str]]:
+    """Hashes of the rows of the first epoch of training, by tensor."""
+    epoch = next((each for each in trace.epochs_of("train") if each.is_complete), None)
+    rows = [batch.rows for batch in epoch.batches] if epoch is not None else []
+    return [[row for leaf in leaves for row in leaf] for leaves in zip(*rows, strict=False)]
+
+
+def _is_repeated(trace: RankTrace) -> bool:
+    """Whether the first two epochs of training have the same samples."""
+    epochs = [each for each in trace.epochs_of("train") if each.is_complete]
+    return len(epochs) > 1 and set(epochs[0].contents) == set(epochs[1].contents)
+
+
+def _statistic(worlds: Worlds) -> Location | None:
+    """The first executed line that computes a statistic after the statement that takes a rank's part."""
+    shard, executed = sharding_statement(worlds.files, worlds.executed()), worlds.executed()
+    for call in find_calls(shard.file, _STATISTICS) if shard is not None else ():
+        if shard is not None and call.lineno > shard.line and (shard.file, call.lineno) in executed:
+            return Location(shard.file, call.lineno)
+    return None
 
 
 def _is_repeatable(contents: list[Contents], later: int, traces: list[RankTrace], worlds: Worlds) -> bool:
@@ -122,7 +180,7 @@ def _describe(
     parts = [number for number, (a, b) in enumerate(zip(one[0], other[0], strict=False)) if a != b]
     what = "content" if len(parts) == len(other[0]) else f"tensor {parts[0]} of the sample" if parts else "content"
     name = "one process" if worlds.one is not None and earlier in worlds.one.ranks else f"rank {earlier.rank}"
-    unordered = _unordered(worlds)
+    unordered = unordered_line(worlds)
     drawn = _different_draw(worlds) if unordered is None else None
     return CHECK.finding(
         unordered or drawn or first(next(iter(later.loaders.values())).site),
@@ -141,7 +199,7 @@ def _different_draw(worlds: Worlds) -> Location | None:
     return None
 
 
-def _unordered(worlds: Worlds) -> Location | None:
+def unordered_line(worlds: Worlds) -> Location | None:
     """A line of user code that was executed and depends on the order of a set or of a folder."""
     executed = worlds.executed()
     for file in worlds.files:

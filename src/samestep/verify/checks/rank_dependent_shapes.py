@@ -1,10 +1,12 @@
-"""A rank has batches of another shape.
+"""State that changes on some ranks only.
 
 What it compares: the shapes of the training batches within an epoch. It is reported if every rank has one shape in the
-whole epoch, but not all ranks the same; batches of variable length differ within a rank.
+whole epoch, but not all ranks the same; batches of variable length differ within a rank. It also compares whether a
+model is in training mode, and the gradients with those of one rank: if they are equal first and differ from some step
+on, and some ranks alone have executed a line that changes an attribute, this is the cause.
 
-Fault: a callback under `@rank_zero_only`, or code under `if rank == 0:`, that changes the resolution of the dataset.
-The other ranks keep the old one.
+Fault: a callback under `@rank_zero_only`, or code under `if rank == 0:`, that changes the resolution of the dataset or
+the weight of a loss. The other ranks keep the old one. Or `model.eval()` on rank 0, without `model.train()` after it.
 
 Repair: change the state on every rank, and print on rank 0 only.
 """
@@ -13,10 +15,14 @@ import ast
 from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
-from samestep.verify.check import Check, Worlds
+from samestep.verify.check import Check, Worlds, first, pair_by, same_on_all
+from samestep.verify.checks.unsynchronized_parameters import first_difference
+from samestep.verify.gradient_fit import comparable_steps, fit_weights
 from samestep.verify.source import Function, function_at, name_of, statement_at
 
 _MIN_BATCHES = 2
+_MIN_STEPS = 2
+_TOLERANCE, _LARGE = 2e-3, 1e-2  # relative differences of gradients
 _OUTPUT = (
     "print", "log", "write", "save", "dump", "warn", "info", "debug", "close", "flush", "barrier", "add_scalar",
     "makedirs", "mkdir", "tqdm", "bar", "plot", "append", "remove", "unlink", "broadcast", "wait", "hist",
@@ -42,6 +48,51 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                 ranks=[trace.rank for trace, each in zip(ranks, shapes, strict=True) if each != shapes[0]],
             )
             return
+    yield from _modes(worlds)
+    yield from _gradients(worlds)
+
+
+def _modes(worlds: Worlds) -> Iterator[Finding]:
+    """Compare whether the ranks train in training mode."""
+    for steps in zip(*(trace.steps for trace in worlds.many), strict=False):
+        for calls in pair_by([each.calls for each in steps], lambda call: call.site):
+            if not same_on_all(call.training for call in calls):
+                ranks = [rank for rank, call in enumerate(calls) if not call.training]
+                yield CHECK.finding(
+                    one_rank_change(worlds) or first(calls[0].site),
+                    f"from step {steps[0].number} on the model is in evaluation mode on ranks "
+                    f"{', '.join(map(str, ranks))}, and in training mode on the others",
+                    ranks=ranks,
+                    consequence="dropout and BatchNorm work on some ranks only",
+                    repair="call model.train() after an evaluation on every rank that evaluates",
+                )
+                return
+
+
+def _gradients(worlds: Worlds) -> Iterator[Finding]:
+    """Look for a step from which on the gradients are not those of one rank any more, without a fit by weights."""
+    if first_difference(worlds.many.ranks) is not None:  # other weights have other gradients
+        return
+    differences = list[tuple[int, float]]()
+    for steps, reference in comparable_steps(worlds):
+        fit = fit_weights(worlds.many[0], steps, reference)
+        if fit is not None:
+            is_explained = fit[1] < fit[2] / 5
+            differences.append((steps[0].number, 0.0 if is_explained else fit[2]))
+    large = [number for number, difference in differences if difference > _LARGE]
+    small = [number for number, difference in differences if difference <= _TOLERANCE]
+    if len(large) < _MIN_STEPS or not small or max(small) > min(large):
+        return
+    location = one_rank_change(worlds)
+    if location is not None:
+        size = max(difference for _, difference in differences)
+        yield CHECK.finding(
+            location,
+            f"the gradient of the ranks is that of one rank until step {max(small)}, and differs by {100 * size:.0f} % "
+            f"from step {min(large)} on for the same samples and weights",
+            ranks=range(worlds.many.size),
+            consequence="the ranks optimize different losses, and the result depends on which rank has which",
+        )
 
 
 def one_rank_change(worlds: Worlds) -> Location | None:

@@ -1,7 +1,8 @@
 """All ranks draw the same random numbers.
 
 What it compares: the tensors of random numbers that user code draws in each training step, with a row per sample,
-between the ranks. Single numbers, by which the ranks may have to decide alike, and masks of dropout are not compared.
+between the ranks. It is reported if they are equal in all steps, or in all from some step on, as after a restart.
+Single numbers, by which the ranks may have to decide alike, and masks of dropout are not compared.
 
 Fault: `torch.manual_seed(42)` on every rank, then `torch.randn_like(x)` in the training loop of a diffusion model. All
 ranks add the same noise to different samples.
@@ -24,22 +25,21 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     ranks = worlds.many.ranks
     if len(ranks) < 2:
         return
-    compared, equal, example = 0, 0, None
+    equal = list[Draw]()  # the first draw of each of the last steps, in which all draws are equal
     for steps in zip(*(trace.steps for trace in ranks), strict=False):
         rows = [{batch_rows for call in step.calls if (batch_rows := call.rows) > 1} for step in steps]
         draws = [[draw for draw in step.draws if _is_noise(draw, rows[0])] for step in steps]
         if not draws[0] or any(len(each) != len(draws[0]) for each in draws):
             continue
-        compared += 1
-        if all([draw.hash for draw in each] == [draw.hash for draw in draws[0]] for each in draws[1:]):
-            equal += 1
-            example = example or draws[0][0]
-    if example is None or compared < _MIN_STEPS or equal < compared or _have_same_data(ranks):
+        is_equal = all([draw.hash for draw in each] == [draw.hash for draw in draws[0]] for each in draws[1:])
+        equal = [*equal, draws[0][0]] if is_equal else []
+    if len(equal) < _MIN_STEPS or have_same_data(ranks):
         return
-    seed = _seed(ranks)
+    example = equal[0]
+    seed = _seed(ranks, example.step)
     yield CHECK.finding(
         seed or first(example.site),
-        f"all {len(ranks)} ranks drew the same random numbers in each of {equal} steps: "
+        f"all {len(ranks)} ranks drew the same random numbers in each of {len(equal)} steps: "
         f"{example.name} with shape {example.shape} at {first(example.site)}",
         ranks=range(len(ranks)),
         related=[example.site[0]] if seed and example.site else [],
@@ -50,7 +50,7 @@ def _is_noise(draw: Draw, rows: set[int]) -> bool:
     return bool(draw.shape) and draw.shape[0] in rows and draw.name != "randperm"
 
 
-def _have_same_data(ranks: list[RankTrace]) -> bool:
+def have_same_data(ranks: list[RankTrace]) -> bool:
     """Whether the ranks read the same samples, so that equal numbers are a consequence."""
     samples = [
         [sample for step in trace.steps for batch in step.batches for sample in batch.samples] for trace in ranks
@@ -58,12 +58,12 @@ def _have_same_data(ranks: list[RankTrace]) -> bool:
     return bool(samples[0]) and all(each == samples[0] for each in samples[1:])
 
 
-def _seed(ranks: list[RankTrace]) -> Location | None:
-    """The last seed before training that all ranks share."""
+def _seed(ranks: list[RankTrace], step: int) -> Location | None:
+    """The last seed that all ranks share, or state that all ranks restore, before a step."""
     shared = [
         events[0]["site"]
         for events in zip(*(trace.of("seed") for trace in ranks), strict=False)
-        if len({event["value"] for event in events}) == 1 and events[0]["s"] == 0 and events[0]["site"]
+        if len({event["value"] for event in events}) == 1 and events[0]["s"] <= step and events[0]["site"]
     ]
     return first(shared[-1]) if shared else None
 

@@ -44,10 +44,11 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding 
         if (file, call.lineno) in worlds.executed()
     ]
     if loader.distributed is not None:
-        sampler = loader.sampler_site
+        sampler, called = loader.sampler_site, trace.of("set_epoch")
+        location = first(called[0]["site"]) if called else None
         return CHECK.finding(
-            epoch_loop(epochs[1].site) or first(epochs[1].site),
-            f"{text}: DistributedSampler.set_epoch() {_was_called(trace.of('set_epoch'))}",
+            location or epoch_loop(epochs[1].site) or first(epochs[1].site),
+            f"{text}: DistributedSampler.set_epoch() {_was_called(called)}",
             related=[sampler[0]] if sampler else [],
         )
     if calls:

@@ -1,8 +1,10 @@
 """Data workers that draw the same random numbers.
 
-What it compares: the random numbers that the data workers of a rank draw, in their order.
+What it compares: the random numbers that the data workers of a rank draw, in their order, and those of all ranks, if
+the script seeds its workers itself.
 
-Fault: `np.random.seed(42)` in `worker_init_fn`: all workers, in all epochs, augment with the same numbers.
+Fault: `np.random.seed(42)` in `worker_init_fn`: all workers, in all epochs, augment with the same numbers. Or
+`np.random.seed(worker_id)`: those of all ranks do.
 
 Repair: `np.random.seed(torch.initial_seed() % 2**32 + rank)`, since torch gives every worker another seed.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.same_noise import have_same_data
 
 _MIN_DRAWS = 8
 
@@ -20,20 +23,25 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     workers = [each for each in worlds.many.workers if len(each.draws) >= _MIN_DRAWS]
     for one in workers:
         for other in workers:
-            if (
-                one.rank == other.rank
-                and one.number < other.number
-                and one.draws[:_MIN_DRAWS] == other.draws[:_MIN_DRAWS]
+            if one.draws[:_MIN_DRAWS] != other.draws[:_MIN_DRAWS]:
+                continue
+            seeds = [site for value, site in one.seeds if site and any(value == each for each, _ in other.seeds)]
+            same = min(len(one.draws), len(other.draws))
+            if one.rank == other.rank and one.number < other.number:
+                who = f"data workers {one.number} and {other.number} of rank {one.rank}"
+            elif (
+                one.rank < other.rank and one.number == other.number and seeds and not have_same_data(worlds.many.ranks)
             ):
-                same = min(len(one.draws), len(other.draws))
-                seeds = [site for value, site in one.seeds if site and any(value == each for each, _ in other.seeds)]
-                yield CHECK.finding(
-                    first(seeds[-1] if seeds else one.site),
-                    f"data workers {one.number} and {other.number} of rank {one.rank} draw the same random numbers "
-                    f"(the first {same} draws are compared)",
-                    related=one.site[:1],
-                )
-                return
+                who = f"data workers {one.number} of ranks {one.rank} and {other.rank}"
+            else:
+                continue
+            yield CHECK.finding(
+                first(seeds[-1] if seeds else one.site),
+                f"{who} draw the same random numbers (the first {same} draws are compared)",
+                ranks=sorted({one.rank, other.rank}),
+                related=one.site[:1],
+            )
+            return
 
 
 CHECK = Check(

@@ -1,8 +1,8 @@
 """Parameters that are trained, but not exchanged.
 
 What it compares: the weights of all ranks before every optimizer step, and the gradients before and after they are
-exchanged. Sharded weights of FSDP differ by design and are not compared, and neither are those of ranks that average
-their weights from time to time (local SGD).
+exchanged. Sharded weights of FSDP differ by design and are not compared, others of the same model are. Weights of ranks
+that average them from time to time (local SGD) are not compared.
 
 Fault: a text encoder whose parameters are in the optimizer, but which is outside of `DDP(unet)`. Its weights drift
 apart, and the checkpoint has those of rank 0.
@@ -11,6 +11,7 @@ Repair: wrap everything that is trained: `text_encoder = DDP(text_encoder)`, or 
 """
 
 import ast
+import math
 from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
@@ -41,9 +42,9 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if not have_same_rates(ranks, before):
         return
     outside = [number for number in numbers if number not in ranks[0].covered]
-    if not outside or any(trace.steps[step].is_sharded for trace in ranks):
+    if not outside:
         return
-    if not ranks[0].covered and _exchanges_gradients(ranks[0], before):
+    if not ranks[0].covered and _exchanges_gradients(ranks[0], before, outside):
         return
     names = format_list([parameter_name(ranks[0], number) for number in outside], 3)
     location, why = _early_exchange(worlds) or _cause(ranks[0], step)
@@ -87,10 +88,23 @@ def _cause(trace: RankTrace, step: int) -> tuple[Location | None, str]:
         return unfrozen, "they were unfrozen after DDP was created, which does not cover them"
     if trace.covered:
         return _parameters_location(optimizer["site"]), "DDP does not cover them"
+    if trace.steps[step].is_sharded:
+        return _sharding_location(trace) or _parameters_location(optimizer["site"]), "FSDP does not shard them"
     prepared = [event["site"] for event in trace.of("accelerate") if event["name"] == "prepare" and event["site"]]
     if prepared:
         return first(prepared[0]), "the model is not passed to accelerator.prepare()"
     return _parameters_location(optimizer["site"]), "no DDP wrapper and no collective exchanges their gradients"
+
+
+def _sharding_location(trace: RankTrace) -> Location | None:
+    """The last executed line that shards a module."""
+    calls = [
+        Location(file, call.lineno)
+        for file in {file for file, _, _ in trace.codes.values()}
+        for call in find_calls(file, ["fully_shard"])
+        if (file, call.lineno) in trace.executed
+    ]
+    return max(calls, default=None)
 
 
 def _unfrozen_location(trace: RankTrace, position: int) -> Location | None:
@@ -115,7 +129,7 @@ def first_difference(ranks: list[RankTrace]) -> tuple[int, list[int]] | None:
     if is_local_sgd(ranks):
         return None
     for number, steps in enumerate(zip(*(trace.steps for trace in ranks), strict=False)):
-        if any(step.is_sharded for step in steps) or len({step.optimizer for step in steps}) > 1:
+        if len({step.optimizer for step in steps}) > 1:
             continue
         parameters = ranks[0].optimizers[steps[0].optimizer]["parameters"]
         differing = [
@@ -123,8 +137,9 @@ def first_difference(ranks: list[RankTrace]) -> tuple[int, list[int]] | None:
             for index, hashes in enumerate(zip(*(step.weights for step in steps), strict=False))
             if len(set(hashes)) > 1
         ]
-        if differing:
-            return number, differing
+        sharded = set[int]().union(*(step.sharded for step in steps))
+        if whole := [each for each in differing if each not in sharded]:
+            return number, whole
     return None
 
 
@@ -154,9 +169,15 @@ def parameter_name(trace: RankTrace, number: int) -> str:
     return f"{module.get('class', '')}.{name[0]}".lstrip(".")
 
 
-def _exchanges_gradients(trace: RankTrace, step: int) -> bool:
-    """Whether the script calls collectives in its steps, and so exchanges gradients itself."""
-    return any(call.step < step and call.name in ("all_reduce", "reduce", "all_gather") for call in trace.collectives)
+def _exchanges_gradients(trace: RankTrace, step: int, numbers: list[int]) -> bool:
+    """Whether the script calls collectives in its steps with tensors that may contain the gradients of parameters."""
+    largest = max(math.prod(trace.shapes.get(number, [])) for number in numbers)
+    return any(
+        call.step < step
+        and call.name in ("all_reduce", "reduce", "all_gather")
+        and (call.source is None or math.prod(call.source[0]) >= largest)
+        for call in trace.collectives
+    )
 
 
 def _parameters_location(site: tuple[Location, ...]) -> Location | None:

@@ -77,7 +77,7 @@ def _assignment(worlds: Worlds, name: str) -> Location | None:
 
 def _location(trace: RankTrace) -> Location | None:
     """The line that sets the strategy of a Trainer, or wraps the model."""
-    for event in trace.of("trainer"):
+    for event in (*trace.of("trainer"), *trace.of("fabric")):
         location = first(event["site"])
         call = call_named(location, ["Trainer", "Fabric"]) if location else None
         if location is not None and call is not None:

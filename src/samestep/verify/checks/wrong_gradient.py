@@ -191,6 +191,13 @@ def _cause(trace: RankTrace, step: OptimizerStep) -> tuple[Location | None, str,
             "clip once per step, after the last backward pass and after the gradients were exchanged",
         )  # fmt: skip
     if step.backwards and step.backwards[-1].syncs and not any(step.backwards[-1].syncs):
+        prepared = [event for event in trace.of("accelerate") if event["name"] == "prepare"]
+        if prepared and not any(event["optimizers"] for event in prepared):
+            return (
+                first(prepared[0]["site"]),
+                ": the optimizer is not passed to accelerator.prepare(), so it steps after every micro-batch",
+                "pass the optimizer to accelerator.prepare()",
+            )
         return (
             no_sync_location(step) or first(step.backwards[-1].site),
             ": the last backward pass before the step is inside of no_sync()",
@@ -266,7 +273,9 @@ def _fit_reference(
 def _exchange_location(trace: RankTrace, step: OptimizerStep) -> Location | None:
     """The line that exchanges gradients by hand, or else that of the backward pass."""
     calls = [call for call in trace.collectives if call.step == step.number and call.name in ("all_reduce", "reduce")]
-    if calls and not trace.covered:
+    if trace.covered:  # DDP exchanges them as well
+        calls = [call for call in calls if call.source and call.source[0] in trace.shapes.values() and call.source[0]]
+    if calls:
         return first(calls[-1].site)
     return first(step.backwards[-1].site) if step.backwards else first(step.site)
 

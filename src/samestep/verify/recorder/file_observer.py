@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from samestep.verify.recorder.fingerprints import is_part, leaves
 from samestep.verify.recorder.recorder import Recorder, wrap
 
 _WRITE_DELAY: Final = 0.25  # seconds, for the first write to a path
@@ -51,6 +52,9 @@ class FileObserver:
         if isinstance(file, str | os.PathLike) and not self._recorder.is_quiet:
             with self._recorder.quiet():
                 self._write("write", file)
+                parts = sum(is_part(each) for each in leaves(value))
+            if parts:
+                self._recorder.write("saved_parts", site=self._recorder.site(), tensors=parts, path=os.fspath(file))
         return original(value, file, *args, **kwargs)
 
     def _lock(self, original: Any, file: Any, operation: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Fingerprints of tensors: hashes that tell samples and weights apart, and sketches that add up like gradients."""
 
+import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -57,8 +58,10 @@ def hash_rows(value: Any) -> list[list[str]]:
             and has_values(leaf)
             and leaf.numel() * leaf.element_size() <= _MAX_LEAF_BYTES
         ):
-            array = _to_numpy(leaf[:_MAX_ROWS])
-            found.append([_digest(row.tobytes()) for row in array])
+            kept = to_strided(leaf[:_MAX_ROWS])
+            size = kept.element_size() * kept[:1].numel()
+            data = raw_bytes(kept)
+            found.append([_digest(data[begin * size : (begin + 1) * size]) for begin in range(kept.shape[0])])
     return found
 
 
@@ -66,7 +69,8 @@ def hash_tensor(tensor: Tensor) -> str:
     """A hash of the values of a tensor, or of this rank's part of a sharded one; empty for one without values."""
     if not has_values(tensor):
         return ""
-    return _digest(_to_numpy(local_part(tensor)).data)
+    kept = to_strided(local_part(tensor))
+    return _digest(raw_bytes(kept))
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -131,6 +135,12 @@ def is_row_sharded(tensor: Any) -> bool:
     return len(placements) == 1 and placements[0].is_shard(0) and tensor.is_contiguous()
 
 
+def is_part(tensor: Any) -> bool:
+    """Whether this rank has a part of a tensor, and other ranks the rest."""
+    is_sharded = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+    return is_sharded and tensor.device_mesh.size() > 1
+
+
 def _offset(tensor: Any) -> int:
     """The position of the first element of this rank's rows."""
     rows = tensor.shape[0]
@@ -169,12 +179,21 @@ def _projection(length: int) -> Tensor:
     return found
 
 
-def _to_numpy(tensor: Tensor) -> Any:
+def to_strided(tensor: Tensor) -> Tensor:
+    """The values of a tensor on the CPU, without gaps; the tensor itself if it is so."""
     tensor = tensor.detach().cpu()
     if tensor.is_sparse or tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return tensor.contiguous()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a tensor of `to_strided`, as long as the caller keeps the tensor.
+
+    After `Tensor.numpy()` torch does not resize the storage of a tensor any more, as FSDP does with its parameters.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def _digest(data: Any) -> str:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from samestep.verify.recorder.file_observer import FileObserver
 from samestep.verify.recorder.recorder import Recorder, wrap
@@ -80,7 +81,7 @@ class FrameworkObserver:
 
     def _observe_fabric(self, module: ModuleType) -> None:
         def create(original: Any, fabric: Any, *args: Any, **kwargs: Any) -> Any:
-            self._recorder.write("trainer", site=self._recorder.site(), strategy=str(kwargs.get("strategy")))
+            self._recorder.write("fabric", site=self._recorder.site(), strategy=str(kwargs.get("strategy")))
             names = ("accelerator", "strategy", "devices", "num_nodes", "precision")
             kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
             return original(fabric, **{**kwargs, **self._devices(kwargs)})
@@ -110,7 +111,8 @@ class FrameworkObserver:
         def observe(name: str) -> None:
             def call(original: Any, *args: Any, **kwargs: Any) -> Any:
                 if not recorder.is_quiet:
-                    recorder.write("accelerate", name=name, site=recorder.site())
+                    optimizers = sum(isinstance(each, Optimizer) for each in args)
+                    recorder.write("accelerate", name=name, site=recorder.site(), optimizers=optimizers)
                 return original(*args, **kwargs)
 
             wrap(module.Accelerator, name, call)

@@ -1,6 +1,7 @@
 """Start the recorder in this process, and run the script of the user below it."""
 
 import builtins
+import logging
 import os
 import runpy
 import sys
@@ -19,6 +20,7 @@ PRELOADED: Final = (
     "numpy",
 )
 """What takes long to import, and what most scripts import."""
+_MAX_TEXT: Final = 400  # characters of a line that is printed
 OBSERVERS: Final = ("samestep.verify.recorder.optimizer_observer", "samestep.verify.recorder.collective_observer")
 
 
@@ -26,6 +28,7 @@ def install(settings: RecorderSettings, rank: int | None) -> Recorder:
     """Observe this process from now on."""
     # torch is imported here, not above: a process that only starts others does not need it
     from samestep.verify.recorder.collective_observer import CollectiveObserver
+    from samestep.verify.recorder.cpu_batchnorm import use_cpu_batchnorm
     from samestep.verify.recorder.cpu_devices import use_cpu
     from samestep.verify.recorder.data_observer import DataObserver
     from samestep.verify.recorder.file_observer import FileObserver
@@ -42,6 +45,7 @@ def install(settings: RecorderSettings, rank: int | None) -> Recorder:
     builtin = torch_builtins()
     if settings.device == "cpu":
         use_cpu(recorder)
+        use_cpu_batchnorm(recorder)
     data, replay = DataObserver(recorder), Replay(recorder)
     models = ModelObserver(recorder, data, replay)
     data.install()
@@ -81,14 +85,22 @@ def _keep_scriptable(operators: dict[str, Any]) -> None:
 
 
 def _observe_print(recorder: Recorder) -> None:
-    """Note that a rank has printed something: a metric, perhaps."""
+    """Note what a rank prints and logs: metrics, perhaps."""
 
     def observed(original: Any, *args: Any, **kwargs: Any) -> None:
         if not recorder.is_quiet and kwargs.get("file") is None:
-            recorder.write("print", site=recorder.site(), text=" ".join(map(str, args))[:200])
+            text = str(kwargs.get("sep") or " ").join(map(str, args))
+            recorder.write("print", site=recorder.site(), text=text[:_MAX_TEXT])
         original(*args, **kwargs)
 
+    def handle(original: Any, logger: logging.Logger, record: logging.LogRecord) -> None:
+        frames = recorder.user_frames(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        if frames and frames[0][1] == record.lineno and not recorder.is_quiet:  # not a message of a library
+            recorder.write("print", site=recorder.number(tuple(frames)), text=record.getMessage()[:_MAX_TEXT])
+        original(logger, record)
+
     wrap(builtins, "print", observed)
+    wrap(logging.Logger, "handle", handle)
 
 
 def run_script(recorder: Recorder, target: str, is_module: bool, arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from samestep.verify.recorder.fingerprints import (
     hash_rows,
     hash_tensor,
     is_tracing,
+    leaves,
     mapped_bytes,
     rng_state,
 )
@@ -47,7 +48,9 @@ class ModelObserver:
         self._covered: dict[int, Tensor] = {}  # parameters that DDP has found when it was created, by id
         self._hashes: dict[int, tuple[int, str]] = {}
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that were called with gradients."""
+        """Modules with trainable parameters that were called with gradients."""
+        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with those that lead to the loss
+        self._results: dict[tuple[str, ...], nn.Module] = {}  # modules without parameters by what they have computed
         self.before_training: Callable[[nn.Module], None] = lambda module: None
         """Is called with a sharded module before a call that trains it."""
         self.after_backward: Callable[[], None] = lambda: None
@@ -115,13 +118,17 @@ class ModelObserver:
         return original(module, name, added)
 
     def buffers(self) -> dict[str, str]:
-        """Hashes of the buffers of wrapped modules, without the statistics of normalization layers."""
+        """Hashes of the buffers of modules that training uses, without the statistics of normalization layers."""
         found = dict[str, str]()
-        for wrapper in self._wrappers:
-            for path, module in wrapper.named_modules():
-                if not isinstance(module, NORMS):
-                    for name, buffer in module.named_buffers(recurse=False):
-                        found[f"{path}.{name}".removeprefix("module.")] = hash_tensor(buffer)
+        for outer in sorted(self._trained, key=self.number):
+            for path, module in outer.named_modules():
+                if isinstance(module, NORMS):
+                    continue
+                for name, buffer in module.named_buffers(recurse=False):
+                    key = f"{path}.{name}".removeprefix("module.").removeprefix(".")
+                    while key in found:  # of another module
+                        key += "'"
+                    found[key] = hash_tensor(buffer)
         return found
 
     def number(self, module: nn.Module) -> int:
@@ -174,19 +181,33 @@ class ModelObserver:
             buffers = "" if torch.is_grad_enabled() else "-".join(hash_tensor(each)[:6] for each in module.buffers())
         recorder.write(
             "call", buffers=buffers, module=self.number(module), wrapper=self.wrapper(module), site=recorder.site(2),
-            training=module.training, grad=torch.is_grad_enabled(), rows=rows, hashes=hashes[:1], weights=weights,
-            rng=rng, epoch=self._data.current,
+            training=_inner(module).training, grad=torch.is_grad_enabled(), rows=rows, hashes=hashes[:1],
+            weights=weights, rng=rng, epoch=self._data.current,
         )  # fmt: skip
         if trains and any(True for each in module.parameters() if each.requires_grad):
             self.called.add(module)
+            self._trained.add(module)
+            self._trained.update(fed for key, fed in self._results.items() if key in map(tuple, hashes))
+            self._results.clear()
         self._depth += 1
         try:
-            return call(module, *args, **kwargs)
+            result = call(module, *args, **kwargs)
+            if trains and module not in self._trained and any(True for _ in module.buffers()):
+                self._note_result(module, result)
+            return result
         finally:
             self._depth -= 1
             with recorder.quiet():
                 after = rng_state()
             recorder.write("call_end", module=self._modules.get(module), rng=after)
+
+    def _note_result(self, module: nn.Module, result: Any) -> None:
+        """Note whether the loss depends on a module without parameters: not on one that computes a metric."""
+        if any(isinstance(each, Tensor) and each.requires_grad for each in leaves(result)):
+            self._trained.add(module)
+            return
+        with self._recorder.quiet():
+            self._results |= {tuple(rows): module for rows in hash_rows(result)}
 
     def _hash(self, module: nn.Module) -> str:
         """A hash of the parameters of a module, computed again after each optimizer step."""
@@ -234,6 +255,11 @@ class ModelObserver:
             for handle in handles:
                 handle.remove()
             recorder.write("backward_end", scales=scales, restarts=self._restarts)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The module inside of DDP, which may have been put into another mode than the wrapper."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _is_plain(parameter: Any) -> bool:

@@ -69,6 +69,7 @@ class OptimizerObserver:
         # last backward pass; a copy is faster than a sketch, which is needed only if the script changes the gradient
         self._before_clip: dict[int, list[float]] = {}
         self._named: set[int] = set()
+        self._stepping: Optimizer | None = None  # whose step runs; it may call others, as ZeRO does for its part
         self._sharded = ShardedGradients(self._number, self._collect)
 
     def install(self) -> None:
@@ -164,8 +165,9 @@ class OptimizerObserver:
         return {self._number(each): sketch(each.grad) for each in parameters if each.grad is not None}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._recorder.is_quiet or optimizer not in self._optimizers:
+        if self._recorder.is_quiet or optimizer not in self._optimizers or self._is_inner(optimizer):
             return None
+        self._stepping = optimizer
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
             self._write_step(optimizer, self._recorder.site())
@@ -179,6 +181,13 @@ class OptimizerObserver:
             return loss
 
         return args[:1], {**kwargs, "closure": observed}
+
+    def _is_inner(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps for another one, with a part of its parameters."""
+        if self._stepping is None or self._stepping is optimizer:
+            return False
+        outer = {id(each) for group in self._stepping.param_groups for each in group["params"]}
+        return all(id(each) in outer for group in optimizer.param_groups for each in group["params"])
 
     def _write_step(self, optimizer: Optimizer, site: int) -> None:
         recorder = self._recorder
@@ -224,8 +233,9 @@ class OptimizerObserver:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.is_quiet or optimizer not in self._optimizers:
+        if recorder.is_quiet or optimizer not in self._optimizers or self._is_inner(optimizer):
             return
+        self._stepping = None
         for group in optimizer.param_groups:
             for each in group["params"]:
                 self._local.pop(self._number(each), None)

@@ -37,6 +37,7 @@ class RandomObserver:
             setattr(Tensor, name, self._observe(name, getattr(Tensor, name)))
         torch.manual_seed = torch.random.manual_seed = self._observe_seed("torch.manual_seed", torch.manual_seed)
         random.seed = self._observe_seed("random.seed", random.seed)  # pyright: ignore
+        torch.set_rng_state = self._observe_seed("torch.set_rng_state", torch.set_rng_state)
         try:
             import numpy
         except ImportError:
@@ -65,10 +66,13 @@ class RandomObserver:
     def _observe_seed(self, name: str, original: Callable[..., Any]) -> Any:
         @_like(original)
         def seed(*args: Any, **kwargs: Any) -> Any:
-            recorder = self._recorder
-            if not recorder.is_quiet or self._is_in_worker():
+            recorder, caller = self._recorder, _caller()
+            is_state = name == "torch.set_rng_state"  # torch calls it as well, to repeat a forward pass
+            is_observed = not recorder.is_quiet or self._is_in_worker()
+            if is_observed and (not is_state or recorder.is_user_code(caller.f_code)):
                 value = args[0] if args else next(iter(kwargs.values()), None)
-                frames = recorder.user_frames(_caller())
+                value = hash_tensor(value) if isinstance(value, Tensor) else value
+                frames = recorder.user_frames(caller)
                 self._write("seed", frames, name=name, value=str(value))
             return original(*args, **kwargs)
 

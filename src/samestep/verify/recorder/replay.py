@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from samestep.verify.recorder.fingerprints import local_part
+from samestep.verify.recorder.fingerprints import local_part, raw_bytes, to_strided
 from samestep.verify.recorder.recorder import Recorder
 
 _MAX_BYTES: Final = 2**30  # of all saved weights
@@ -74,13 +74,13 @@ class Replay:
 
     def _save(self, name: str, tensors: list[Tensor]) -> None:
         """Save under a name that appears only when the file is complete."""
-        parts = [local_part(each).to("cpu").contiguous() for each in tensors]
+        parts = [to_strided(local_part(each)) for each in tensors]
         header = [(part.dtype, part.shape, _shard_dimension(each)) for part, each in zip(parts, tensors, strict=True)]
         path = f"{self._folder}/{name}.{self._recorder.rank}"
         with open(f"{path}.tmp", "wb", buffering=0) as file:  # noqa: PTH123
             file.write(pickle.dumps(header))
             for part in parts:  # a zip file of torch.save takes three times as long
-                file.write(part.flatten().view(torch.uint8).numpy().data)
+                file.write(raw_bytes(part))
         os.replace(f"{path}.tmp", path)  # noqa: PTH105
 
     def _copy(self, name: str, tensors: list[Tensor]) -> None:

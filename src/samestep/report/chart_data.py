@@ -1,0 +1,153 @@
+"""What the charts of the page draw: the curves of one or several runs, thinned out to a size that a mail can carry."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from samestep.loggers.run_files import WAIT_PREFIX
+from samestep.report.curves import Curve, Difference, compare, thin_out
+from samestep.report.run_data import RunData
+
+_MOST_POINTS: Final = 4000  # of a curve
+_ALL_POINTS: Final = 60_000  # of all curves: about 40 bytes each
+_FEWEST_POINTS: Final = 200
+_USAGE: Final[Mapping[str, tuple[str, float]]] = {
+    "memory_bytes": ("memory, GiB", 2.0**30),
+    "cpu_cores": ("CPU cores in use", 1.0),
+    "gpu_percent": ("GPU utilization, %", 1.0),
+}
+"""Columns of times.jsonl: the title of their chart, and the unit."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: several curves over steps or time."""
+
+    key: str
+    title: str
+    series: list[dict[str, Any]]
+    logarithmic: bool = False
+    x: str = "step"  # or "time", if it has no steps
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"key": self.key, "title": self.title, "x": self.x, "log": self.logarithmic, "series": self.series}
+
+
+def metric_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """A chart per metric with a curve per run; how long ranks make the others wait is one chart."""
+    names = list(dict.fromkeys(name for run in runs for name in run.curves))
+    most = points_per_curve(sum(len(run.curves) for run in runs))
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=_rank_of_name):
+        groups.setdefault(WAIT_PREFIX.rstrip("/") if name.startswith(WAIT_PREFIX) else name, []).append(name)
+    charts = list[Chart]()
+    for title, members in groups.items():
+        series = [
+            _series(run.curves[name], index, run, most, name.removeprefix(WAIT_PREFIX) if len(members) > 1 else "")
+            for index, run in enumerate(runs)
+            for name in members
+            if name in run.curves
+        ]
+        charts.append(Chart(title, title, series))
+    return charts
+
+
+def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Difference, Chart]]:
+    """For every other run and metric: how far it is from the first run."""
+    first, found = runs[0], list[tuple[str, RunData, Difference, Chart]]()
+    pairs = [(name, other) for name in sorted(first.curves, key=_rank_of_name) for other in runs[1:]]
+    known = [(name, other) for name, other in pairs if name in other.curves and not name.startswith(WAIT_PREFIX)]
+    most = points_per_curve(2 * len(known))
+    for name, other in known:
+        difference = compare(first.curves[name], other.curves[name])
+        if difference is not None:
+            curve = Curve(difference.steps, difference.values, np.zeros(len(difference.steps)))
+            series = _points(thin_out(curve, most).points) | {"run": runs.index(other), "label": ""}
+            chart = Chart(f"difference {name} {runs.index(other)}", name, [series], logarithmic=True)
+            found.append((name, other, difference, chart))
+    return found
+
+
+def usage_charts(run: RunData, number: int = 0) -> list[Chart]:
+    """What the ranks of a run use, over time."""
+    charts = list[Chart]()
+    for column, (title, unit) in _USAGE.items():
+        rows = [(record["time"], record[column]) for record in run.times if record.get(column)]
+        if rows:
+            series = [{**each, "run": number} for each in _usage_series(rows, unit, run)]
+            charts.append(Chart(f"usage {column} {number}", title, series, x="time"))
+    return charts
+
+
+def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Where runs started again, for the charts over steps and over time."""
+    return [
+        {
+            "run": index,
+            "step": start.first_step,
+            "time": round(start.time - run.first.time, 3),
+            "text": f"start {number} on {start.ranks} rank(s)",
+        }
+        for index, run in enumerate(runs)
+        for number, start in enumerate(run.starts[1:], 2)
+    ]
+
+
+def points_per_curve(curves: int) -> int:
+    """How many points each of so many curves may have."""
+    return max(_FEWEST_POINTS, min(_MOST_POINTS, _ALL_POINTS // max(1, curves)))
+
+
+def _rank_of_name(name: str) -> tuple[int, str]:
+    """Losses first, then results of evaluations, then the rest, and times of ranks last."""
+    order = ("train/loss", "loss", "val", "test", "eval", "epoch")
+    if name.startswith(WAIT_PREFIX):
+        return 99, name
+    return next((at for at, part in enumerate(order) if name.startswith(part) or f"/{part}" in name), 50), name
+
+
+def _series(curve: Curve, number: int, run: RunData, most: int, label: str) -> dict[str, Any]:
+    thin, begin = thin_out(curve, most), _begin(run)
+    found = _points(thin.points, begin) | {"run": number, "label": label}
+    if thin.means is not None and thin.weights is not None:
+        found["means"] = _points(thin.means, begin) | {"weight": thin.weights.tolist()}
+    return found
+
+
+def _points(curve: Curve, begin: float | None = None) -> dict[str, Any]:
+    points: dict[str, Any] = {"step": curve.steps.tolist(), "value": _finite(curve.values)}
+    if begin is not None:
+        points["time"] = np.round(curve.times - begin, 3).tolist()
+    infinite = np.flatnonzero(~np.isfinite(curve.values))
+    if len(infinite):
+        points["notFinite"] = {str(at): repr(float(curve.values[at])) for at in infinite[:50].tolist()}
+    return points
+
+
+def _finite(values: Iterable[float] | np.ndarray) -> list[float | None]:
+    return [value if np.isfinite(value) else None for value in np.asarray(values).tolist()]
+
+
+def _usage_series(rows: Sequence[tuple[float, Any]], unit: float, run: RunData) -> Iterable[dict[str, Any]]:
+    begin = _begin(run)
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for time, values in rows:
+        if isinstance(values, Mapping):
+            named = {name: values[name] for name in ("min", "mean", "max")}
+        else:
+            named = {f"rank {rank}": value for rank, value in enumerate(values)}
+        for name, value in named.items():
+            by_name.setdefault(name, []).append((time, float("nan") if value is None else value / unit))
+    for name, points in by_name.items():
+        times, values = (np.array(column) for column in zip(*points, strict=True))
+        thin = thin_out(Curve(np.arange(len(times)), values, times), points_per_curve(3 * len(by_name))).points
+        yield {"time": np.round(thin.times - begin, 3).tolist(), "value": _finite(thin.values), "label": name}
+
+
+def _begin(run: RunData) -> float:
+    if run.starts:
+        return run.first.time
+    return min((float(curve.times[0]) for curve in run.curves.values() if len(curve)), default=0.0)

@@ -1,0 +1,144 @@
+"""The facts about a run that the head of its page shows, as names and short texts."""
+
+import math
+import shlex
+import statistics
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from samestep.messages import format_bytes, format_duration, format_list, format_seconds
+from samestep.report.run_data import Record, RunData
+from samestep.report.time_shares import peak
+from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_done
+
+_SHOWN = 4
+_COMMIT_DIGITS = 12
+
+
+def facts_of(run: RunData) -> dict[str, str]:
+    """All facts that are known."""
+    if not run.starts:
+        return {name: text for name, text in _launch_facts(run).items() if text}
+    last = run.last.fields
+    facts = {
+        "command": shlex.join(last["command"]),
+        "code": _code(run),
+        "started": _time(run.first.time),
+        "duration": _duration(run),
+        "GPU-hours" if has_gpus(run) else "rank-hours": f"{rank_hours(run):.3g}",
+        "starts": str(len(run.starts)),
+        "ranks": _ranks(run),
+        "hardware": ", ".join(f"{count} x {name}" for name, count in last["devices"].items()),
+        "backend": last["backend"],
+        "model": _models(run),
+        "precision": _precision(last["choices"]),
+        "global batch": f"{last['global_batch']:,}",
+        "micro-batch": _micro_batch(run),
+        "seed": str(last["seed"]),
+        "steps": f"{steps_done(run):,}",
+        "epochs": str(run.epochs) if run.epochs else "",
+        "throughput": _throughput(run),
+        "peak memory": _memory(run),
+        "plan": _plan(run),
+        "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+        "launched by": ", job ".join(filter(None, (last["launcher"], last["job"]))),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def last_metrics(run: RunData) -> dict[str, float]:
+    """The last value of each metric."""
+    return {name: float(curve.values[-1]) for name, curve in run.curves.items() if len(curve)}
+
+
+def planned(run: RunData) -> Record | None:
+    """The plan of the last start that made one: forecast memory and time by part."""
+    return next((event for start in reversed(run.starts) for event in reversed(start.named("plan"))), None)
+
+
+def _launch_facts(run: RunData) -> dict[str, str]:
+    launch: Mapping[str, Any] = next((event for event in run.launches if event["event"] == "launch"), {})
+    begin, end = (run.launches[0]["time"], run.launches[-1]["time"]) if run.launches else (None, None)
+    return {
+        "command": shlex.join(launch.get("command", [])),
+        "started": _time(begin) if begin is not None else "",
+        "duration": format_duration(end - begin) if begin is not None and end is not None else "",
+        "ranks": str(launch.get("ranks", "")),
+    }
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+
+
+def _code(run: RunData) -> str:
+    code = next((event for start in reversed(run.starts) for event in start.named("code")), None)
+    if code is None:
+        return ""
+    state = ", with changes that are not committed" if code["is_changed"] else ""
+    branch = f" ({code['branch']})" if code["branch"] not in (None, "", "HEAD") else ""
+    return f"commit {code['commit'][:_COMMIT_DIGITS]}{branch}{state}"
+
+
+def _duration(run: RunData) -> str:
+    active, whole = active_seconds(run), run.last.until - run.first.time
+    pauses = f", {format_duration(whole)} with pauses" if whole > 1.05 * active else ""
+    return f"{format_duration(active)}{pauses}"
+
+
+def _ranks(run: RunData) -> str:
+    last = run.last.fields
+    earlier = [start.ranks for start in run.starts[:-1] if start.ranks != run.last.ranks]
+    nodes = f" on {last['nodes']} nodes" if last["nodes"] > 1 else ""
+    hosts = format_list(list(last["hosts"]), _SHOWN)
+    before = f", earlier {format_list(list(dict.fromkeys(earlier)), _SHOWN)}" if earlier else ""
+    return f"{last['ranks']}{nodes} ({hosts}){before}"
+
+
+def _models(run: RunData) -> str:
+    models = run.last.named("model")
+    return "; ".join(
+        f"{each['model']}, {each['parameters']:,} parameters{_trainable(each)}, {each['strategy']}" for each in models
+    )
+
+
+def _trainable(model: Record) -> str:
+    return f" ({model['trainable']:,} of them trained)" if model["trainable"] != model["parameters"] else ""
+
+
+def _precision(choices: Record) -> str:
+    more = [name for name in ("tf32", "compile") if choices.get(name)]
+    return ", ".join([str(choices.get("precision", "")), *more])
+
+
+def _micro_batch(run: RunData) -> str:
+    data = next((event for event in run.last.named("data") if event.get("rows")), None)
+    if data is None:
+        return ""
+    count = data["micro_batches"]
+    return f"{data['rows']:,} rows per rank" + (f", {count} per step" if count > 1 else "")
+
+
+def _throughput(run: RunData) -> str:
+    curve = run.curves.get("train/samples_per_s")
+    if curve is None or not len(curve):
+        return ""
+    known = [value for value in curve.values.tolist() if math.isfinite(value)]
+    return f"{statistics.median(known):,.0f} samples/s (median)" if known else ""
+
+
+def _memory(run: RunData) -> str:
+    used = peak(run.times, "memory_bytes")
+    if used is None:
+        return ""
+    return f"{format_bytes(used)} per {'GPU' if has_gpus(run) else 'process'}"
+
+
+def _plan(run: RunData) -> str:
+    plan = planned(run)
+    if plan is None:
+        return ""
+    chosen = plan["chosen"]
+    memory, seconds = chosen["memory"]["total"] - chosen["memory"]["overhead"], chosen["seconds"]["total"]
+    return f"{chosen['name']}, {format_bytes(memory)} and {format_seconds(seconds)} per step forecast"

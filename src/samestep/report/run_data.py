@@ -1,0 +1,220 @@
+"""Read the folder of a run: its starts, metrics, times, events, checkpoints and ledger, also of a run that goes on."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from socket import gethostname
+from typing import Any, Final
+
+import numpy as np
+
+from samestep.checkpoint.checkpoint_folder import list_newest_first
+from samestep.checkpoint.manifest import CorruptCheckpoint, read_manifest
+from samestep.data.audit import AuditReport, audit
+from samestep.environment.processes import process_runs
+from samestep.environment.world import LAUNCHER_LINK
+from samestep.errors import CheckpointError, LedgerError, ReportError
+from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE, read_records
+from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE
+from samestep.report.curves import Curve, Numbers, read_curves
+
+Record = Mapping[str, Any]
+LAUNCHER_EVENTS: Final = "launcher-*.jsonl"
+"""In the folder `logs` of a launcher, one file per node."""
+_SILENT_SECONDS: Final = 60.0  # after which a run on another host, which writes every second, counts as ended
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run: a process of rank 0 from its beginning to its end."""
+
+    fields: Record  # of its event
+    events: tuple[Record, ...]  # from this start to the next
+    until: float  # when it ended, or wrote its last record
+
+    @property
+    def time(self) -> float:
+        """When it began, in seconds since 1970."""
+        return float(self.fields["time"])
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return int(self.fields["ranks"])
+
+    @property
+    def end(self) -> Record | None:
+        """Its last event, unless it was killed or still runs."""
+        return next((event for event in reversed(self.events) if event["event"] == "end"), None)
+
+    @property
+    def status(self) -> str:
+        """The status of its end, "killed" or "running"."""
+        if self.end is not None:
+            return str(self.end["status"])
+        return "running" if self._is_running else "killed"
+
+    @property
+    def first_step(self) -> int:
+        """The first step that it trained."""
+        return next((int(event["step"]) for event in self.events if event["event"] == "restored"), 0)
+
+    def named(self, event: str) -> list[Record]:
+        """Its events of one kind."""
+        return [each for each in self.events if each["event"] == event]
+
+    @property
+    def _is_running(self) -> bool:
+        if self.fields["host"] == gethostname():
+            return process_runs(self.fields["pid"], self.fields["started_from_boot"])
+        return time.time() - self.until < _SILENT_SECONDS
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was saved, or could not be; it may have been removed since."""
+
+    name: str
+    step: int
+    time: float | None  # when it was complete
+    size: int | None  # bytes
+    seconds: float | None  # from the call to the published folder
+    waited: float | None  # for which training has waited
+    metric: tuple[str, float] | None
+    exists: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the folder of a run says about it."""
+
+    folder: Path
+    starts: Sequence[Start]
+    curves: dict[str, Curve]  # of each metric, in the order in which they were first logged
+    epochs: int  # that have begun, as far as metrics say
+    times: Sequence[Record]
+    launches: Sequence[Record]  # events of the launchers of all nodes, by time
+    summary: Record = field(default_factory=dict[str, Any])
+    """summary.json of the last start that ended; empty if none did."""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name or str(self.folder)
+
+    @property
+    def first(self) -> Start:
+        """The first start."""
+        return self.starts[0]
+
+    @property
+    def last(self) -> Start:
+        """The last start."""
+        return self.starts[-1]
+
+    @cached_property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """All checkpoints of the run that are known, by step."""
+        saved = {Path(event["checkpoint"]).name: event for start in self.starts for event in start.named("checkpoint")}
+        here = {path.name: path for folder in self._checkpoint_folders(saved.values()) for path in _list(folder)}
+        found = [_from_event(name, event, name in here) for name, event in saved.items()]
+        found += [each for name, path in here.items() if name not in saved and (each := _from_manifest(path))]
+        return sorted(found, key=lambda each: (each.step, each.time or 0.0))
+
+    @cached_property
+    def audit(self) -> AuditReport | str | None:
+        """The audit of the ledger, or why it cannot be read; None without a ledger."""
+        if not (self.folder / "ledger").is_dir():
+            return None
+        try:
+            return audit(self.folder)
+        except LedgerError as error:
+            return str(error)
+
+    def _checkpoint_folders(self, saved: Iterable[Record]) -> set[Path]:
+        return {self.folder, *(Path(event["checkpoint"]).parent for event in saved)}
+
+
+def read_run(folder: str | Path) -> RunData:
+    """Read the folder of a run, or that of its launcher; raises ReportError if it is neither."""
+    path = find_run_folder(Path(folder))
+    events = sorted(read_records(path / EVENTS_FILE), key=lambda event: event["time"])
+    curves, epochs = read_curves(path / METRICS_FILE)
+    times = list(read_records(path / TIMES_FILE))
+    written = [np.array([record["time"] for record in times]), *(curve.times for curve in curves.values())]
+    starts = _starts(events, np.sort(np.concatenate(written)))
+    launchers = {Path(each) for start in starts if (each := start.fields.get("launcher_folder"))} | {path}
+    launches = [record for each in sorted(launchers) for record in read_launches(each)]
+    if not starts and not launches and not curves:
+        raise ReportError(f"{path} is not the folder of a run: it has neither {EVENTS_FILE} nor {METRICS_FILE}")
+    summary = read_summary(path / SUMMARY_FILE)
+    launches.sort(key=lambda event: event["time"])
+    return RunData(path, starts, curves, epochs, times, launches, summary)
+
+
+def find_run_folder(folder: Path) -> Path:
+    """The folder that holds the files of a run: `folder`, or the one that the folder of a launcher links to."""
+    if not folder.exists():
+        raise ReportError(f"{folder} does not exist: pass the folder of a run, such as runs/train-20260131-093005")
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is a file: pass the folder of a run, such as {folder.parent}")
+    linked = folder / LAUNCHER_LINK
+    has_own = any((folder / name).exists() for name in (EVENTS_FILE, METRICS_FILE))
+    return linked.resolve() if not has_own and linked.is_dir() else folder.absolute()
+
+
+def read_launches(folder: Path) -> Iterator[Record]:
+    """The events of the launchers of all nodes, each with the name of its host."""
+    for path in sorted((folder / "logs").glob(LAUNCHER_EVENTS)):
+        host = path.name.removeprefix("launcher-").removesuffix(".jsonl")
+        yield from ({**record, "host": host} for record in read_records(path))
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What summary.json contains; empty if there is none."""
+    try:
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # the run has not ended, or a crash of the machine has cut the file off
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
+    """The starts with their events; each lasts until its last record, by the times at which records were `written`."""
+    begins = [index for index, event in enumerate(events) if event["event"] == "start"]
+    found = list[Start]()
+    for begin, end in zip(begins, [*begins[1:], len(events)], strict=False):
+        own, later = tuple(events[begin:end]), events[end]["time"] if end < len(events) else np.inf
+        last = int(np.searchsorted(written, later))
+        until = max(own[-1]["time"], float(written[last - 1]) if last else 0.0)
+        found.append(Start(own[0], own, until))
+    return found
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return [found.path for found in list_newest_first(folder)]
+    except (CheckpointError, OSError):  # it was removed, or is on a disk of another machine
+        return []
+
+
+def _from_event(name: str, event: Record, exists: bool) -> SavedCheckpoint:
+    metric = event.get("metric")
+    return SavedCheckpoint(
+        name, event["step"], event["time"], event["bytes"], event["seconds"], event["waited_seconds"],
+        tuple(metric) if metric else None, exists, event.get("error"),
+    )  # fmt: skip
+
+
+def _from_manifest(path: Path) -> SavedCheckpoint | None:
+    """A checkpoint without an event: the run was killed after it was complete, or an older samestep has saved it."""
+    try:
+        manifest = read_manifest(path)
+    except CorruptCheckpoint as error:
+        return SavedCheckpoint(path.name, 0, None, None, None, None, None, exists=True, error=str(error))
+    size = sum(file.bytes for file in manifest.files.values())
+    return SavedCheckpoint(path.name, manifest.step, None, size, None, None, manifest.metric, exists=True)

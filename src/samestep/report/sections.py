@@ -1,0 +1,308 @@
+"""The sections of the page: head, curves, differences, data, timeline, checkpoints, failures and warnings."""
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from samestep.messages import format_bytes, format_duration, format_seconds
+from samestep.report.chart_data import Chart
+from samestep.report.curves import Difference
+from samestep.report.facts import facts_of, last_metrics
+from samestep.report.markup import Content, Markup, definitions, element, join, table
+from samestep.report.run_data import Record, RunData
+from samestep.report.timeline import draw_timeline, marks_of
+from samestep.report.verdict import FailureRecord, describe_run, failures
+
+_LISTED: Final = 200  # events and warnings; the files have all of them
+_EQUAL_FACTS: Final = ("command", "code", "global batch", "seed", "precision", "model", "steps")
+"""Facts in which runs that should give the same result may not differ."""
+
+
+def section(key: str, title: str, *content: Content) -> Markup:
+    """A section with its heading."""
+    return element("section", element("h2", title, id=f"{key}-title"), *content, id=key, aria_labelledby=f"{key}-title")
+
+
+def head(runs: Sequence[RunData], names: Sequence[str]) -> Markup:
+    """What the runs are and what has become of them."""
+    if len(runs) == 1:
+        facts = facts_of(runs[0])
+        code = {"command"}
+        pairs = [(name, element("code", text) if name in code else text) for name, text in facts.items()]
+        return join([_verdict(runs[0]), definitions(pairs)])
+    facts = [facts_of(run) for run in runs]
+    rows = [
+        [name, *(_fact_cell(name, [each.get(name, "") for each in facts], at) for at in range(len(runs)))]
+        for name in dict.fromkeys(name for each in facts for name in each)
+    ]
+    verdicts = [
+        element("div", element("h3", _swatch(number), " ", name), _verdict(run))
+        for number, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+    return join([element("div", *verdicts, class_="runs"), table("Facts about the runs", ["", *names], rows)])
+
+
+def curves(charts: Sequence[Chart], names: Sequence[str]) -> Markup | None:
+    """The curves of all metrics, with controls."""
+    if not charts:
+        return None
+    legend = [element("span", _swatch(number), " ", name) for number, name in enumerate(names)] if names[1:] else []
+    controls = element(
+        "form",
+        _radio("step", "steps", checked=True),
+        _radio("time", "time", checked=False),
+        element("label", element("input", type="checkbox", id="log"), " log scale"),
+        element("label", "smoothing ", element("input", type="range", id="smoothing", min=0, max=99, value=0)),
+        element("button", "reset zoom", type="button", id="reset"),
+        element("span", *legend, class_="legend"),
+        class_="controls", aria_label="Controls of the charts",
+    )  # fmt: skip
+    note = "Drag over a chart to zoom in, double-click to zoom out. Point at a curve to read its values."
+    return section("curves", "Curves", controls, element("p", note, class_="note"), chart_grid(charts))
+
+
+def chart_grid(charts: Sequence[Chart]) -> Markup:
+    """Places for charts, which the script of the page draws."""
+    figures = [
+        element("figure", element("figcaption", chart.title), element("div", class_="chart", data_chart=chart.key))
+        for chart in charts
+    ]
+    return element("div", *figures, class_="charts")
+
+
+def values_table(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """The last values of all metrics, which need no picture."""
+    found = [last_metrics(run) for run in runs]
+    metrics = [name for name in dict.fromkeys(name for each in found for name in each) if not name.startswith("ranks/")]
+    if not metrics:
+        return None
+    rows = [[name, *(_number(each.get(name)) for each in found)] for name in metrics]
+    shown = table("Last values", ["metric", *names], rows, numbers=names)
+    return element("details", element("summary", "Last values as a table"), shown)
+
+
+def differences(
+    found: Sequence[tuple[str, RunData, Difference, Chart]], runs: Sequence[RunData], names: Sequence[str]
+) -> Markup | None:
+    """How far the runs are from the first one."""
+    if len(runs) == 1:
+        return None
+    if not found:
+        text = "The runs have no metric at the same step in common, so nothing can be compared."
+        return section("difference", "Differences", element("p", text))
+    rows = [_difference_row(name, names[runs.index(other)], each) for name, other, each, _ in found]
+    compared = [each for name, _, each, _ in found if not _is_measured(name)]
+    largest = max(compared, key=lambda each: each.relative, default=None)
+    sentence = "The runs have no results in common."
+    if largest is not None:
+        name = next(name for name, _, each, _ in found if each is largest)
+        sentence = (
+            f"Compared with {names[0]}, the largest relative difference of a result is {largest.relative:.1e}: {name} "
+            f"at step {largest.step:,} ({largest.pair[0]!r} and {largest.pair[1]!r})."
+            if largest.largest
+            else f"All results are equal to those of {names[0]}, bit by bit."
+        )
+    headings = ["metric", "run", "common steps", "equal", "largest difference", "relative", "at step"]
+    shown = table(f"Differences from {names[0]}", headings, rows, numbers=headings[2:])
+    charts = [chart for name, _, each, chart in found if each.largest and not _is_measured(name)]
+    note = element("p", "Absolute differences at the steps that both runs have.", class_="note") if charts else None
+    return section("difference", "Differences", element("p", sentence), shown, note, chart_grid(charts))
+
+
+def data_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """Datasets, and whether every sample counted exactly once."""
+    shown = [part for run, name in zip(runs, names, strict=True) for part in _data_parts(run, name, bool(names[1:]))]
+    return section("data", "Data", *shown) if shown else None
+
+
+def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """What happened when."""
+    parts = list[Content]()
+    for run, name in zip(runs, names, strict=True):
+        picture = draw_timeline(run)
+        if picture is None:
+            continue
+        begin, listed = run.first.time, marks_of(run)
+        rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in listed[:_LISTED]]
+        more = f", the first {_LISTED}" if len(listed) > _LISTED else ""
+        count = f"{len(listed):,} event{'s' * (len(listed) != 1)} as a list{more}"
+        whole = element("details", element("summary", count), table("Events", ["after", "event", "what"], rows))
+        parts += [element("h3", name) if names[1:] else None, picture, whole if rows else None]
+    return section("timeline", "Timeline", *parts) if parts else None
+
+
+def checkpoint_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """All checkpoints."""
+    parts = [part for run, name in zip(runs, names, strict=True) if (part := _checkpoint_table(run, name)) is not None]
+    return section("checkpoints", "Checkpoints", *parts) if parts else None
+
+
+def failure_section(runs: Sequence[RunData], names: Sequence[str], out: Path) -> Markup | None:
+    """Each failure with its cause, the report of the launcher, and a link to the logs."""
+    parts = [
+        _failure(each, f"{name}: " if names[1:] else "", out)
+        for run, name in zip(runs, names, strict=True)
+        for each in failures(run)
+    ]
+    hangs = [
+        element("article", element("h3", "Hang, ", _clock(event["time"])), element("pre", event["summary"]))
+        for run in runs
+        for event in run.launches
+        if event["event"] == "hang"
+    ]
+    return section("failures", "Failures", *hangs, *parts) if parts or hangs else None
+
+
+def warning_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """Each warning once."""
+    rows = [
+        [
+            *([name] if names[1:] else []),
+            each["category"],
+            each["text"],
+            f"{_short_path(each['file'], run)}:{each['line']}",
+        ]
+        for run, name in zip(runs, names, strict=True)
+        for each in unique_warnings(run)
+    ]
+    headings = [*(["run"] if names[1:] else []), "category", "warning", "line"]
+    return section("warnings", "Warnings", table("Warnings of rank 0", headings, rows[:_LISTED])) if rows else None
+
+
+def _verdict(run: RunData) -> Markup:
+    verdict = describe_run(run)
+    pill = element("span", verdict.status, class_=f"status {verdict.status}")
+    return element("p", pill, " ", verdict.text, class_="verdict")
+
+
+def _fact_cell(name: str, values: Sequence[str], at: int) -> Markup:
+    differs = name in _EQUAL_FACTS and values[at] != values[0]
+    text = element("code", values[at]) if name == "command" else values[at]
+    return element("span", text, class_="differs" if differs else None, title="differs" if differs else None)
+
+
+def _swatch(number: int) -> Markup:
+    return element("span", class_=f"swatch run-{number % 6}", aria_hidden="true")
+
+
+def _radio(value: str, text: str, checked: bool) -> Markup:
+    return element("label", element("input", type="radio", name="x", value=value, checked=checked), f" {text}")
+
+
+def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
+    equal = int((each.values == 0).sum())
+    return [
+        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.relative:.1e}",
+        f"{each.step:,}" if each.largest else "",
+    ]  # fmt: skip
+
+
+def _is_measured(name: str) -> bool:
+    """Whether a metric is a measurement, which differs from run to run, and no result of the training."""
+    return name.rpartition("/")[2] in ("samples_per_s", "memory_bytes", "seconds")
+
+
+def _data_parts(run: RunData, name: str, several: bool) -> Iterator[Content]:
+    sets = run.last.named("data") if run.starts else []
+    report = run.audit
+    if not sets and report is None:
+        return
+    if several:
+        yield element("h3", name)
+    yield _audit_text(report)
+    headings = ["name", "dataset", "samples", "steps per epoch", "shuffled", "padding rows per epoch", "data workers"]
+    rows = [_data_row(each) for each in sets]
+    if rows:
+        yield table("Datasets", headings, rows, numbers=headings[2:4] + headings[5:])
+    if report is not None and not isinstance(report, str):
+        headings = ["shard", "epochs", "samples", "evaluations", "ranks", "verdict"]
+        rows = [
+            [
+                shard.name, str(len(shard.epochs)), f"{sum(epoch.samples for epoch in shard.epochs):,}",
+                str(len(shard.evaluations)),
+                ", ".join(str(size) for size in dict.fromkeys(each.world_size for each in shard.generations)),
+                shard.verdict,
+            ]
+            for shard in report.shards
+        ]  # fmt: skip
+        yield table("Audit of the ledger", headings, rows, numbers=headings[1:4])
+        found = [each.text for shard in report.shards for each in (*shard.faults, *shard.missing)]
+        found += [each.text for each in report.missing]
+        yield element("ul", *(element("li", text) for text in found[:_LISTED])) if found else None
+
+
+def _audit_text(report: object) -> Markup:
+    if report is None:
+        text = "No ledger was kept, so this page cannot prove that every sample counted once: pass Run(ledger=True)."
+        return element("p", text, class_="note")
+    if isinstance(report, str):
+        return element("p", f"The ledger cannot be read: {report}", class_="differs")
+    verdict = getattr(report, "verdict", "")
+    texts = {
+        "sound": "The ledger proves that every sample counted exactly once.",
+        "incomplete": "The ledger lacks something to prove that every sample counted exactly once.",
+        "faulty": "The ledger shows samples that did not count exactly once.",
+    }
+    classes = {"sound": "status finished", "incomplete": "status preempted", "faulty": "status failed"}
+    return element("p", element("span", verdict, class_=classes[verdict]), " ", texts[verdict])
+
+
+def _data_row(each: Record) -> list[Content]:
+    samples, steps = each.get("samples"), each.get("steps_per_epoch")
+    padding, workers = each.get("padding_per_epoch"), each.get("num_workers")
+    return [
+        each["name"], each["dataset"], f"{samples:,}" if samples is not None else "a stream",
+        f"{steps:,}" if steps is not None else "", "yes" if each.get("shuffle") else "no",
+        f"{padding:,}" if padding is not None else "", str(workers) if workers is not None else "",
+    ]  # fmt: skip
+
+
+def _checkpoint_table(run: RunData, name: str) -> Markup | None:
+    found = run.checkpoints
+    if not found:
+        return None
+    headings = ["name", "step", "size", "seconds", "training waited", "metric", "state"]
+    rows = [
+        [
+            each.name, f"{each.step:,}", format_bytes(each.size) if each.size is not None else "",
+            format_seconds(each.seconds) if each.seconds is not None else "",
+            format_seconds(each.waited) if each.waited is not None else "",
+            f"{each.metric[0]} {each.metric[1]:.6g}" if each.metric is not None else "",
+            f"failed: {each.error}" if each.error else "kept" if each.exists else "removed",
+        ]
+        for each in found[-_LISTED:]
+    ]  # fmt: skip
+    return table(f"Checkpoints of {name}", headings, rows, numbers=headings[1:5])
+
+
+def _failure(each: FailureRecord, prefix: str, out: Path) -> Markup:
+    parts: list[Content] = [element("h3", prefix, _clock(each.time)), element("p", each.cause, class_="differs")]
+    if each.report:
+        parts.append(element("pre", each.report))
+    if each.logs:
+        link = os.path.relpath(each.logs, out.parent)
+        parts.append(element("p", "Logs of all ranks: ", element("a", each.logs, href=link)))
+    return element("article", *parts)
+
+
+def unique_warnings(run: RunData) -> list[Record]:
+    """The warnings of all starts, each once."""
+    found = {
+        (each["text"], each["file"], each["line"]): each for start in run.starts for each in start.named("warning")
+    }
+    return list(found.values())
+
+
+def _short_path(file: str, run: RunData) -> str:
+    folder = run.last.fields["folder"] if run.starts else ""
+    return file.removeprefix(f"{folder}/")
+
+
+def _clock(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.7g}"

@@ -1,0 +1,140 @@
+"""The sections of the page about time and memory: shares of the time by rank, what ranks use, the plan's forecast."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from samestep.messages import format_bytes, format_seconds
+from samestep.report.chart_data import Chart
+from samestep.report.facts import planned
+from samestep.report.markup import Content, Markup, element, join, table
+from samestep.report.run_data import Record, RunData
+from samestep.report.sections import chart_grid, section, unique_warnings
+from samestep.report.time_shares import MEANINGS, PARTS, TimeShares, peak, sum_times
+from samestep.report.verdict import has_gpus
+
+_BAR, _LEFT, _WIDTH = 26.0, 100.0, 890.0  # height of a bar with its margin, where bars begin, and the longest
+_THINNEST = 0.05
+_COLORS = 6  # of parts of the memory, in page.css
+_NOT_PARTS = ("total", "overhead", "host", "wrap")  # of the forecast: sums, and what is not in the memory of a step
+
+
+def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence[Chart]) -> Markup | None:
+    """What the time was spent on, by rank, and what the ranks used."""
+    shares = [sum_times(run.times) for run in runs]
+    known = [(name, share) for name, share in zip(names, shares, strict=True) if share is not None]
+    if not known:
+        return None
+    bars = [_share_bars(name, share, alone=len(known) == 1) for name, share in known]
+    rows = [
+        [join([_part_swatch(part), " ", part]), *(_percent(share.share(part)) for _, share in known), MEANINGS[part]]
+        for part in PARTS
+        if any(share.share(part) for _, share in known)
+    ]
+    rows.append(["mean step", *(format_seconds(share.step_seconds) for _, share in known), "from one step to the next"])
+    columns = [name for name, _ in known]
+    whole = table("Shares of the time of all ranks", ["part", *columns, "what it is"], rows, numbers=columns)
+    by_rank = [_rank_table(name, share) for name, share in known if len(share.by_rank) > 1]
+    return section("time", "Time", *bars, whole, *by_rank, *_slow_ranks(runs), chart_grid(charts))
+
+
+def plan_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+    """The plan's forecast of memory and time, beside what was measured."""
+    shown = [part for run, name in zip(runs, names, strict=True) if (part := _plan_table(run, name)) is not None]
+    return section("plan", "Plan", *shown) if shown else None
+
+
+def _share_bars(name: str, share: TimeShares, alone: bool) -> Markup:
+    """A bar of the parts for all ranks, and one per rank if there are several."""
+    named = {f"rank {rank}": share.by_rank[rank] for rank in sorted(share.by_rank)} if len(share.by_rank) > 1 else {}
+    bars = {
+        label: [_Segment(f"part-{part}", f"{part} {format_seconds(parts[part])}", parts[part]) for part in PARTS]
+        for label, parts in {"all ranks": share.mean, **named}.items()
+    }
+    title = f"Shares of the time of {name}; the table below has the numbers"
+    return element("div", None if alone else element("h3", name), _draw_bars(bars, title))
+
+
+@dataclass(frozen=True)
+class _Segment:
+    style: str  # the class of its color
+    text: str
+    size: float
+
+
+def _draw_bars(bars: Mapping[str, Sequence[_Segment]], title: str) -> Markup:
+    """Bars with their labels, one below the other, all on the same scale."""
+    longest = max(sum(segment.size for segment in segments) for segments in bars.values()) or 1.0
+    shapes = list[Markup]()
+    for row, (label, segments) in enumerate(bars.items()):
+        top, x = row * _BAR, _LEFT
+        shapes.append(element("text", label, x=_LEFT - 10, y=top + 17, class_="lane"))
+        for segment in segments:
+            width = segment.size / longest * _WIDTH
+            if width >= _THINNEST:
+                text = element("title", f"{label}: {segment.text}")
+                size = {"x": round(x, 2), "y": top + 3, "width": round(width, 2), "height": _BAR - 6}
+                shapes.append(element("rect", text, **size, class_=segment.style))
+            x += width
+    box = f"0 0 {_LEFT + _WIDTH + 10:g} {_BAR * len(bars):g}"
+    picture = element("svg", *shapes, viewBox=box, role="img", class_="bars", aria_label=title)
+    return element("div", picture, class_="scroll", tabindex=0, role="region", aria_label=title)
+
+
+def _rank_table(name: str, share: TimeShares) -> Markup:
+    parts = [part for part in PARTS if any(each[part] for each in share.by_rank.values())]
+    rows = [
+        [f"rank {rank}", *(format_seconds(share.by_rank[rank][part] / share.steps) for part in parts)]
+        for rank in sorted(share.by_rank)
+    ]
+    shown = table(f"Time per step by rank, {name}", ["", *parts], rows, numbers=parts)
+    return element("details", element("summary", f"By rank: {name}"), shown)
+
+
+def _slow_ranks(runs: Sequence[RunData]) -> Iterator[Markup]:
+    """What samestep has warned of while the runs were running."""
+    texts = dict.fromkeys(each["text"] for run in runs for each in unique_warnings(run))
+    yield from (element("p", f"Slow: {text}", class_="differs") for text in texts if "makes the others wait" in text)
+
+
+def _plan_table(run: RunData, name: str) -> Markup | None:
+    plan, share = planned(run), sum_times(run.times)
+    if plan is None:
+        return None
+    memory, planned_seconds = plan["chosen"]["memory"], plan["chosen"]["seconds"]["total"]
+    forecast, used = memory["total"] - memory["overhead"], peak(run.times, "memory_bytes")
+    measured, seconds = used if has_gpus(run) else None, share.step_seconds if share is not None else None
+    used_text = format_bytes(measured) if measured is not None else "not measured on CPUs"
+    seconds_text = format_seconds(seconds) if seconds is not None else ""
+    rows: list[Sequence[Content]] = [
+        ["memory per GPU", format_bytes(forecast), used_text, _signed_percent(measured, forecast)],
+        ["time per step", format_seconds(planned_seconds), seconds_text, _signed_percent(seconds, planned_seconds)],
+    ]
+    reason = element("p", f"{name}: {plan['chosen']['name']}, {plan['chosen']['reason']}")
+    compared = table(f"Plan of {name}", ["", "forecast", "measured", "difference"], rows)
+    return element("div", reason, _memory_bars(memory, measured), compared)
+
+
+def _memory_bars(memory: Record, measured: float | None) -> Markup:
+    """What the forecast consists of, above what was measured."""
+    parts = [(part, size) for part, size in memory.items() if part not in _NOT_PARTS and size]
+    forecast = [
+        _Segment(f"memory-{index % _COLORS}", f"{part} {format_bytes(size)}", size)
+        for index, (part, size) in enumerate(parts)
+    ]
+    bars = {"forecast": forecast}
+    if measured is not None:
+        bars["measured"] = [_Segment("measured", format_bytes(measured), measured)]
+    swatches = [element("span", element("span", class_=f"swatch {each.style}"), f" {each.text} ") for each in forecast]
+    return element("div", _draw_bars(bars, "Memory by part"), element("p", *swatches, class_="legend"))
+
+
+def _part_swatch(part: str) -> Markup:
+    return element("span", class_=f"swatch part-{part}", aria_hidden="true")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "0 %" if not share else "< 0.05 %"
+
+
+def _signed_percent(measured: float | None, forecast: float) -> str:
+    return f"{measured / forecast - 1:+.1%}" if measured and forecast else ""

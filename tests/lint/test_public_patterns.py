@@ -1,0 +1,239 @@
+"""Patterns of public code that look like a fault and are none, next to the fault that lint still finds."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from samestep.lint.linter import lint
+
+HEAD = """\
+import os
+import torch, torch.distributed as dist, torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+data = TensorDataset(torch.zeros(64, 8))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))
+model = DDP(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+MARK = re.compile(r"# (SS\d+)$")
+
+SCRIPTS = {  # what follows HEAD; a comment names the rule that finds a fault in its line
+    "only_file_of_a_folder": """
+names = os.listdir("data")
+assert len(names) == 1
+ids = {name: number for number, name in enumerate(names)}
+""",
+    "files_of_a_folder": """
+names = os.listdir("data")  # SS106
+ids = {name: number for number, name in enumerate(names)}
+""",
+    "counter_that_is_named_rank": """
+for rank, parameter in enumerate(model.parameters()):
+    if rank == 0:
+        dist.broadcast(parameter.data, 0)
+""",
+    "rank_under_its_name": """
+for number, parameter in enumerate(model.parameters()):
+    if rank == 0:
+        dist.broadcast(parameter.data, 0)  # SS301
+""",
+    "dtype_of_own_samples": """
+for (x,) in loader:
+    total = x.sum()
+    if x.dtype == torch.float16:
+        dist.all_reduce(total)
+""",
+    "content_of_own_samples": """
+for (x,) in loader:
+    total = x.sum()
+    if x.max() > 3:
+        dist.all_reduce(total)  # SS308
+""",
+    "set_difference_in_the_order_of_a_list": """
+class Ordered(list):
+    pass
+skipped = {3, 4}
+left = [each for each in range(9) if each not in skipped]
+numbers = {each: number for number, each in enumerate(left)}
+""",
+    "end_of_the_own_part": """
+names = sorted(os.listdir("data"))
+mine = names[rank::world]
+valid = mine[len(mine) // 2 :]
+""",
+    "learning_rate_in_a_report": """
+report = {}
+for (x,) in loader:
+    loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if loss.item() < 3:
+        report["lr"] = optimizer.param_groups[0]["lr"]
+""",
+    "learning_rate_from_own_samples": """
+for (x,) in loader:
+    loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if loss.item() < 3:
+        optimizer.param_groups[0]["lr"] = 0.01  # SS404
+""",
+    "norm_that_knows_its_shards": """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+model = fully_shard(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in loader:
+    model(x).mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "tables_by_device": """
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+tables = {}
+if tables[device]:
+    dist.barrier()
+""",
+    "tables_by_rank": """
+tables = {}
+if tables[rank]:
+    dist.barrier()  # SS301
+""",
+    "loss_over_the_tokens_of_all_ranks": """
+for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False)):
+    count = (y != -100).sum()
+    dist.all_reduce(count)
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / count * world
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "loss_over_own_tokens": """
+for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False)):
+    count = (y != -100).sum()
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / count  # SS206
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "object_with_an_equal_share": """
+class Part:
+    def __init__(self, rows):
+        self.rows = rows[rank::world]
+        self.count = len(rows)
+    def __len__(self):
+        return self.count // world
+part = Part(list(range(64)))
+for _ in range(len(part)):
+    dist.barrier()
+""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_the_findings_that_its_comments_name_and_no_others(name, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + SCRIPTS[name])
+    lines = path.read_text().splitlines()
+    expected = {(match[1], number) for number, line in enumerate(lines, 1) if (match := MARK.search(line))}
+    result = lint([path])
+    assert result.problems == {}
+    assert {(each.code, each.location.line) for each in result.findings if each.location} == expected
+
+
+def write(folder: Path, **files: str) -> None:
+    """Write files by name without ".py"; names may have folders."""
+    for name, text in files.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+WAIT = "import torch.distributed as dist\n\n\ndef wait():\n    dist.barrier()\n"
+CALL = HEAD + "{}\nif rank == 0:\n    wait()\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("from tools.sync import wait", {"tools/sync": WAIT}),  # no __init__.py
+        ("from lab.tools.sync import wait", {"lab/tools/sync": WAIT}),
+        ("from lab.sync import wait", {"lab/sync": WAIT, "other/lab/sync": "def wait():\n    pass\n"}),
+        ("from tools import wait", {"tools/__init__": "from .sync import wait\n", "tools/sync": WAIT}),
+        (
+            "from tools import wait",
+            {
+                "tools/__init__": "from .names import wait\n",
+                "tools/names": "from .sync import wait\n",
+                "tools/sync": WAIT,
+            },
+        ),
+        ("import json, tools.sync as sync  # waiting\nwait = sync.wait", {"tools/sync": WAIT}),
+    ],
+)
+def test_files_next_to_a_script_are_imported(tmp_path, line, files):
+    write(tmp_path, train=CALL.format(line), **files)
+    (finding,) = lint([tmp_path]).findings
+    assert finding.code == "SS301"
+    assert finding.location is not None
+    assert Path(finding.location.file).name == "train.py"
+
+
+def test_packages_that_import_each_other_under_one_name_end(tmp_path):
+    write(tmp_path, train=CALL.format("from tools import wait"), **{"tools/__init__": "from . import wait\n"})
+    assert lint([tmp_path]).problems == {}
+
+
+def test_a_text_that_begins_with_from_imports_nothing(tmp_path):
+    text = f'"""\nfrom {"x" * 300}/{"y" * 300} import nothing, \x00\n"""\n'.replace("\x00", "")
+    write(tmp_path, train=text + HEAD + "dist.barrier()\n")
+    result = lint([tmp_path / "train.py"])
+    assert (result.findings, result.problems) == ([], {})
+
+
+def test_lines_are_counted_as_python_counts_them(tmp_path):
+    path = tmp_path / "train.py"
+    text = HEAD + 'note = "\x0c \u2028"\n\x0c\nif rank == 0:\n    dist.barrier()\n'
+    for end in ("\n", "\r\n", "\r"):
+        path.write_bytes(text.replace("\n", end).encode())
+        (finding,) = lint([path]).findings
+        assert finding.location is not None
+        assert (finding.location.line, finding.location.column) == (HEAD.count("\n") + 4, 5)
+
+
+def test_columns_count_characters(tmp_path):
+    write(tmp_path, train=HEAD + 'if rank == 0:\n    x = "\u00e9\u00e9"; dist.barrier()\n')
+    (finding,) = lint([tmp_path]).findings
+    assert finding.location is not None
+    assert finding.location.column == 15
+
+
+def test_attributes_that_a_branch_assigned_before_it_returned_are_known(tmp_path):
+    setup = (
+        "class State:\n    def setup(self):\n        if os.path.exists('x'):\n            self.number = 0\n"
+        "            return\n        self.number = int(os.environ['RANK'])\n"
+        "state = State()\nstate.setup()\nif state.number == 0:\n    dist.barrier()\n"
+    )
+    other = setup.replace("self.number = 0", "self.number = int(os.environ['RANK'])").replace(
+        "        self.number = int(os.environ['RANK'])\nstate", "        self.name = 1\nstate"
+    )
+    for number, text in enumerate((setup, other)):
+        write(tmp_path, **{f"train{number}": HEAD + text})
+    assert [each.code for each in lint([tmp_path]).findings] == ["SS301", "SS301"]
+
+
+def test_a_function_that_is_called_often_still_returns_the_rank(tmp_path):
+    calls = "".join(f"x{number} = number()\n" for number in range(30))
+    text = f"def number():\n    return dist.get_rank()\n{calls}main = number()\nif main == 0:\n    dist.barrier()\n"
+    write(tmp_path, train=HEAD + text)
+    assert [each.code for each in lint([tmp_path]).findings] == ["SS301"]
