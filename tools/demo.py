@@ -93,7 +93,9 @@ def main() -> int:
         console.print(f"{label:8} logs: {relative}/  weights: {relative / 'weights.pt'}")
     console.print(f"plot     {(OUT / 'curves.png').relative_to(ROOT)}")
     report = write_report([read_run(folder) for folder in folders.values()], OUT / "report.html")
-    console.print(f"report   {report.relative_to(ROOT)}: curves, times and differences of both runs; open it in a browser:")
+    console.print(
+        f"report   {report.relative_to(ROOT)}: curves, times and differences of both runs; open it in a browser:"
+    )
     console.print(f"         {report.as_uri()}", soft_wrap=True)
     same = difference < LIMIT and samples[0] == samples[1]
     result = "The results are the same." if same else f"The results DIFFER: weights by up to {difference:.1e}"

@@ -32,7 +32,12 @@ TOOLS = {
     ),
     "report": ("samestep.report", "samestep.cli.report_command", "samestep.cli.runs_command"),
 }
-MAX_TOOL_LINES = {"verify": 11_000, "lint": 17_500, "hang": 4_400, "report": 2_200}  # with the pages of checks and rules
+MAX_TOOL_LINES = {
+    "verify": 11_000,
+    "lint": 17_500,
+    "hang": 4_400,
+    "report": 2_200,
+}  # with the pages of checks and rules
 MAX_FILE_LINES, MIN_FILE_LINES = 600, 50
 MAX_CLASS_LINES = 300
 MAX_FUNCTION_LINES, MAX_COMPLEXITY = 60, 10

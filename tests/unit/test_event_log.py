@@ -1,4 +1,4 @@
-"""Events and times of a run: nothing is lost before the folder is known, lines are strict JSON, readers skip what is cut."""
+"""Events and times of a run: nothing is lost before its folder is known, lines are strict JSON, cut ones skipped."""
 
 import json
 import threading

@@ -30,8 +30,8 @@ _DISTRIBUTED: Final = re.compile(
 )
 _ABOUT_RANKS: Final = (
     "rank", "dist.", "torch.distributed", "world_size", "is_main", "is_global_zero", "ddp", "DDP", "fsdp", "FSDP",
-    "fully_shard", "FullyShard", "DistributedSampler", "set_epoch", "barrier", "all_reduce", "all_gather", "accelerator",
-    "Accelerator", "fabric", "Fabric", "trainer", "Trainer", "samestep",
+    "fully_shard", "FullyShard", "DistributedSampler", "set_epoch", "barrier", "all_reduce", "all_gather",
+    "accelerator", "Accelerator", "fabric", "Fabric", "trainer", "Trainer", "samestep",
 )  # fmt: skip
 _RUNS: Final = re.compile(r"^(?:if __name__|for |while |with |async |[A-Za-z_][\w.]*\()", re.MULTILINE)
 _IMPORT: Final = re.compile(r"^[ \t]*(?:import|from)[ \t]([^\n(]*(?:\([^)]*\))?)", re.MULTILINE)
