@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from samestep.distributed.step_times import PHASES, StepInterval
-from samestep.environment import gpu_utilization
-from samestep.environment.gpu_utilization import GpuUtilization
+from samestep.environment import gpus
+from samestep.environment.gpus import GpuUtilization
 from samestep.training.rank_usage import RankUsage, Usage, pack_usage, spent, usage_record
 
 USAGE = RankUsage(2.0**30, 1.5, math.nan)
@@ -116,7 +116,7 @@ def wait_until_known(utilization):
 
 
 def test_the_driver_is_asked_for_the_gpu_by_its_uuid(monkeypatch):
-    monkeypatch.setattr(gpu_utilization, "_SECONDS", 0.01)
+    monkeypatch.setattr(gpus, "_UTILIZATION_SECONDS", 0.01)
     nvml = Nvml()
     utilization = GpuUtilization("GPU-5ba3", nvml)
     assert wait_until_known(utilization) == 87.0
@@ -125,7 +125,7 @@ def test_the_driver_is_asked_for_the_gpu_by_its_uuid(monkeypatch):
 
 
 def test_without_the_driver_the_utilization_is_unknown(monkeypatch):
-    monkeypatch.setattr(gpu_utilization, "_LIBRARY", "libno-such-driver.so.1")
+    monkeypatch.setattr(gpus, "_NVML", "libno-such-driver.so.1")
     assert math.isnan(GpuUtilization("GPU-5ba3").percent)
     unknown = GpuUtilization("GPU-0000", Nvml(result=6))  # not found
     time.sleep(0.05)

@@ -4,15 +4,16 @@ import json
 import sys
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
 from samestep.messages import format_bytes
-from samestep.report.page import run_names, write_report
-from samestep.report.run_data import RunData, find_run_folder, read_run
-from samestep.report.run_table import describe_json, describe_runs_json
+
+if TYPE_CHECKING:
+    from samestep.report.run_data import RunData
 
 _PAGE = "report.html"
 
@@ -32,6 +33,10 @@ def command(folders: tuple[Path, ...], out: Path | None, show: bool, as_json: bo
     It shows the verdict, curves, what the time was spent on, memory, data, a timeline, checkpoints and failures. The
     run may be finished, failed or running. The page needs no network: open it from disk, or send it by mail.
     """
+    from samestep.report.page import run_names, write_report
+    from samestep.report.run_data import find_run_folder
+    from samestep.report.run_table import describe_json, describe_runs_json
+
     runs = _read(folders)
     if as_json:
         click.echo(json.dumps(describe_runs_json(runs), indent=2))
@@ -46,8 +51,10 @@ def command(folders: tuple[Path, ...], out: Path | None, show: bool, as_json: bo
         click.echo(f"samestep: no browser was found: open {path.as_uri()} yourself", err=True)
 
 
-def _read(folders: tuple[Path, ...]) -> list[RunData]:
+def _read(folders: tuple[Path, ...]) -> "list[RunData]":
     """Read the folders, with a bar on a terminal, since a long run has millions of records."""
+    from samestep.report.run_data import RunData, read_run
+
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("reading", total=len(folders))
         runs = list[RunData]()

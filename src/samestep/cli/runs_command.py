@@ -17,8 +17,6 @@ from rich.text import Text
 
 from samestep.loggers.run_files import format_number
 from samestep.messages import format_duration, format_list
-from samestep.report.run_data import read_run
-from samestep.report.run_table import describe_row, find_runs
 
 _PIPED_WIDTH = 160
 _STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow", "stopped": "yellow"}
@@ -38,6 +36,9 @@ _SHOWN = 3  # metrics
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(folder: Path, sort: str, as_json: bool) -> None:
     """List the runs in FOLDER and below, with status, ranks, steps, last metrics and duration."""
+    from samestep.report.run_data import read_run
+    from samestep.report.run_table import describe_row, find_runs
+
     if not folder.is_dir():
         raise click.UsageError(f"{folder} does not exist: pass a folder with runs")
     paths, terminal = find_runs(folder), Console(stderr=True)

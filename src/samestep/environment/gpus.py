@@ -1,11 +1,14 @@
-"""Versions and GPUs as torch and nvidia-smi report them; imports torch."""
+"""Versions and GPUs as torch, nvidia-smi and the driver report them, and how busy a GPU is; imports torch."""
 
 import ctypes
+import math
 import os
 import re
 import socket
 import subprocess
+import threading
 import warnings
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,8 @@ from samestep.environment.hardware import Gpu, GpuLink, Software
 from samestep.environment.world import read_environ
 
 _TIMEOUT_SECONDS = 5
+_NVML: Final = "libnvidia-ml.so.1"  # part of NVIDIA's driver, so no package is needed
+_UTILIZATION_SECONDS: Final = 1.0  # between two questions; NVML itself averages over up to a second
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _PAIR = re.compile(r"GPU\d+ GPU\d+ (NV\d+|PIX|PXB|PHB|NODE|SYS)")
 
@@ -165,3 +170,37 @@ def _run_smi(*arguments: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class GpuUtilization:
+    """The share of time in which kernels ran on one GPU, in percent; NaN if the driver does not say.
+
+    A thread asks the driver, so that training never waits for it.
+    """
+
+    def __init__(self, uuid: str, library: Any = None) -> None:
+        self.percent = math.nan
+        self._closed = threading.Event()
+        try:
+            nvml = ctypes.CDLL(_NVML) if library is None else library
+        except OSError:  # an AMD GPU, or a container without this part of the driver
+            return
+        threading.Thread(target=self._poll, args=(nvml, uuid), name="samestep gpu", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._closed.set()
+
+    def _poll(self, nvml: Any, uuid: str) -> None:
+        handle, found = ctypes.c_void_p(), _Utilization()
+        name = uuid.encode()
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))  # 0 is success
+        if failed:
+            return
+        while not self._closed.wait(_UTILIZATION_SECONDS):
+            failed = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(found))
+            self.percent = math.nan if failed else float(found.gpu)

@@ -77,6 +77,7 @@ class _Axis:
     length: float
 
     def at(self, time: float) -> float:
+        """Where a time is on the axis, in pixels."""
         return round(_LEFT + (time - self.begin) / self.length * (_WIDTH - _LEFT - _RIGHT), 2)
 
 

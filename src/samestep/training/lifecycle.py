@@ -253,7 +253,7 @@ class Lifecycle:
             closing.callback(self._close_files, "failed")
             if self._loop is not None:
                 if self.comm.alone:  # no other rank has a part in what was logged last
-                    closing.callback(self._write_pending_metrics)
+                    closing.callback(_write_pending_metrics, self.context)
                 closing.callback(self._release, failed=True)
 
     def close_after_hang(self) -> None:
@@ -338,10 +338,6 @@ class Lifecycle:
                 closing.callback(callback.on_run_end, failed=True)
             closing.callback(loop.detach)
 
-    def _write_pending_metrics(self) -> None:
-        with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
-            self.context.metrics.flush("Run.close")
-
     def print(self, text: str) -> None:
         """Print on rank 0 and keep the text in the text log, until it is closed."""
         if self._loggers is not None and not self._files_closed:
@@ -361,22 +357,28 @@ class Lifecycle:
         self._log_capture.close()
         self._files_closed = True
         if self._loggers is not None:
-            ledger = self._ledger_summary()
+            known = self._loop is not None and self.config.ledger
+            ledger = _describe_ledgers(self.context, self._ledger_files, self.checkpoint_folders) if known else {}
             wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
             self._loggers.record("end", describe_end(status, self._loop, self._error))
             self._error = None  # it would keep its frames alive
             self._loggers.close(self.summary(status) | ledger if wanted else {})
 
-    def _ledger_summary(self) -> dict[str, object]:
-        """What `samestep audit` compares the ledger with; after a failure only the files of this rank are known."""
-        if self._loop is None or not self.config.ledger:
-            return {}
-        context = self.context
-        files = self._ledger_files or describe_files([[ledger.state() for ledger in context.ledgers]])
-        folders = [each.resolve() for each in self.checkpoint_folders]
-        here = context.folder.resolve()  # folders inside of it have relative paths, so that a run can be moved
-        names = [str(each.relative_to(here) if each.is_relative_to(here) else each) for each in folders]
-        return {"ledger": files, "checkpoints": names}
+
+def _describe_ledgers(context: RunContext, files: dict[str, object], folders: list[Path]) -> dict[str, object]:
+    """What `samestep audit` compares the ledger with; after a failure (no `files`) that of this rank is all it has."""
+    here = context.folder.resolve()  # folders inside of it have relative paths, so that a run can be moved
+    resolved = [each.resolve() for each in folders]
+    names = [str(each.relative_to(here) if each.is_relative_to(here) else each) for each in resolved]
+    return {
+        "ledger": files or describe_files([[ledger.state() for ledger in context.ledgers]]),
+        "checkpoints": names,
+    }
+
+
+def _write_pending_metrics(context: RunContext) -> None:
+    with suppress(RuntimeError):  # after an error of the GPU its tensors cannot be read
+        context.metrics.flush("Run.close")
 
 
 def _show_crashes() -> Callable[[], object]:

@@ -11,8 +11,7 @@ import psutil
 import torch
 
 from samestep.distributed.step_times import PHASES, Phase, StepInterval
-from samestep.environment.gpu_utilization import GpuUtilization
-from samestep.environment.gpus import identify_gpu
+from samestep.environment.gpus import GpuUtilization, identify_gpu
 
 _MOST_RANKS: Final = 16  # with a number of their own in each record
 _DIGITS: Final = 4
