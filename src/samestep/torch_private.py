@@ -261,7 +261,7 @@ class OtherKernels:
         """Call `kernel` for the operator `name` under the dispatch key `key`."""
         with warnings.catch_warnings():  # torch warns about every kernel that is replaced
             warnings.simplefilter("ignore")
-            self._library.impl(name, kernel, key)
+            self._library.impl(name, kernel, key, allow_override=True)  # torch 2.11 refuses it by default
 
     def close(self) -> None:
         """Restore torch's kernels."""

@@ -131,6 +131,7 @@ def _losses(
             if keep:
                 for_logits = _minus_one_hot(log_probabilities.exp_(), classes[part]).to(inputs.dtype)
                 kept.view(-1, kept.shape[-1])[part] = _product(for_logits, weight)
+                del for_logits
             del log_probabilities  # before the logits of the next chunk exist
     ignored = labels == ignore_index
     return losses.masked_fill_(ignored, 0.0), kept.masked_fill_(ignored[..., None], 0.0) if keep else kept
