@@ -25,3 +25,6 @@ def _on_a_gpu_in_a_separate_folder(tmp_path, tmp_path_factory, monkeypatch):
     # torch sets this permanently when it first considers compiling
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would outlive the test
+    for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):  # Inductor sets them for good
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
