@@ -1,7 +1,8 @@
 """Peak memory of a step: predicted by a trace without a GPU, and measured in training through Run.
 
     python benchmarks/memory.py [--case NAME ...] [--json FILE]        on a machine with a GPU
-    python benchmarks/memory.py --predict-only [--case NAME ...]       anywhere
+    python benchmarks/memory.py --predict-only [--case NAME ...] [--json FILE]      anywhere
+    python benchmarks/memory.py --forecasts FILE [--case NAME ...]     with a GPU, after such a run
 
 Every case is traced by `samestep.planner.trace` in a process that sees no GPU, and trained for a few steps with `Run`,
 `run.wrap` and `run.shard` on one rank. The peak is torch's `max_memory_allocated` after the warm-up steps. For
@@ -496,13 +497,18 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these")
     parser.add_argument("--predict-only", action="store_true", help="trace, but do not train")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="number of parallel traces")
+    parser.add_argument("--forecasts", help="measure only, and compare with the forecasts in this file")
     parser.add_argument("--json", help="write everything to this file")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.case or any(word in case.name for word in args.case)]
-    rows = [
-        {"name": case.name, **asdict(case), **prediction}
-        for case, prediction in zip(cases, predictions(cases, args.jobs), strict=True)
-    ]
+    if args.forecasts:
+        known = {row["name"]: row for row in json.loads(Path(args.forecasts).read_text())}
+        rows = [known[case.name] for case in cases]
+    else:
+        rows = [
+            {"name": case.name, **asdict(case), **prediction}
+            for case, prediction in zip(cases, predictions(cases, args.jobs), strict=True)
+        ]
     for case, row in zip(cases, rows, strict=True):
         if not args.predict_only:
             row.update(measure(case))

@@ -1,7 +1,7 @@
 """The overhead of a training step: samestep compared with a hand-written DDP loop, Lightning, Fabric and Accelerate.
 
     python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
-    python benchmarks/overhead.py --device cuda --task gpt2 [--compile [--loss-in-forward]]
+    python benchmarks/overhead.py --device cuda --contender samestep --loss outside forward chunked [--compile]
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 [--masked]
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 --strategy fsdp zero2
 
@@ -15,8 +15,10 @@ every 50 steps, or with their own logger at its default. None writes checkpoints
 fused AdamW, except the newcomer (`--newcomer`), who writes the loop of a tutorial for one rank, which trains the same
 global batch: fp32, no TF32, the default AdamW.
 With FSDP the hand-written loop shards the same blocks with `fully_shard`, and exchanges gradients in the last of
-several micro-batches (`--micro-batches 1 4`). A masked mean (`--masked`) is compared with the plain mean. Memory is the
-peak of a step on rank 0.
+several micro-batches (`--micro-batches 1 4`). A masked mean (`--masked`) is compared with the plain mean. The loss is
+computed outside of the model, in its forward, or there by `linear_cross_entropy` ("chunked"). With several of these
+options all combinations take turns in one run, and "outside" is the ratio to the hand-written loop with the loss
+outside. Memory is the peak of a step on rank 0.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from itertools import count, product
+from itertools import chain, count, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,8 +46,8 @@ LOG_EVERY = 50
 def tasks(args) -> Iterator[Task]:
     world = args.nproc or (2 if args.device == "cpu" else 1)
     sizes = {"mlp": (64, 400, 5, 40), "transformer": (4, 200, 1, 4), "gpt2": (32 // world, 40, 3, 10)}
-    for name, strategy, micro_batches in product(args.task, args.strategy, args.micro_batches):
-        yield Task(name, *sizes[name], args.device, args.compile, world, strategy, micro_batches, args.loss_in_forward)
+    for name, strategy, parts, loss in product(args.task, args.strategy, args.micro_batches, args.loss):
+        yield Task(name, *sizes[name], args.device, args.compile, world, strategy, parts, loss)
 
 
 def adamw(task: Task, parameters):
@@ -62,6 +64,7 @@ class Turns:
         self._length = task.warm_up + task.timed
         self._step = self._length
         self._wall = self._cpu = 0.0
+        self._profile = None  # of this turn, and where it is written
 
     def __call__(self) -> None:  # noqa: D102 see the class
         if self._step == self._length:
@@ -72,6 +75,8 @@ class Turns:
                 import torch
 
                 torch.cuda.reset_peak_memory_stats()
+            if self._profile is not None:
+                self._profile[0].start()
             self._wall, self._cpu = time.perf_counter(), time.process_time()
         self._step += 1
 
@@ -84,10 +89,24 @@ class Turns:
 
             peak = torch.cuda.max_memory_allocated()
             torch.cuda.empty_cache()  # the contenders share one GPU
+        if self._profile is not None:
+            self._write_profile(*self._profile)
         self._pipe.send([*(value / self._task.timed for value in seconds), peak])
-        if self._pipe.recv() == "stop":
+        message = self._pipe.recv()
+        if message == "stop":
             os._exit(0)  # a Trainer cannot be stopped quickly within an epoch
+        if message != "go":
+            from torch.profiler import profile
+
+            self._profile = profile(), message
         self._step = 0
+
+    def _write_profile(self, profile, file: str) -> None:
+        self._profile = None
+        profile.stop()
+        order = "self_device_time_total" if self._task.device == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(order, row_limit=80, max_name_column_width=100)
+        Path(file).write_text(f"{self._task}: {self._task.timed} steps\n{table}\n")
 
     def _finish_queue(self) -> None:
         if self._task.device == "cuda":
@@ -385,7 +404,7 @@ class Contender:
     """The ranks of one contender, which wait for their turn."""
 
     def __init__(self, name: str, task: Task, folder: Path) -> None:
-        self.name, self._pipes, self._processes = name, [], []
+        self.name, self.task, self._pipes, self._processes = name, task, [], []
         if name == "newcomer":
             task = replace(task, rows=task.rows * task.world, world=1)
         context, port = multiprocessing.get_context("spawn"), free_port()
@@ -406,10 +425,14 @@ class Contender:
                 raise Failed(f"{self.name} failed: {answer}")
         return answers[0]
 
+    def go(self, profile: Path | None = None) -> None:
+        """Start one block of steps; rank 0 writes what it calls to a file if there is one."""
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send("go" if profile is None or rank else str(profile))
+
     def turn(self) -> list[float]:
         """Run one block of steps."""
-        for pipe in self._pipes:
-            pipe.send("go")
+        self.go()
         return self.ready()
 
     def stop(self) -> None:
@@ -427,23 +450,42 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def compare(task: Task, names: list[str], rounds: int) -> list[dict[str, object]]:
-    """Let the contenders take turns; return medians of their times and of their ratios to the hand-written loop."""
+def compare(groups: list[tuple[Task, list[str]]], rounds: int, profiles: Path | None) -> list[dict[str, object]]:
+    """Let the contenders of all tasks take turns; return medians of times and of ratios to the hand-written loop."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as running:
-        contenders = []
-        for name in names:
-            folder = Path(temporary) / name
-            folder.mkdir()
-            contenders.append(Contender(name, task, folder))
-            running.callback(contenders[-1].stop)
-        contenders = [contender for contender in contenders if can_run(contender)]
-        times = {contender.name: [] for contender in contenders}
-        for number in range(rounds + 1):
+        started = [[Contender(name, task, new_folder(Path(temporary))) for name in names] for task, names in groups]
+        for contender in chain(*started):
+            running.callback(contender.stop)
+        started = [[contender for contender in group if can_run(contender)] for group in started]
+        contenders = list(chain(*started))
+        # the first round includes lazy imports and compilation: contenders of one kind at once, which fits on a GPU
+        for name in dict.fromkeys(contender.name for contender in contenders):
+            at_once([contender for contender in contenders if contender.name == name])
+        times: dict[Contender, list[list[float]]] = {contender: [] for contender in contenders}
+        for number in range(rounds):
             for contender in random.Random(number).sample(contenders, len(contenders)):
-                seconds = contender.turn()
-                if number:  # the first round includes lazy imports
-                    times[contender.name].append(seconds)
-    return [summarize(task, name, own, times["hand-written"]) for name, own in times.items()]
+                times[contender].append(contender.turn())
+        for number, contender in enumerate(contenders if profiles else ()):
+            contender.go(profiles / f"profile-{number}-{contender.name}.txt")
+            contender.ready()
+        by_hand = {(each.task, each.name): turns for each, turns in times.items()}
+    outside = {task: by_hand.get((replace(task, loss="outside"), "hand-written")) for task, _ in groups}
+    return [
+        summarize(task, each.name, times[each], by_hand[task, "hand-written"], outside[task])
+        for (task, _), group in zip(groups, started, strict=True)
+        for each in group
+    ]
+
+
+def new_folder(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent))
+
+
+def at_once(contenders: "list[Contender]") -> None:
+    for contender in contenders:
+        contender.go()
+    for contender in contenders:
+        contender.ready()
 
 
 def can_run(contender: Contender) -> bool:
@@ -456,7 +498,9 @@ def can_run(contender: Contender) -> bool:
     return True
 
 
-def summarize(task: Task, name: str, own: list[list[float]], by_hand: list[list[float]]) -> dict[str, object]:
+def summarize(
+    task: Task, name: str, own: list[list[float]], by_hand: list[list[float]], outside: list[list[float]] | None
+) -> dict[str, object]:
     pairs = list(zip(own, by_hand, strict=True))
     return {
         **asdict(task),
@@ -468,15 +512,19 @@ def summarize(task: Task, name: str, own: list[list[float]], by_hand: list[list[
         "cpu_ratio": statistics.median(turn[1] / hand[1] for turn, hand in pairs),
         "added_cpu_us": 1e6 * statistics.median(turn[1] - hand[1] for turn, hand in pairs),
         "gib": max(turn[2] for turn in own) / 2**30,
+        "to_outside": statistics.median(a[0] / b[0] for a, b in zip(own, outside, strict=True)) if outside else None,
         "rounds": len(own),
+        "turns_ms": [1e3 * turn[0] for turn in own],
     }
 
 
 def line(row) -> str:
     layout = f"{row['strategy']} x {row['micro_batches']}" if row["world"] > 1 else "one rank"
+    layout += "" if row["loss"] == "outside" else f", {row['loss']}"
     memory = f"   {row['gib']:6.2f} GiB" if row["gib"] else ""
+    memory += "" if row["to_outside"] in (None, row["ratio"]) else f"   x {row['to_outside']:.4f} of outside"
     return (
-        f"{row['name']:12} {layout:9} {row['contender']:13} {row['ms']:9.3f} ms/step"
+        f"{row['name']:12} {layout:17} {row['contender']:13} {row['ms']:9.3f} ms/step"
         f"   x {row['ratio']:.4f} {row['added_us']:+8.0f} us   best x {row['best_ratio']:.4f}"
         f"   cpu x {row['cpu_ratio']:.4f} {row['added_cpu_us']:+8.0f} us{memory}"
     )
@@ -490,20 +538,27 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks per contender; with --device cuda they share one GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument("--loss-in-forward", action="store_true", help="compute the loss in the (compiled) model")
+    parser.add_argument("--loss", nargs="+", choices=["outside", "forward", "chunked"], default=["outside"])
     parser.add_argument("--strategy", nargs="+", choices=["ddp", "fsdp", "zero2"], default=["ddp"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], help="per rank and step")
     parser.add_argument("--masked", action="store_true", help="also samestep with a masked mean")
     parser.add_argument("--newcomer", action="store_true", help="also a plain loop in fp32, on one rank")
+    parser.add_argument("--profile", type=Path, help="write what each contender calls to a file in this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     args.task = args.task or (["mlp", "transformer"] if args.device == "cpu" else ["gpt2"])
-    for task in tasks(args):
-        plain = task.strategy == "ddp" and task.micro_batches == 1  # what the peers are written for
-        chosen = args.contender or ["samestep", *(PEERS if plain else ())]
-        names = dict.fromkeys(["hand-written", *chosen, *["masked"] * args.masked, *["newcomer"] * args.newcomer])
-        for row in compare(task, list(names), args.rounds):
-            print(json.dumps(row) if args.json else line(row), flush=True)
+    if "mlp" in args.task and "chunked" in args.loss:
+        parser.error("--loss chunked needs a language model: --task transformer or gpt2")
+    groups = [(task, contenders(args, task)) for task in tasks(args)]
+    for row in compare(groups, args.rounds, args.profile):
+        print(json.dumps(row) if args.json else line(row), flush=True)
+
+
+def contenders(args: argparse.Namespace, task: Task) -> list[str]:
+    plain = task.strategy == "ddp" and task.micro_batches == 1  # what the peers are written for
+    chosen = args.contender or ["samestep", *(PEERS if plain else ())]
+    names = ["hand-written", *chosen, *["masked"] * args.masked, *["newcomer"] * args.newcomer]
+    return list(dict.fromkeys(names))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Task:
     world: int
     strategy: str  # "ddp", "fsdp" or "zero2"; one rank uses none
     micro_batches: int  # per rank and step
-    loss_in_forward: bool
+    loss: str  # "outside" of the model, in its "forward", or "chunked": linear_cross_entropy in its forward
 
 
 def build(task: Task):
@@ -39,7 +39,7 @@ def build(task: Task):
         shape = {"transformer": (1024, 256, 6, 8, 64), "gpt2": (50304, 768, 12, 12, 1024)}[task.name]
         tokens = torch.randint(0, shape[0], (n, shape[4] + 1))
         model, data = language_model(*shape), Rows(tokens[:, :-1], tokens[:, 1:])
-    return (with_losses(task, model) if task.loss_in_forward else model), data
+    return (model if task.loss == "outside" else with_losses(task, model)), data
 
 
 class Rows:
@@ -98,6 +98,11 @@ def with_losses(task: Task, model):
     """The model with its loss in `forward`, so that both are compiled together."""
     from torch import nn
 
+    from samestep.nn import linear_cross_entropy
+
+    if task.loss == "chunked":
+        model.head = nn.Identity()  # its weight is that of the embedding
+
     class WithLosses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,6 +113,9 @@ def with_losses(task: Task, model):
             return getattr(self.model, "blocks", self.model)
 
         def forward(self, inputs, targets, reduction: str):
+            if task.loss == "chunked":
+                values = linear_cross_entropy(self.model(inputs), self.model.tokens.weight, targets)
+                return values.mean() if reduction == "mean" else values
             return plain_losses(task, self.model(inputs), targets, reduction)
 
     return WithLosses()
@@ -115,9 +123,9 @@ def with_losses(task: Task, model):
 
 def losses(task: Task, model, inputs, targets, reduction: str):
     """The mean loss of a batch, or ("none") the losses of its samples or tokens."""
-    if task.loss_in_forward:
-        return model(inputs, targets, reduction)
-    return plain_losses(task, model(inputs), targets, reduction)
+    if task.loss == "outside":
+        return plain_losses(task, model(inputs), targets, reduction)
+    return model(inputs, targets, reduction)
 
 
 def plain_losses(task: Task, outputs, targets, reduction: str):
