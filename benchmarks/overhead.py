@@ -458,9 +458,7 @@ def compare(groups: list[tuple[Task, list[str]]], rounds: int, profiles: Path | 
             running.callback(contender.stop)
         started = [[contender for contender in group if can_run(contender)] for group in started]
         contenders = list(chain(*started))
-        # the first round includes lazy imports and compilation: contenders of one kind at once, which fits on a GPU
-        for name in dict.fromkeys(contender.name for contender in contenders):
-            at_once([contender for contender in contenders if contender.name == name])
+        warm_up(contenders)
         times: dict[Contender, list[list[float]]] = {contender: [] for contender in contenders}
         for number in range(rounds):
             for contender in random.Random(number).sample(contenders, len(contenders)):
@@ -481,11 +479,17 @@ def new_folder(parent: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=parent))
 
 
-def at_once(contenders: "list[Contender]") -> None:
-    for contender in contenders:
-        contender.go()
-    for contender in contenders:
-        contender.ready()
+def warm_up(contenders: "list[Contender]") -> None:
+    """The first round, which is not counted: it includes lazy imports and compilation."""
+    for name in dict.fromkeys(contender.name for contender in contenders):
+        group = [contender for contender in contenders if contender.name == name]
+        # contenders of one kind compile at once, and fit on a GPU; ranks that share a GPU are slow beside others
+        compile_at_once = all(contender.task.compile and contender.task.world == 1 for contender in group)
+        for some in [group] if compile_at_once else [[contender] for contender in group]:
+            for contender in some:
+                contender.go()
+            for contender in some:
+                contender.ready()
 
 
 def can_run(contender: Contender) -> bool:
