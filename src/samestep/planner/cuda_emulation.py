@@ -146,19 +146,23 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """One kernel without dropout; with dropout the attention weights, as in parallel/draw_rules.py."""
-    # the CUDA kernel needs no copies of shared heads, and neither do shapes
-    if enable_gqa and not has_no_memory(query):
+    # the CUDA kernels for bf16 and fp16 need no copies of shared heads, and neither do shapes
+    copies_heads = enable_gqa and query.shape[-3] != key.shape[-3] and query.dtype not in _HALF
+    if enable_gqa and (dropout_p or copies_heads or not has_no_memory(query)):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if dropout_p:
-        weights = (query @ key.transpose(-2, -1)).softmax(-1).to(value.dtype)
+        # where a GPU computes, autocast is on here, and it computes a softmax in fp32
+        dtype = torch.float32 if query.dtype in _HALF else query.dtype
+        weights = (query @ key.transpose(-2, -1)).softmax(-1, dtype=dtype).to(value.dtype)
         return _dropout(weights, dropout_p, True) @ value
-    same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if not same_width or (attn_mask is not None and attn_mask.requires_grad):  # CUDA has no fused kernel
-        attend = torch.ops.aten._scaled_dot_product_attention_math.default
-        return attend(query, key, value, attn_mask, 0.0, is_causal, None, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    same_width = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    has_fused_kernel = same_width and not copies_heads and (attn_mask is None or not attn_mask.requires_grad)
+    if not has_fused_kernel:
+        attend = torch.ops.aten._scaled_dot_product_attention_math.default
+        return attend(query, key, value, attn_mask, 0.0, is_causal, None, scale=scale)[0]
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
