@@ -17,6 +17,7 @@ from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.world import World
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
+from samestep.planner import trace
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.plan import make_plan
 from samestep.planner.traced_model import profile_weights
@@ -176,6 +177,36 @@ def test_a_plan_says_that_it_is_an_upper_bound(ranks):
     )
     assert f"that fit; {caveat})" in log
     assert plan["model"]["method"] == caveat
+
+
+class ReadingValues(Net):
+    """Reads a number in its forward pass."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores * (2 if scores.sum().item() > 0 else 1)
+
+
+def train_with_limit(seconds):
+    before, trace.MEASURE_SECONDS = trace.MEASURE_SECONDS, seconds
+    try:
+        return train(EXAMPLE, None, None, ReadingValues)
+    finally:
+        trace.MEASURE_SECONDS = before
+
+
+def test_a_model_that_cannot_be_traced_is_measured_for_the_plan(ranks):
+    ((_, _, (plan,), log),) = ranks(1, train_with_limit, 60.0)
+    assert "that fit; measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs values" in log
+    assert plan["model"]["activations"]["per_sample"] > 0
+
+
+def test_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights_and_the_run_says_so(ranks):
+    (_, largest, (plan,), log), _ = ranks(2, train_with_limit, 0.0)
+    assert "half of it is left to activations; A step of ReadingValues needs values, which a trace does not have" in log
+    assert plan["model"]["method"] == "from the weights only: activations are not counted"
+    assert plan["compared"] == {}
+    assert largest == 16
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])

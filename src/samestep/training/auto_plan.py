@@ -12,6 +12,7 @@ from samestep.context import RunContext
 from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
+from samestep.errors import MeasurementTooSlow
 from samestep.messages import format_bytes, format_seconds
 from samestep.parallel.precision import ComputePrecision
 from samestep.parallel.wrap import WrapOptions
@@ -111,17 +112,21 @@ def _plan_on_rank0(
     share: MemoryShare,
 ) -> RunPlan:
     world, precision, batch = context.world, _plan_precision(context).name, context.config.global_batch
-    cluster, traced = _cluster(world, share), example is not None
-    if example is None:
-        made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
-    else:
-        made = _traced_plan(context, cluster, model, options, example, optimizer)
+    cluster, made, unknown = _cluster(world, share), None, "run.wrap(model, example=batch) would count those too"
+    if example is not None:
+        try:
+            made = _traced_plan(context, cluster, model, options, example, optimizer)
+        except MeasurementTooSlow as error:
+            unknown = str(error)
+    traced = made is not None
+    made = made or make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
     in_model = (each for each in made.candidates if each.layout.teacher_placement is None)
     ours = [each for each in in_model if each.layout.ranks == world.size]
     allowed = [each for each in ours if _is_allowed(each, world.size, options)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _simplest_of_fastest(fitting, traced) or min(allowed, key=lambda each: each.memory.total)
-    message = _choice_message(made, chosen, len(fitting), traced) if fitting else _nothing_fits_message(made, chosen)
+    unknown = "" if traced else unknown
+    message = _choice_message(made, chosen, len(fitting), unknown) if fitting else _nothing_fits_message(made, chosen)
     return RunPlan(chosen, message, _details(made, chosen), traced)
 
 
@@ -212,12 +217,13 @@ def _complexity(candidate: Candidate) -> tuple[int, bool, bool]:
     return _SIMPLEST_FIRST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
-def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -> str:
+def _choice_message(made: Plan, chosen: Candidate, fitting: int, unknown: str) -> str:
+    """The choice with its numbers; `unknown` says why activations were not counted, if so."""
     used, free = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
-    if not traced:
+    if unknown:
         return (
             f"plan: {chosen.layout.name} (weights, gradients and Adam's two moments need {used} of {free} free per "
-            "device, and half of it is left to activations; run.wrap(model, example=batch) would count those too)"
+            f"device, and half of it is left to activations; {unknown})"
         )
     split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     method = made.request.model.method
