@@ -201,12 +201,10 @@ def test_a_model_that_cannot_be_traced_is_measured_for_the_plan(ranks):
     assert plan["model"]["activations"]["per_sample"] > 0
 
 
-def test_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights_and_the_run_says_so(ranks):
-    (_, largest, (plan,), log), _ = ranks(2, train_with_limit, 0.0)
-    assert "half of it is left to activations; A step of ReadingValues needs values, which a trace does not have" in log
-    assert plan["model"]["method"] == "from the weights only: activations are not counted"
-    assert plan["compared"] == {}
-    assert largest == 16
+def test_a_run_whose_model_takes_too_long_to_measure_trains_without_a_plan_and_says_why(ranks):
+    (_, _, plans, log), _ = ranks(2, train_with_limit, 0.0)
+    assert "plan: none. A step of ReadingValues needs values, which a trace does not have (.item()" in log
+    assert plans == []
 
 
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])
@@ -245,6 +243,7 @@ def context(world, device, global_batch):
         device=torch.device(device),
         acceleration=SimpleNamespace(precision=FP32),
         config=SimpleNamespace(global_batch=global_batch),
+        comm=SimpleNamespace(alone=False),
     )
 
 
@@ -261,6 +260,19 @@ def test_ranks_that_share_a_gpu_plan_with_their_part_of_its_memory_and_speed(mon
     assert found.host_bandwidth == full.host_bandwidth / sharing
     plan = auto_plan._plan_on_rank0(context(world, "cuda", 16), Net(), WrapOptions(), None, "AdamW", share)
     assert plan.message.startswith("plan: ddp"), plan.message
+
+
+def test_on_gpus_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights(monkeypatch):
+    monkeypatch.setattr(
+        "samestep.planner.cluster_discovery.detect_cluster", lambda nodes: parse_cluster_spec("h200:2", nodes)
+    )
+    monkeypatch.setattr(trace, "MEASURE_SECONDS", 0.0)
+    world, share = World(size=2, local_size=2), MemoryShare(10**11, 1)
+    plan = auto_plan._plan_on_rank0(context(world, "cuda", 16), ReadingValues(), WrapOptions(), EXAMPLE, "AdamW", share)
+    assert plan.message.startswith("plan: ddp (weights, gradients and Adam's two moments need ")
+    assert "half of it is left to activations; A step of ReadingValues needs values, which a trace" in plan.message
+    assert not plan.traced
+    assert plan.micro_batch is None
 
 
 def test_nodes_with_different_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):

@@ -79,11 +79,15 @@ def plan_run(
     context: RunContext, model: nn.Module, options: WrapOptions, example: object | None, optimizer: str
 ) -> RunPlan | None:
     """The plan of this run; None if nothing is left to decide, or nothing is known to decide by. A collective."""
-    decided = context.comm.alone or options.strategy is not None or context.device.type != "cuda"
-    if example is None and decided:
+    if example is None and _is_decided(context, options):
         return None
     share = min(memory_shares(context.comm, "planning", context.device, _free_memory(context.device)))
     return context.once(_plan_on_rank0, context, model, options, example, optimizer, share)
+
+
+def _is_decided(context: RunContext, options: WrapOptions) -> bool:
+    """Whether the strategy is decided without a plan."""
+    return context.comm.alone or options.strategy is not None or context.device.type != "cuda"
 
 
 def format_comparison(compared: dict[str, object]) -> str:
@@ -110,13 +114,16 @@ def _plan_on_rank0(
     example: object | None,
     optimizer: str,
     share: MemoryShare,
-) -> RunPlan:
+) -> RunPlan | None:
     world, precision, batch = context.world, _plan_precision(context).name, context.config.global_batch
     cluster, made, unknown = _cluster(world, share), None, "run.wrap(model, example=batch) would count those too"
     if example is not None:
         try:
             made = _traced_plan(context, cluster, model, options, example, optimizer)
         except MeasurementTooSlow as error:
+            if _is_decided(context, options):
+                context.print(f"plan: none. {error}")
+                return None
             unknown = str(error)
     traced = made is not None
     made = made or make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
