@@ -262,7 +262,8 @@ def test_ranks_that_share_a_gpu_plan_with_their_part_of_its_memory_and_speed(mon
     assert plan.message.startswith("plan: ddp"), plan.message
 
 
-def test_on_gpus_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights(monkeypatch):
+def test_on_gpus_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
     monkeypatch.setattr(
         "samestep.planner.cluster_discovery.detect_cluster", lambda nodes: parse_cluster_spec("h200:2", nodes)
     )
