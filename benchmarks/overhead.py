@@ -483,7 +483,7 @@ def warm_up(contenders: "list[Contender]") -> "list[Contender]":
     working = []
     for name in dict.fromkeys(contender.name for contender in contenders):
         group = [contender for contender in contenders if contender.name == name]
-        # contenders of one kind compile at once, and fit on a GPU; ranks that share a GPU are slow beside others
+        # contenders of one kind compile at once, and fit on a GPU; ranks that share a GPU are slow if others run
         compile_at_once = all(contender.task.compile and contender.task.world == 1 for contender in group)
         for some in [group] if compile_at_once else [[contender] for contender in group]:
             for contender in some:
