@@ -80,6 +80,7 @@ def data():
 
 
 def losses(logits, labels, reduction):
+    """In the dtype of the logits: autocast on the CPU would make a copy in fp32, which CUDA does not need."""
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
@@ -101,7 +102,8 @@ def by_samestep(strategy, micro_batches):
                 with counted(step.number, found):
                     for tokens, labels in step:
                         with torch.autocast("cpu", torch.bfloat16):  # as samestep does in a step on a GPU
-                            values = losses(model(tokens), labels, "none").view(labels.shape)
+                            logits = model(tokens)
+                        values = losses(logits, labels, "none").view(labels.shape)
                         step.mean(values).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -124,10 +126,7 @@ def by_hand(strategy, micro_batches):
                 for number, (inputs, targets) in enumerate(parts, 1):
                     model.set_requires_gradient_sync(number == micro_batches)
                     model.set_is_last_backward(number == micro_batches)
-                    logits = model(inputs)
-                    with torch.autocast("cpu", torch.bfloat16):
-                        loss = losses(logits, targets, "mean") / micro_batches
-                    loss.backward()
+                    (losses(model(inputs), targets, "mean") / micro_batches).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     return found
