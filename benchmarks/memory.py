@@ -494,13 +494,13 @@ def predictions(cases, jobs: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these")
+    parser.add_argument("--case", nargs="+", help="only cases whose name begins with one of these")
     parser.add_argument("--predict-only", action="store_true", help="trace, but do not train")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="number of parallel traces")
     parser.add_argument("--forecasts", help="measure only, and compare with the forecasts in this file")
     parser.add_argument("--json", help="write everything to this file")
     args = parser.parse_args()
-    cases = [case for case in CASES if not args.case or any(word in case.name for word in args.case)]
+    cases = [case for case in CASES if not args.case or case.name.startswith(tuple(args.case))]
     if args.forecasts:
         known = {row["name"]: row for row in json.loads(Path(args.forecasts).read_text())}
         rows = [known[case.name] for case in cases]

@@ -456,9 +456,7 @@ def compare(groups: list[tuple[Task, list[str]]], rounds: int, profiles: Path | 
         started = [[Contender(name, task, new_folder(Path(temporary))) for name in names] for task, names in groups]
         for contender in chain(*started):
             running.callback(contender.stop)
-        started = [[contender for contender in group if can_run(contender)] for group in started]
-        contenders = list(chain(*started))
-        warm_up(contenders)
+        contenders = warm_up([contender for contender in chain(*started) if can_run(contender)])
         times: dict[Contender, list[list[float]]] = {contender: [] for contender in contenders}
         for number in range(rounds):
             for contender in random.Random(number).sample(contenders, len(contenders)):
@@ -466,12 +464,13 @@ def compare(groups: list[tuple[Task, list[str]]], rounds: int, profiles: Path | 
         for number, contender in enumerate(contenders if profiles else ()):
             contender.go(profiles / f"profile-{number}-{contender.name}.txt")
             contender.ready()
-        by_hand = {(each.task, each.name): turns for each, turns in times.items()}
-    outside = {task: by_hand.get((replace(task, loss="outside"), "hand-written")) for task, _ in groups}
+    by_hand = {each.task: turns for each, turns in times.items() if each.name == "hand-written"}
     return [
-        summarize(task, each.name, times[each], by_hand[task, "hand-written"], outside[task])
-        for (task, _), group in zip(groups, started, strict=True)
-        for each in group
+        summarize(
+            each.task, each.name, times[each], by_hand[each.task], by_hand.get(replace(each.task, loss="outside"))
+        )
+        for each in chain(*started)
+        if each in times and each.task in by_hand
     ]
 
 
@@ -479,21 +478,22 @@ def new_folder(parent: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=parent))
 
 
-def warm_up(contenders: "list[Contender]") -> None:
-    """The first round, which is not counted: it includes lazy imports and compilation."""
+def warm_up(contenders: "list[Contender]") -> "list[Contender]":
+    """The first round, which is not counted: it includes lazy imports and compilation. Returns those that can run."""
+    working = []
     for name in dict.fromkeys(contender.name for contender in contenders):
         group = [contender for contender in contenders if contender.name == name]
-        # contenders of one kind compile at once, and fit on a GPU; ranks that share a GPU are slow beside others
+        # contenders of one kind compile at once, and fit on a GPU; ranks that share a GPU are slow if others run
         compile_at_once = all(contender.task.compile and contender.task.world == 1 for contender in group)
         for some in [group] if compile_at_once else [[contender] for contender in group]:
             for contender in some:
                 contender.go()
-            for contender in some:
-                contender.ready()
+            working.extend(contender for contender in some if can_run(contender))
+    return working
 
 
 def can_run(contender: Contender) -> bool:
-    """Whether a contender has started; a missing package must not end the comparison."""
+    """Whether a contender waits for a turn; a missing package must not end the comparison."""
     try:
         contender.ready()
     except (Failed, EOFError) as error:

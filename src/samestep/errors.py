@@ -50,6 +50,10 @@ class PlanError(SamestepError):
     """No plan can be made: an unknown cluster, a model that cannot be traced, or nothing fits."""
 
 
+class MeasurementTooSlow(PlanError):
+    """A step cannot be traced, and real micro-batches take too long on the CPU; the message states a lower bound."""
+
+
 class WrapError(SamestepError):
     """A model cannot be wrapped, or was changed after it was wrapped."""
 

@@ -17,6 +17,7 @@ from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.world import World
 from samestep.parallel.precision import choose_precision, detect_support
 from samestep.parallel.wrap import WrapOptions
+from samestep.planner import trace
 from samestep.planner.cluster_spec import parse_cluster_spec
 from samestep.planner.plan import make_plan
 from samestep.planner.traced_model import profile_weights
@@ -178,6 +179,34 @@ def test_a_plan_says_that_it_is_an_upper_bound(ranks):
     assert plan["model"]["method"] == caveat
 
 
+class ReadingValues(Net):
+    """Reads a number in its forward pass."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores * (2 if scores.sum().item() > 0 else 1)
+
+
+def train_with_limit(seconds):
+    before, trace.MEASURE_SECONDS = trace.MEASURE_SECONDS, seconds
+    try:
+        return train(EXAMPLE, None, None, ReadingValues)
+    finally:
+        trace.MEASURE_SECONDS = before
+
+
+def test_a_model_that_cannot_be_traced_is_measured_for_the_plan(ranks):
+    ((_, _, (plan,), log),) = ranks(1, train_with_limit, 60.0)
+    assert "that fit; measured with real micro-batches of 2 and 4 samples on the CPU, since a step needs values" in log
+    assert plan["model"]["activations"]["per_sample"] > 0
+
+
+def test_a_run_whose_model_takes_too_long_to_measure_trains_without_a_plan_and_says_why(ranks):
+    (_, _, plans, log), _ = ranks(2, train_with_limit, 0.0)
+    assert "plan: none. A step of ReadingValues needs values, which a trace does not have (.item()" in log
+    assert plans == []
+
+
 @pytest.mark.parametrize(("width", "strategy"), [(1_000, "ddp"), (30_000, "ddp"), (40_000, "fsdp")])
 def test_without_an_example_a_model_is_sharded_if_its_state_needs_half_of_a_gpu(width, strategy):
     with torch.device("meta"):
@@ -214,6 +243,7 @@ def context(world, device, global_batch):
         device=torch.device(device),
         acceleration=SimpleNamespace(precision=FP32),
         config=SimpleNamespace(global_batch=global_batch),
+        comm=SimpleNamespace(alone=False),
     )
 
 
@@ -230,6 +260,20 @@ def test_ranks_that_share_a_gpu_plan_with_their_part_of_its_memory_and_speed(mon
     assert found.host_bandwidth == full.host_bandwidth / sharing
     plan = auto_plan._plan_on_rank0(context(world, "cuda", 16), Net(), WrapOptions(), None, "AdamW", share)
     assert plan.message.startswith("plan: ddp"), plan.message
+
+
+def test_on_gpus_a_model_that_takes_too_long_to_measure_is_planned_by_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it traces
+    monkeypatch.setattr(
+        "samestep.planner.cluster_discovery.detect_cluster", lambda nodes: parse_cluster_spec("h200:2", nodes)
+    )
+    monkeypatch.setattr(trace, "MEASURE_SECONDS", 0.0)
+    world, share = World(size=2, local_size=2), MemoryShare(10**11, 1)
+    plan = auto_plan._plan_on_rank0(context(world, "cuda", 16), ReadingValues(), WrapOptions(), EXAMPLE, "AdamW", share)
+    assert plan.message.startswith("plan: ddp (weights, gradients and Adam's two moments need ")
+    assert "half of it is left to activations; A step of ReadingValues needs values, which a trace" in plan.message
+    assert not plan.traced
+    assert plan.micro_batch is None
 
 
 def test_nodes_with_different_numbers_of_ranks_can_be_planned_for(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Traced profiles: bytes and FLOPs calculated by hand, and compared with real tensors."""
 
+import re
 from functools import cache
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from samestep.errors import MeasurementTooSlow
+from samestep.messages import format_bytes
 from samestep.parallel.submodules import checkpoint_activations
+from samestep.planner import trace
 from samestep.planner.model_profile import ModelProfile, PeakMemory
 from samestep.planner.trace import StepConfig, StepTracer, trace_model
-from samestep.planner.traced_model import ProductsInFp32, build_model
+from samestep.planner.traced_model import MeasuredOnCpu, build_model
 
 A, H, C = 32, 64, 10
 LENGTH = 48
@@ -305,6 +309,35 @@ def test_a_model_that_needs_values_is_measured_and_the_profile_says_so(how, mess
     assert profile.activations.per_sample > 4 * (A + C)
 
 
+def test_weights_on_the_meta_device_are_measured_with_small_values_and_stay_tied():
+    def build(device):
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(A, A), nn.Linear(A, A, bias=False), NeedsValues("item"))
+        model[1].weight = model[0].weight
+        return model, torch.ones(16, A)
+
+    on_meta, on_cpu = (
+        trace_model(lambda: build(device), optimizer="SGD", precision="fp32")  # noqa: B023
+        for device in ("meta", "cpu")
+    )
+    assert on_meta.method == on_cpu.method
+    assert on_meta.weights == on_cpu.weights == 4 * (A * A + A + A * C + C)
+    assert on_meta.activations == on_cpu.activations
+
+
+def test_a_measurement_that_takes_too_long_raises_and_states_a_lower_bound(monkeypatch):
+    monkeypatch.setattr(trace, "MEASURE_SECONDS", 0.0)
+    message = (
+        "A step of NeedsValues needs values, which a trace does not have (.item(), float() or `if` of a tensor), and "
+        "steps of 2 and 4 samples take more than 0 s on the CPU. So the memory of activations is unknown; weights, "
+        f"gradients and Adam's two moments need {format_bytes(16 * (A * C + C))}, which is a lower bound. Compute "
+        "without these values, or plan with fewer layers."
+    )
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(MeasurementTooSlow, match=f"^{re.escape(message)}$"):
+            trace_model(lambda: (NeedsValues("item"), torch.ones(16, A)), precision=precision)
+
+
 def test_half_precision_is_measured_in_fp16():
     profile = trace_model(lambda: (NeedsValues("item"), torch.ones(16, A)), precision="bf16")
     assert profile.method.startswith("measured with real micro-batches")
@@ -337,7 +370,7 @@ def test_products_in_fp32_have_the_dtype_and_the_layout_of_products_in_half_prec
     image, weight = torch.randn(2, 3, 8, 8).half(), torch.randn(4, 3, 3, 3).half()
     image = image.contiguous(memory_format=torch.channels_last)
     plain = torch.conv2d(image, weight)
-    with ProductsInFp32():
+    with MeasuredOnCpu(600.0, MeasurementTooSlow()):
         found = torch.conv2d(image, weight)
         assert (image.flatten(1) @ image.flatten(1).T).dtype == torch.half
         assert torch.conv2d(image.float(), weight.float()).dtype == torch.float32

@@ -8,7 +8,7 @@ LoRA, the forward pass computes the gradients of the hidden states without these
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -198,8 +198,24 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    else:  # not every supported torch adds a product to a total of another dtype
+    elif _adds_in_fp32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
         total.add_(_product(left, right))
+
+
+@cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product in half precision to an fp32 total: the first versions with `out_dtype` raise.
+
+    Otherwise the total of the weight's gradient is read and written once more for every chunk.
+    """
+    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _classes(labels: Tensor, ignore_index: int) -> Tensor:

@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.data.loader import list_tensors
 from samestep.data.sample_rng import set_micro_batch
-from samestep.errors import PlanError
+from samestep.errors import MeasurementTooSlow, PlanError
+from samestep.messages import format_bytes
 from samestep.parallel.precision import compute_in, turn_on_fused, use_channels_last
 from samestep.parallel.submodules import checkpoint_activations, frozen_parts, keep_frozen_in_eval
 from samestep.planner.cuda_emulation import emulate_cuda
@@ -27,7 +28,7 @@ from samestep.planner.traced_model import (
     Build,
     FloatsOnMeta,
     Loss,
-    ProductsInFp32,
+    MeasuredOnCpu,
     RealIntegers,
     TracedModel,
     build_model,
@@ -37,7 +38,9 @@ from samestep.planner.traced_model import (
     describe_parts,
     explain_errors,
     first_line,
+    give_memory,
     named_blocks,
+    profile_weights,
     resolve_classes,
     storage_bytes,
     strip_memory,
@@ -47,6 +50,8 @@ from samestep.torch_private import cannot_be_traced, without_memory
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MIN_SAMPLES = 2
 """Smallest traced micro-batch: a single sample is a special case for BatchNorm and for some kernels."""
+MEASURE_SECONDS = 60.0
+"""Time limit of real micro-batches on the CPU, for steps that cannot be traced."""
 TRACED = "traced without memory"
 """`ModelProfile.method` of a trace without caveats."""
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,8 +93,9 @@ def trace_model(
 
     A mask that selects by values (`nonzero`, a mask as an index) counts as if it selected everything, which is an upper
     bound. A step that needs values (`.item()`, `.numpy()`) cannot be traced. Then two small micro-batches are run on
-    the CPU. `ModelProfile.method` says so. Nothing else should compute in this process during a trace. `blocks` are
-    classes of submodules, or their names, as in run.wrap(blocks=...).
+    the CPU, for at most MEASURE_SECONDS, and then MeasurementTooSlow is raised. `ModelProfile.method` says how the
+    profile was made. Nothing else should compute in this process during a trace. `blocks` are classes of submodules, or
+    their names, as in run.wrap(blocks=...).
 
     >>> profile = trace_model(lambda: (nn.Linear(1000, 10), torch.zeros(4, 1000)), optimizer="SGD", precision="fp32")
     >>> profile.weights, profile.gradients, profile.optimizer_state
@@ -174,16 +180,29 @@ def _profile(build: Build, loss: Loss | None, config: StepConfig) -> ModelProfil
             if not (cannot_be_traced(error) or integers.selected_all):
                 raise
             why = first_line(error) if cannot_be_traced(error) else "aten.nonzero.default"
-        method = (
-            f"measured with real micro-batches of {MIN_SAMPLES} and {2 * MIN_SAMPLES} samples on the CPU, since a step "
-            f"needs values, which a trace does not have ({_VALUE_ACCESS.get(why, why)})"
-        )
-        traced = build_model(build, loss)
-        _prepare(traced, config)
-        # fp16 has the size of bf16, whose kernels crash on some CPUs
-        config = replace(config, dtype=None if config.dtype is None else torch.float16)
-        with ProductsInFp32():
-            return _measure_steps(traced, config, 2 * MIN_SAMPLES, method)
+        return _measure_on_cpu(build, loss, config, _VALUE_ACCESS.get(why, why))
+
+
+def _measure_on_cpu(build: Build, loss: Loss | None, config: StepConfig, why: str) -> ModelProfile:
+    """Run real micro-batches, since a step needs values; raises MeasurementTooSlow after MEASURE_SECONDS."""
+    method = (
+        f"measured with real micro-batches of {MIN_SAMPLES} and {2 * MIN_SAMPLES} samples on the CPU, since a step "
+        f"needs values, which a trace does not have ({why})"
+    )
+    traced = build_model(build, loss)
+    give_memory(traced.model)
+    _prepare(traced, config)
+    # fp16 has the size of bf16, whose kernels crash on some CPUs
+    config = replace(config, dtype=None if config.dtype is None else torch.float16)
+    name, persistent = type(traced.model).__name__, format_bytes(profile_weights(traced.model).persistent)
+    too_slow = MeasurementTooSlow(
+        f"A step of {name} needs values, which a trace does not have ({why}), and steps of {MIN_SAMPLES} and "
+        f"{2 * MIN_SAMPLES} samples take more than {MEASURE_SECONDS:g} s on the CPU. So the memory of activations is "
+        f"unknown; weights, gradients and Adam's two moments need {persistent}, which is a lower bound. Compute "
+        "without these values, or plan with fewer layers."
+    )
+    with MeasuredOnCpu(MEASURE_SECONDS, too_slow):
+        return _measure_steps(traced, config, 2 * MIN_SAMPLES, method)
 
 
 def _build(build: Build, loss: Loss | None) -> tuple[TracedModel, str]:

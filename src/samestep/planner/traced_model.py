@@ -1,6 +1,7 @@
 """The user's model: build it without memory for its weights, compute a loss, find its blocks and what they cost."""
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from samestep.data.loader import list_tensors, map_tensors
-from samestep.errors import DataError, PlanError
+from samestep.errors import DataError, MeasurementTooSlow, PlanError
 from samestep.parallel.fsdp import find_blocks
 from samestep.planner.model_profile import ModelPart, ModelProfile, PeakMemory
 from samestep.planner.step_recorder import Args, OpCounter, tensor_leaves
@@ -28,6 +29,7 @@ _NO_DEVICE = (
     "Build the model and its batch without a device: a plan does not need one, and Run moves them to its device."
 )
 _CUDA_ERRORS = ("cuda", "nvidia driver", "no kernel image")
+_SMALL = 0.01  # the value of weights without values in a measurement
 _MAX_INTEGERS = 2**26  # elements of an integer tensor that is computed with real values
 
 
@@ -345,13 +347,22 @@ def _are_single_numbers(result: object) -> bool:
     return bool(tensors) and all(tensor.numel() == 1 for tensor in tensors)
 
 
-class ProductsInFp32(TorchDispatchMode):
-    """Computes products of half precision in fp32, and rounds them: most CPUs are very slow in fp16."""
+class MeasuredOnCpu(TorchDispatchMode):
+    """Runs real micro-batches on the CPU, up to a time limit, and computes products of half precision in fp32.
+
+    Most CPUs are very slow in fp16.
+    """
+
+    def __init__(self, seconds: float, too_slow: MeasurementTooSlow) -> None:
+        super().__init__()
+        self._end, self._too_slow = time.monotonic() + seconds, too_slow
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run the operation in fp32 if it is a product and its inputs are in half precision."""
+        """Run the operation, in fp32 and then rounded if it is a product and its inputs are in half precision."""
+        if time.monotonic() > self._end:
+            raise self._too_slow
         half = next((t.dtype for t in tensor_leaves((args, kwargs)) if t.dtype in _HALF), None)
         if half is None or func.overloadpacket not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
@@ -380,22 +391,48 @@ def strip_memory(model: nn.Module, batch: object) -> object:
             known[id(tensor)] = _without_memory(tensor)
         return known[id(tensor)]
 
+    _replace_tensors(model, strip)
+    return map_tensors(batch, strip)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Replace tensors of the model that are on the meta device, in place, by tensors on the CPU with small values.
+
+    Tied weights stay tied.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in known:
+            value = 0 if _is_integer(tensor) else _SMALL
+            known[id(tensor)] = _as_parameter(tensor, torch.full_like(tensor, value, device="cpu"))
+        return known[id(tensor)]
+
+    _replace_tensors(model, fill)
+
+
+def _replace_tensors(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for module in model.modules():
         containers: Any = (module._parameters, module._buffers, vars(module))  # pyright: ignore[reportPrivateUsage]  # setattr checks types
         for container in containers:
             for name, value in list(container.items()):
                 if isinstance(value, torch.Tensor):
-                    container[name] = strip(value)
-    return map_tensors(batch, strip)
+                    container[name] = function(value)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or (_is_integer(tensor) and not tensor.is_meta):
         return tensor
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return _as_parameter(tensor, torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"))
+
+
+def _as_parameter(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, as a parameter if `tensor` is one."""
     if not isinstance(tensor, nn.Parameter):
-        return empty
-    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        return value
+    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     return parameter
 

@@ -12,6 +12,7 @@ from samestep.context import RunContext
 from samestep.distributed.device import MemoryShare, memory_shares
 from samestep.environment.hardware import read_hardware
 from samestep.environment.world import World
+from samestep.errors import MeasurementTooSlow
 from samestep.messages import format_bytes, format_seconds
 from samestep.parallel.precision import ComputePrecision
 from samestep.parallel.wrap import WrapOptions
@@ -78,11 +79,15 @@ def plan_run(
     context: RunContext, model: nn.Module, options: WrapOptions, example: object | None, optimizer: str
 ) -> RunPlan | None:
     """The plan of this run; None if nothing is left to decide, or nothing is known to decide by. A collective."""
-    decided = context.comm.alone or options.strategy is not None or context.device.type != "cuda"
-    if example is None and decided:
+    if example is None and _is_decided(context, options):
         return None
     share = min(memory_shares(context.comm, "planning", context.device, _free_memory(context.device)))
     return context.once(_plan_on_rank0, context, model, options, example, optimizer, share)
+
+
+def _is_decided(context: RunContext, options: WrapOptions) -> bool:
+    """Whether the strategy is decided without a plan."""
+    return context.comm.alone or options.strategy is not None or context.device.type != "cuda"
 
 
 def format_comparison(compared: dict[str, object]) -> str:
@@ -109,19 +114,26 @@ def _plan_on_rank0(
     example: object | None,
     optimizer: str,
     share: MemoryShare,
-) -> RunPlan:
+) -> RunPlan | None:
     world, precision, batch = context.world, _plan_precision(context).name, context.config.global_batch
-    cluster, traced = _cluster(world, share), example is not None
-    if example is None:
-        made = make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
-    else:
-        made = _traced_plan(context, cluster, model, options, example, optimizer)
+    cluster, made, unknown = _cluster(world, share), None, "run.wrap(model, example=batch) would count those too"
+    if example is not None:
+        try:
+            made = _traced_plan(context, cluster, model, options, example, optimizer)
+        except MeasurementTooSlow as error:
+            if _is_decided(context, options):
+                context.print(f"plan: none. {error}")
+                return None
+            unknown = str(error)
+    traced = made is not None
+    made = made or make_plan(cluster, profile_weights(model), batch, precision, _ACTIVATION_MARGIN)
     in_model = (each for each in made.candidates if each.layout.teacher_placement is None)
     ours = [each for each in in_model if each.layout.ranks == world.size]
     allowed = [each for each in ours if _is_allowed(each, world.size, options)] or ours
     fitting = [each for each in allowed if each.fits]
     chosen = _simplest_of_fastest(fitting, traced) or min(allowed, key=lambda each: each.memory.total)
-    message = _choice_message(made, chosen, len(fitting), traced) if fitting else _nothing_fits_message(made, chosen)
+    unknown = "" if traced else unknown
+    message = _choice_message(made, chosen, len(fitting), unknown) if fitting else _nothing_fits_message(made, chosen)
     return RunPlan(chosen, message, _details(made, chosen), traced)
 
 
@@ -212,12 +224,13 @@ def _complexity(candidate: Candidate) -> tuple[int, bool, bool]:
     return _SIMPLEST_FIRST.index(layout.strategy), layout.cpu_offload, layout.activation_checkpointing
 
 
-def _choice_message(made: Plan, chosen: Candidate, fitting: int, traced: bool) -> str:
+def _choice_message(made: Plan, chosen: Candidate, fitting: int, unknown: str) -> str:
+    """The choice with its numbers; `unknown` says why activations were not counted, if so."""
     used, free = format_bytes(chosen.memory.total), format_bytes(made.request.cluster.device.memory_free)
-    if not traced:
+    if unknown:
         return (
             f"plan: {chosen.layout.name} (weights, gradients and Adam's two moments need {used} of {free} free per "
-            "device, and half of it is left to activations; run.wrap(model, example=batch) would count those too)"
+            f"device, and half of it is left to activations; {unknown})"
         )
     split = f"{chosen.layout.ranks} x {chosen.micro_batch} x {chosen.accumulation}"
     method = made.request.model.method
