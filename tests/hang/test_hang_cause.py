@@ -146,6 +146,19 @@ CASES = [
         ],
     ),
     Case(
+        "rank 0 waits for input",
+        [rank(0, BEFORE, stack=at(20)), *others([1], *WAITS)],
+        "elsewhere",
+        [0],
+        [
+            "rank 0 is holding up rank 1 for 42 s.",
+            f"rank 1 waits in {GRADIENTS}",
+            "rank 0 (node gpu-07, pid 4000) has not called it; it is waiting for input, at /job/train.py:20: "
+            'name = input("name of this run? ")',
+            LAST_39,
+        ],
+    ),
+    Case(
         "a data worker hangs",
         rank_1(BEFORE, stack=sim.WAITS_FOR_LOADER, children=[IDLE_WORKER, READING_WORKER]),
         "data_worker",

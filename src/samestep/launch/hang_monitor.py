@@ -448,7 +448,7 @@ class _Watch:
 
     def _explain(self, cause: HangCause, evidence: Sequence[RankEvidence]) -> None:
         """Print the cause if it is new, and keep it for the report of a failure."""
-        known = self.explanation is not None and self.explanation.culprits == cause.culprits
+        known = self.explanation is not None and set(cause.culprits) <= set(self.explanation.culprits)
         if known and any(each.collectives is None for each in evidence if each.rank in cause.culprits):
             return  # a culprit that answered before says less now, such as one that is exiting
         is_new = (cause.kind, *cause.culprits) != self._reported
