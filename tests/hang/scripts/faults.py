@@ -46,6 +46,8 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self._reads += 1
+        if self._fault == "slow_data" and rank() == 1:
+            time.sleep(0.2)  # fault: slow_data
         if rank() == 1 and self._reads > BATCH * STEP:
             if self._fault == "fifo":
                 Path("fifo").read_text()  # fault: fifo
