@@ -5,19 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch import straggler_watch
 from tests.hang.injected_faults import IF_ALL, Case, Launch, check
 
 pytestmark = pytest.mark.slow
 
 LIBRARIES = ["lightning_trainer", "accelerate_loop"]
-DOES = {"slow": "computing", "slow_data": "reading data"}
-
-
-@pytest.fixture(autouse=True)
-def _short_windows(monkeypatch: pytest.MonkeyPatch):
-    """Of five looks: a launcher that the tests fork takes this over."""
-    monkeypatch.setattr(straggler_watch, "_FIRST_WINDOW", 5)
+DOES = {"slow_step": "computing", "slow_data": "reading data"}
 
 
 def cases(*scripts: str) -> list[Case]:
@@ -35,18 +28,17 @@ def check_named(launch: Launch) -> None:
     assert "is done" in console
 
 
-def test_a_slow_rank_of_plain_ddp_is_named_once(tmp_path: Path):
-    for launch in check(cases("plain_ddp"), tmp_path):
-        check_named(launch)
+def test_a_slow_rank_of_plain_ddp_is_named_once_by_the_launcher_and_that_of_a_run_by_the_run(tmp_path: Path):
+    measured = Case("samestep_run", "slow_step", None, code=0, timeout=60.0, ends="")
+    for launch in check([*cases("plain_ddp"), measured], tmp_path):
+        if launch.case is not measured:
+            check_named(launch)
+        else:
+            assert "rank 1 is slow" not in launch.console
+            assert launch.console.count("SamestepWarning: rank 1 makes the others wait for") == 1, launch.console
 
 
 @IF_ALL
 def test_a_slow_rank_of_lightning_and_accelerate_is_named_once(tmp_path: Path):
     for launch in check(cases(*LIBRARIES), tmp_path):
         check_named(launch)
-
-
-def test_a_slow_rank_of_a_run_is_named_by_the_run_and_not_by_the_launcher(tmp_path: Path):
-    (launch,) = check([Case("samestep_run", "slow", None, code=0, timeout=60.0, ends="")], tmp_path)
-    assert "rank 1 is slow" not in launch.console
-    assert launch.console.count("SamestepWarning: rank 1 makes the others wait for") == 1, launch.console

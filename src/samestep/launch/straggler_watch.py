@@ -20,7 +20,7 @@ from samestep.launch.hang_exchange import NodeStore
 
 _SHARE: Final = 0.1  # of the time: a rank that makes the others wait for longer is named
 _CERTAINTY: Final = 3.5  # standard deviations by which the ranks must differ
-_FIRST_WINDOW, _LONGEST_WINDOW = 60, 960  # looks; as many in the window after that which finds a slow rank
+_FIRST_WINDOW, _LONGEST_WINDOW = 30, 960  # looks; as many in the window after that which finds a slow rank
 _LEAST_SECONDS: Final = 0.7  # between two looks that count
 _EXCHANGE_LOOKS: Final = 30  # after which the launcher of another node reports what it has seen
 _LINES: Final = 20  # of each rank, that it reports
