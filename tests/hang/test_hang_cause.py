@@ -580,6 +580,18 @@ CASES = [
         world_size=1,
     ),
     Case(
+        "a rank has raised and takes long to end",
+        rank_1(answers=False, state="running", last_lines=RAISED),
+        "elsewhere",
+        [1],
+        [
+            HOLDS_UP,
+            IN_BACKWARD,
+            f"{RANK_1} raised ValueError: bad sample, at /job/train.py:4: loss = model(batch).mean()",
+            "its process runs, and has not ended yet",
+        ],
+    ),
+    Case(
         "a rank has raised and a thread keeps its process",
         rank_1(BEFORE, stack=SHUTDOWN, threads={"Thread-1 (read) 0x7ff4f19116c0": at(9)}, last_lines=RAISED),
         "thread",

@@ -269,6 +269,10 @@ class Snapshot:
         """Where a live rank is that has not called the collective of the others, and since when."""
         each = self.graph.known[rank]
         frame, start = user_frame(main_stack(each)), "has not called it" if self.graph.pending else ""
+        if frame is None and each.collectives is None and (raised := raised_exception(each.last_lines)):
+            line = traceback_frame(each.last_lines)
+            text = f"its process {describe_process(each)}, and has not ended yet"
+            return [at_line(f"{self.name(rank)} raised {raised}", line), Sentence(text)]
         if each.collectives is None:
             start = _describe_silence(each)
         elif runs_for_all(main_stack(each)):
