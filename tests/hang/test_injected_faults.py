@@ -34,8 +34,8 @@ MODULE = sys.modules[__name__]
 REFUSED = r"(?s)Received data size doesn't match expected size.*rank 0 +pid \d+ +victim: killed by SIGABRT: gloo got"
 ENDED_3 = r"rank 1 +pid \d+ +exit code 3  <- first failure"
 ENDED_0 = r"rank 1 .*ended with exit code 0"
-# Rank 0 may have waited for long before rank 1 has ended. Torch finds out by SIGCHLD, while it receives a batch, or when
-# it looks whether its workers run.
+# Rank 0 may have waited for long before rank 1 has ended. Torch finds out by SIGCHLD, while it receives a batch, or
+# when it looks whether its workers run.
 KILLED = (
     r"(?s)rank 1 +pid \d+ +exit code 1  <- (first failure|the cause).*"
     r"(is killed by signal: Killed|ConnectionResetError|DataLoader worker \(pid\(s\) \d+\) exited unexpectedly)"
