@@ -28,6 +28,7 @@ with Run() as run:
     main(rank)
 with lock:
     write(batch)
+name = input("name of this run? ")
 """,
     DATASET: """\
 class Images:

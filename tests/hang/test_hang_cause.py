@@ -146,6 +146,19 @@ CASES = [
         ],
     ),
     Case(
+        "rank 0 waits for input",
+        [rank(0, BEFORE, stack=at(20)), *others([1], *WAITS)],
+        "elsewhere",
+        [0],
+        [
+            "rank 0 is holding up rank 1 for 42 s.",
+            f"rank 1 waits in {GRADIENTS}",
+            "rank 0 (node gpu-07, pid 4000) has not called it; it is waiting for input, at /job/train.py:20: "
+            'name = input("name of this run? ")',
+            LAST_39,
+        ],
+    ),
+    Case(
         "a data worker hangs",
         rank_1(BEFORE, stack=sim.WAITS_FOR_LOADER, children=[IDLE_WORKER, READING_WORKER]),
         "data_worker",
@@ -565,6 +578,18 @@ CASES = [
             "the group has members that samestep run did not start, and whose lines it does not know",
         ],
         world_size=1,
+    ),
+    Case(
+        "a rank has raised and takes long to end",
+        rank_1(answers=False, state="running", last_lines=RAISED),
+        "elsewhere",
+        [1],
+        [
+            HOLDS_UP,
+            IN_BACKWARD,
+            f"{RANK_1} raised ValueError: bad sample, at /job/train.py:4: loss = model(batch).mean()",
+            "its process runs, and has not ended yet",
+        ],
     ),
     Case(
         "a rank has raised and a thread keeps its process",

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from samestep.launch.straggler_watch import find_activity
 from tests.hang.probed import place, probed
 from tests.launch.launched import wait_for
 
@@ -93,6 +94,9 @@ def test_one_rank_waits_for_gradients_and_the_other_for_a_data_worker(pair):
     assert progress.waiting < 300
     elsewhere = probe.progress(pids[1], 10)
     assert (elsewhere.waiting, elsewhere.timeout) == (0, 0)
+    assert (progress.is_waiting, elsewhere.is_waiting, elsewhere.is_measured) == (True, False, False)
+    assert place(progress.stack) == "script0.py:16 train"
+    assert (place(elsewhere.stack), find_activity(elsewhere.stack)) == ("script1.py:14 train", "data")
     assert elsewhere.calls == progress.calls - 1
     waiting, late = probe.collect(pids, {})
 
@@ -116,8 +120,9 @@ def test_one_rank_waits_for_gradients_and_the_other_for_a_data_worker(pair):
 def test_a_receive_that_gloo_does_not_record(pair):
     probe, pids = pair(RECEIVE)
     progress = wait_until_waiting(probe, pids[0], 2)
-    assert progress.timeout == 0  # unknown: it is of the group that the call uses
-    assert probe.progress(pids[1], 10).waiting == 0
+    assert (progress.timeout, progress.is_waiting) == (0, True)  # unknown: it is of the group that the call uses
+    other = probe.progress(pids[1], 10)
+    assert (other.waiting, other.is_waiting) == (0, False)
     waiting, other = probe.collect(pids, {})
     call = waiting.collectives[-1]
     assert (call.name, call.is_p2p, call.is_pending, place(call.stack)) == ("recv", True, True, "script0.py:7 <module>")

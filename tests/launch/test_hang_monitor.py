@@ -190,6 +190,7 @@ class FakeProbe:
         self.began, self.timeout, self.looks, self.ended, self.requests = None, 60.0, 0, [], 0
         self.is_healthy = False  # it answers that it waits for no rank
         self.debugger = False  # whether rank 1 is in a debugger
+        self.is_different = False  # whether rank 1 waits in another collective
         self.is_silent = False  # whether rank 1 has stopped answering
         self.last_lines = {}  # of the logs, by rank
         self.errors, self.read_errors = {}, dict  # why collectives cannot be read, by process
@@ -221,13 +222,14 @@ class FakeProbe:
         waiting = [done, call(40, True, now - self.waiting)] if self.waiting else [done]
         if self.debugger:
             stacks[1] = {"main": [Frame("/usr/lib/python3.11/pdb.py", 1, "cmdloop"), *stacks[1]["main"]]}
+        other = [done, replace(call(40, True, now - self.waiting), name="barrier")] if self.is_different else [done]
         if self.is_silent:
             stacks[1] = {}
         return [
             RankEvidence(rank, "gpu-07", ProcessInfo(pid, "sleeping", stacks=stacks[rank]), collectives=calls,
                          collected=now, exit_code=(exit_codes or {}).get(rank),
                          last_lines=self.last_lines.get(rank, []))
-            for (rank, pid), calls in zip(pids.items(), (waiting, None if self.is_silent else [done]), strict=True)
+            for (rank, pid), calls in zip(pids.items(), (waiting, None if self.is_silent else other), strict=True)
         ]  # fmt: skip
 
     def end(self, pid, seconds=2.0, exit_code=1):
@@ -329,6 +331,22 @@ def test_a_culprit_that_stops_answering_before_the_end_keeps_its_cause(watch):
     (summary,) = watched.said
     assert "debugger" in summary
     assert "debugger" in watched.monitor.explanation.summary
+
+
+def test_of_ranks_in_different_collectives_one_that_is_exiting_is_not_another_cause(watch):
+    watched = watch()
+    watched.probe.waiting, watched.probe.is_different = 57.0, True
+    wait_for(lambda: bool(watched.said), GENEROUS)
+    watched.probe.is_silent = True
+    for process in watched.ranks:
+        process.wait(GENEROUS)
+    watched.monitor.stop()
+    (summary,) = watched.said
+    assert "they are in different collectives" in summary
+    assert (watched.monitor.explanation.culprits, watched.monitor.explanation.summary) == (
+        [0, 1],
+        summary.rpartition("\n")[0],
+    )
 
 
 def test_a_wait_that_is_over_before_the_timeout_ends_no_rank_although_no_rank_calls_a_collective_after_it(watch):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from samestep.environment.world import port_of
 from tests.launch.launched import run_script, wait_for
 from tests.slurm.cluster import FINAL, Cluster
 
@@ -92,6 +93,8 @@ def test_a_job_on_two_nodes_trains_as_one_world_with_unusual_names(cluster, tmp_
     (line,) = [line for line in text.splitlines() if line.startswith("SUM")]
     assert line.startswith("SUM 3 torchrun 2 2 ")
     assert line.endswith(repr([argument, "--lr"]))
+    # A static rendezvous: the ranks have the port of the job, where an elastic one would choose any that is free.
+    assert line.split()[6] == str(port_of(int(job), 0))
     summary = json.loads((tmp_path / "kept" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("finished", 2)
     assert job_record(cluster, tmp_path, job) == {"state": "COMPLETED", "ended": True, "exit_code": 0, "restarts": 0}

@@ -86,6 +86,9 @@ class Progress:
     timeout: float
     """Of that collective; 0 if none is pending, or if it is unknown, as in init_process_group or recv over gloo."""
     interval: float | None = None  # usual time between two collectives; None if it is not known yet
+    is_waiting: bool = False  # whether it is in a collective, however short
+    is_measured: bool = False  # whether it measures itself how long ranks wait, as a Run does
+    stack: list[Frame] = field(default_factory=list[Frame])  # of the main thread, the innermost frame first
 
 
 @dataclass(frozen=True)

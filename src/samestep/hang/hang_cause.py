@@ -220,7 +220,7 @@ def _kind_of_live_rank(snapshot: Snapshot, each: RankEvidence, culprits: Sequenc
         return "debugger"
     if each.full_disk:
         return "full_disk"
-    if culprits == [0]:
+    if culprits == [0] and not snapshot.waits_for_input(0):
         at_barrier = any(snapshot.describe(rank).startswith(_BARRIERS) for rank in snapshot.graph.pending)
         if at_barrier or is_rank_0_only(stack, snapshot.read_lines):
             return "rank_0_only"

@@ -230,7 +230,8 @@ def _read_frames(stack: list[tuple[str, int, str]], folder: str) -> list[Frame]:
 def _read_progress(answer: _Answer | None) -> Progress | None:
     if answer is None or "calls" not in answer:
         return None
-    return Progress(**{each.name: answer[each.name] for each in fields(Progress)})
+    found = Progress(**{each.name: answer[each.name] for each in fields(Progress)})
+    return replace(found, stack=_read_frames(answer["stack"], answer["start_folder"]))
 
 
 def _choose_answer(answers: list[_Answer]) -> dict[str, Any]:

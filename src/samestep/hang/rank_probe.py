@@ -62,6 +62,12 @@ def is_running() -> bool:
     return _probe is not None and _probe.answers
 
 
+def measures_waits(is_measured: bool) -> None:
+    """Let the launcher know whether this process itself measures how long ranks wait, and names one that is slow."""
+    global _is_measured
+    _is_measured = is_measured
+
+
 def at_end(function: Callable[[], object]) -> Callable[[], None]:
     """Call `function` in another thread before the launcher ends this process, which waits for it for a short time.
 
@@ -77,6 +83,7 @@ def at_end(function: Callable[[], object]) -> Callable[[], None]:
 
 
 _probe: _Probe | None = None
+_is_measured = False
 _at_end: list[Callable[[], object]] = []
 
 
@@ -223,6 +230,8 @@ class _Probe:
             if name == "evidence":
                 answer["stacks"] = dict(self._stacks())
             answer |= self._collectives.progress(self._main_frame())
+            if name == "progress":
+                answer |= {"is_measured": _is_measured, "stack": _read_frames(self._main_frame())}
             if name == "evidence":
                 answer["collectives"] = self._collectives.list(self._main_frame())
         except Exception as error:  # noqa: BLE001 - of another version of torch: its stacks are known
@@ -261,12 +270,15 @@ class _CollectiveWatch:
             self._update(now)
         self._measure_interval(now, calls)
         waiting, timeout = self._oldest_wait(now, world)
-        if not waiting and (call := _find_torch_call(main)) is not None:
+        call = _find_torch_call(main)
+        is_pending = any(group.is_pending for group in self._groups.values()) and bool(world.groups)
+        if not waiting and call is not None:
             waiting, timeout = self._wait_of_main_thread(now, call, calls), 0.0  # it may be that of any group, or none
         return {
             "calls": calls,
             "waiting": waiting,
             "timeout": timeout if waiting else 0.0,
+            "is_waiting": is_pending or call is not None,
             "interval": self._interval,
         }
 

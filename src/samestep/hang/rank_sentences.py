@@ -36,6 +36,7 @@ _WORKER = "/torch/utils/data/_utils/worker.py"
 _DEBUGGER = re.compile(r"/(bdb|pdb)\.py$|/(ipdb|pudb|debugpy|pydevd|_pydevd_bundle)/|/IPython/core/debugger\.py$")
 _BREAKPOINT = re.compile(r"\bbreakpoint\(|\bset_trace\(|\bpost_mortem\(")
 _BREAKPOINT_LINES = 10
+_INPUT = re.compile(r"(?<![\w.])input\(|\bgetpass\(|\bstdin\.read")
 _DATASET_FUNCTIONS = ("__getitem__", "__getitems__", "__iter__", "__next__")
 _RANK_0 = re.compile(
     r"\b\w*rank\w*(\(.*\))?\s*==\s*0|\b0\s*==\s*\w*rank|not\s+\w*rank\b"
@@ -169,6 +170,12 @@ class Snapshot:
         lines = self.read_lines(frame.file) if frame is not None else []
         return lines[frame.line - 1] if frame is not None and 0 < frame.line <= len(lines) else ""
 
+    def waits_for_input(self, rank: int) -> bool:
+        """Whether a rank waits until a user types something."""
+        each, stack = self.graph.known[rank], main_stack(self.graph.known[rank])
+        is_at_line = each.process.state == "sleeping" and bool(stack) and is_user_code(stack[0])
+        return is_at_line and bool(_INPUT.search(self.source(rank)))
+
     def name(self, rank: int) -> str:
         """A rank with its node and process."""
         each = self.graph.known.get(rank)
@@ -262,13 +269,18 @@ class Snapshot:
         """Where a live rank is that has not called the collective of the others, and since when."""
         each = self.graph.known[rank]
         frame, start = user_frame(main_stack(each)), "has not called it" if self.graph.pending else ""
+        if frame is None and each.collectives is None and (raised := raised_exception(each.last_lines)):
+            line = traceback_frame(each.last_lines)
+            text = f"its process {describe_process(each)}, and has not ended yet"
+            return [at_line(f"{self.name(rank)} raised {raised}", line), Sentence(text)]
         if each.collectives is None:
             start = _describe_silence(each)
         elif runs_for_all(main_stack(each)):
             start = "runs it for the others"
         elif rank in self.graph.pending and not leaves_run(main_stack(each)):
             start = "has called another one and does not wait for it"
-        text = f"{self.name(rank)} {f'{start}; it ' if start else ''}{_activity(each)}at"
+        activity = "is waiting for input, " if self.waits_for_input(rank) else _activity(each)
+        text = f"{self.name(rank)} {f'{start}; it ' if start else ''}{activity}at"
         shown = find_breakpoint(frame, self.read_lines) if frame and is_debugger(main_stack(each)) else frame
         sentences = [Sentence(text, shown) if shown else Sentence(f"{text} an unknown line")]
         sentences.append(Sentence(f"{self._last_collective(each)}its process {describe_process(each)}"))

@@ -8,6 +8,7 @@ cause (samestep.hang.hang_cause), prints it and writes a report. The report of a
 import json
 import linecache
 import logging
+import random
 import signal
 import socket
 import sys
@@ -39,6 +40,7 @@ from samestep.launch.failure_report import Explanation, Failure, explains, read_
 from samestep.launch.hang_exchange import BoundedThread, HangFolder, LauncherInfo, NodeInfo, NodeStore, Request
 from samestep.launch.job import Job, OnHang
 from samestep.launch.rank_logs import RankFiles
+from samestep.launch.straggler_watch import StragglerWatch, format_straggler
 from samestep.launch.wait_timer import Wait, WaitTimer
 
 if TYPE_CHECKING:
@@ -258,6 +260,7 @@ class _Watch:
         self._files = _RunFiles(monitor.folder, ranks.attempt)
         self._host = socket.gethostname()
         self._timer = WaitTimer()
+        self._stragglers: StragglerWatch | None = None
         self._wait: Wait | None = None  # the last one of all nodes that was too long
         self._end_after = 0.0  # when ranks may be ended
         self._times_out = float("inf")  # when it reaches its timeout; a rank that does not answer has none
@@ -358,11 +361,14 @@ class _Watch:
             self._nodes.introduce(NodeInfo(self._host, sorted(self._ranks.pids)))
             first = self._nodes.get("node/0")
             main_host = json.loads(first)["host"] if first else "another host"
+        self._stragglers = StragglerWatch(self._host, self._ranks.pids, self._nodes)
         info = LauncherInfo.of_this_process(node, main_host)
         self._files.call(lambda: self._folder.open(info))  # may fail, on a full disk: only `samestep hang` needs it
 
     def _pause(self) -> float:
-        return _OFTEN_SECONDS if self._timer.shortest_timeout < _SHORT_TIMEOUT else _LOOK_SECONDS
+        # Not in step with the ranks: a StragglerWatch counts what they do at random moments.
+        seconds = _LOOK_SECONDS * random.uniform(0.8, 1.2)
+        return _OFTEN_SECONDS if self._timer.shortest_timeout < _SHORT_TIMEOUT else seconds
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -371,7 +377,10 @@ class _Watch:
         self._warn_of_errors(
             {rank: error for rank, pid in running_ranks.items() if (error := self._probe.errors.get(pid))}
         )
-        wait = self._timer.update({rank: progress[pid] for rank, pid in running_ranks.items()}, now)
+        by_rank = {rank: progress[pid] for rank, pid in running_ranks.items()}
+        wait = self._timer.update(by_rank, now)
+        if wait is None and self._stragglers is not None:
+            self._stragglers.look(by_rank, now)
         waits = [] if wait is None else [wait]
         if self._nodes is not None:
             self._nodes.set_wait(wait and asdict(wait))
@@ -381,6 +390,8 @@ class _Watch:
                 self._serve(request, self._nodes)
         if self._ranks.node == 0 and not self._stopped.is_set():
             self._lead(min(waits, key=lambda wait: wait.remaining, default=None), now)
+            if self._stragglers is not None and (slow := self._stragglers.find()) is not None:
+                self._monitor.echo(self._files.call(partial(format_straggler, slow)) or f"samestep: {slow.headline}")
             for name in self._files.call(self._folder.requests) or ():
                 self._files.call(partial(self._folder.answer, name, self._describe()))
 
@@ -437,7 +448,7 @@ class _Watch:
 
     def _explain(self, cause: HangCause, evidence: Sequence[RankEvidence]) -> None:
         """Print the cause if it is new, and keep it for the report of a failure."""
-        known = self.explanation is not None and self.explanation.culprits == cause.culprits
+        known = self.explanation is not None and set(cause.culprits) <= set(self.explanation.culprits)
         if known and any(each.collectives is None for each in evidence if each.rank in cause.culprits):
             return  # a culprit that answered before says less now, such as one that is exiting
         is_new = (cause.kind, *cause.culprits) != self._reported

@@ -12,6 +12,7 @@ from torch import nn
 from samestep.context import RunContext
 from samestep.distributed.metric_sync import StepCallback
 from samestep.distributed.step_times import COMPUTING, PHASES, Phase, StepInterval, StepTimes
+from samestep.hang import rank_probe
 from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.messages import format_list, format_seconds
 from samestep.parallel.batchnorm import SYNCHRONIZED
@@ -56,6 +57,7 @@ class Stragglers(StepCallback):
         self._window: RankTimes | None = None
         self._slow: set[int] = set()  # in the window before
         self._named: set[int] = set()
+        rank_probe.measures_waits(True)
 
     def sync_table(self) -> list[float]:
         """The times of this rank since the last sync, and what it uses."""
@@ -81,6 +83,7 @@ class Stragglers(StepCallback):
 
     def close(self) -> None:
         """Stop measuring."""
+        rank_probe.measures_waits(False)
         self._usage.close()
 
     def _end_window(self, window: "RankTimes") -> None:

@@ -46,6 +46,8 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self._reads += 1
+        if self._fault == "slow_data" and rank() == 1:
+            time.sleep(0.4)  # fault: slow_data
         if rank() == 1 and self._reads > BATCH * STEP:
             if self._fault == "fifo":
                 Path("fifo").read_text()  # fault: fifo
@@ -64,6 +66,8 @@ def disturb(fault: str, step: int) -> None:
     """Called in every step, before the forward pass."""
     if fault == "slow" and rank() == 1 and not Path("wake").exists():
         time.sleep(0.5)  # fault: slow
+    if fault == "slow_step" and rank() == 1:
+        time.sleep(1.6)  # fault: slow_step
     if step != STEP:
         return
     Path(f"disturbed-{rank()}").touch()
