@@ -79,11 +79,12 @@ def is_synchronized(analysis: Analysis, first: Event, second: Event) -> bool:
 
 
 def _waits(event: Event) -> bool:
-    """Whether a loop waits for something: it sleeps, or a call is named like a barrier."""
+    """Whether a loop waits for something: it sleeps until then, or a call is named like a barrier."""
     if event.kind != "call" or (event.rank_guard is not None and not event.rank_guard.is_negated):
         return False
     name = (event.name or "").lower()
-    return name.endswith("sleep") or any(word in name for word in ("barrier", "wait", "sync", "broadcast", "gather"))
+    is_polling = name.endswith("sleep") and bool(event.loops) and isinstance(event.loops[-1].node, ast.While)
+    return is_polling or any(word in name for word in ("barrier", "wait", "sync", "broadcast", "gather"))
 
 
 def is_tried(analysis: Analysis, event: Event) -> bool:

@@ -29,6 +29,8 @@ class Taint:
     """Such as "`rank` comes from RANK"."""
     is_local: bool = False
     """Whether it is the rank on a node, not among all ranks."""
+    is_node: bool = False
+    """Whether it is the number of the node, which its ranks share."""
     loop: Location | None = None
     """Of samples of a loader: the loop that reads them."""
 
@@ -327,6 +329,7 @@ class TensorValue(Value):
     is_reduced: bool = False  # over all ranks
     is_noise: bool = False
     length: int | None = None  # of its first dimension
+    selected: Location | None = None  # where its rows were chosen by what the rank's own samples are
     parts: tuple[Value, ...] = ()  # what it is computed from
     operation: str = ""  # "/", "*", "+", "-" or "@" of its two parts
     content: TensorContent = ""

@@ -242,6 +242,7 @@ def _emit_seed(call: Call, which: str = "") -> None:
 def _seed_generator(call: Call, owner: Value) -> Value:
     """`generator.manual_seed(...)`: what it draws from now on depends on the seed."""
     owner.taints = merge_taints([owner, *call.arguments])
+    call.emit("seed_generator", owner=owner, value=call.get("seed", 0) or Value())
     return owner
 
 

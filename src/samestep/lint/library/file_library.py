@@ -150,10 +150,20 @@ def _method_read(call: Call, owner: Value) -> Value:
 
 @known_function(
     "numpy.load", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet", "pandas.read_json", "joblib.load",
-    "safetensors.torch.load_file", "numpy.memmap", "numpy.genfromtxt", "pandas.read_pickle",
+    "safetensors.torch.load_file", "numpy.genfromtxt", "pandas.read_pickle",
 )  # fmt: skip
 def _read(call: Call) -> Value:
     call.emit("read", path=call.arguments[0] if call.arguments else Value(), how=call.name)
+    return call.unknown_result()
+
+
+@known_function("numpy.memmap", "numpy.lib.format.open_memmap")
+def _map_file(call: Call) -> Value:
+    """Mode "w+" creates the file, or empties it."""
+    mode = call.get("mode", 2 if call.last == "memmap" else 1)
+    is_new = mode is not None and isinstance(mode.constant, str) and mode.constant.startswith("w")
+    path = call.get("filename", 0) or Value()
+    call.emit("write" if is_new else "read", path=path, how=call.name)
     return call.unknown_result()
 
 

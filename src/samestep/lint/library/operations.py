@@ -39,6 +39,8 @@ CONTEXTS: Final = frozenset({
 })  # fmt: skip
 LOCK: Final = "lock"
 """The name of contexts that one rank enters after the other."""
+COMPARISON: Final = "comparison"
+"""The name of a tensor of truth values, which a comparison of tensors gives."""
 ARITHMETIC: Final = "arithmetic"
 """The name of a number that an operator computes."""
 _MAX_CONSTANT: Final = 10**15  # larger results are not computed
@@ -296,7 +298,8 @@ def subscript(run: Interpreter, owner: Value, index: Value, node: ast.Subscript)
         index = replace(index, taints=())  # what is kept for the device of this rank need not differ
     taints = join_taints([owner, index], slice_part(run, owner, node))
     if isinstance(owner, TensorValue):
-        return replace(owner, location=location, taints=taints)
+        is_mask = isinstance(index, TensorValue) and index.name == COMPARISON and index.differs
+        return replace(owner, location=location, taints=taints, selected=location if is_mask else owner.selected)
     if isinstance(owner, ContainerValue):
         if owner.is_unordered and not index.is_known:
             run.emit("by_position", node, container=owner)

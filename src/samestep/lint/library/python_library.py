@@ -1,6 +1,7 @@
 """Built-in functions, containers, iterators and clocks."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_method
@@ -26,6 +27,9 @@ from samestep.lint.values import (
     options_of,
     sources_of,
 )
+
+IS_OWN: Final = "differs between processes"
+"""The end of the text of a taint: each process chooses it for itself."""
 
 
 @known_function("dict")
@@ -179,7 +183,7 @@ def _clock(call: Call) -> Value:
     "platform.node",
 )  # fmt: skip
 def _own(call: Call) -> Value:
-    own = Taint("data", call.location, f"`{source_text(call.node)}` differs between processes")
+    own = Taint("data", call.location, f"`{source_text(call.node)}` {IS_OWN}")
     return Value(call.location, (own,), name=call.name)
 
 
@@ -269,6 +273,13 @@ def _get(call: Call, owner: Value) -> Value:
         if found is not None:
             return found
     return call.unknown_result(owner)
+
+
+@known_method("value", "items", "keys", "elements", "most_common")
+def _counted(call: Call, owner: Value) -> Value:
+    """`Counter(words).items()` has each word once, as the Counter has."""
+    result = call.unknown_result(owner)
+    return replace(result, name=owner.name) if is_distinct(owner) else result
 
 
 @known_method("container", "values", "keys", "items")

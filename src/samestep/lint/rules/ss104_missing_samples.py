@@ -75,6 +75,13 @@ def _of_numbers(
             evidence=_why(rank),
             repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
         )
+    elif rank is not None and _is_node(rank) and world is not None and not _is_number_of_nodes(event):
+        yield RULE.finding(
+            event.location,
+            "the data is divided by the number of the node, which all ranks of a node share",
+            evidence=_why(rank),
+            repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
+        )
     elif world is not None and _is_constant(world) and world.constant > 1 and not _is_launched(analysis, world):
         yield RULE.finding(
             event.location,
@@ -94,6 +101,17 @@ def _of_numbers(
 def _is_local(rank: Value) -> bool:
     taints = [taint for taint in rank.taints if taint.kind == "rank"]
     return bool(taints) and all(taint.is_local for taint in taints)
+
+
+def _is_node(rank: Value) -> bool:
+    taints = [taint for taint in rank.taints if taint.kind == "rank"]
+    return bool(taints) and all(taint.is_node for taint in taints)
+
+
+def _is_number_of_nodes(event: Event) -> bool:
+    """Whether the data is meant to be divided among the nodes."""
+    text = ast.unparse(event.node).lower()
+    return any(word in text for word in ("nnodes", "num_nodes", "n_nodes", "group_world", "node_count"))
 
 
 def _is_constant(value: Value) -> bool:

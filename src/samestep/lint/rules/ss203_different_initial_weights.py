@@ -64,13 +64,14 @@ from samestep.lint.module_trees import (
     is_module,
     is_trained,
     key_of,
+    modules_of,
     optimized,
     overlap,
     raw_module,
     seed_before,
 )
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
-from samestep.lint.values import InstanceValue, ModelValue, OptimizerValue, Value, options_of
+from samestep.lint.values import InstanceValue, MethodValue, ModelValue, OptimizerValue, Value, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -79,6 +80,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         return
     yield from _seeded_by_rank(analysis)
     yield from _loaded_on_some_ranks(analysis)
+    yield from _initialized_after_wrapping(analysis)
 
 
 def _seeded_by_rank(analysis: Analysis) -> Iterator[Finding]:
@@ -136,6 +138,36 @@ def _loaded_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
             related=[event.location],
             repair="load the checkpoint on every rank, or on rank 0 before DDP wraps the model",
         )
+
+
+def _initialized_after_wrapping(analysis: Analysis) -> Iterator[Finding]:
+    """Weights that each rank draws anew after DDP has sent those of rank 0."""
+    for event in analysis.of("call"):
+        if event.rank_guard is not None or "uncalled" in event.contexts or not _initializes(event):
+            continue
+        target = event.owner if event.owner is not None else next(iter(event.arguments), None)
+        modules = modules_of(target.owner if isinstance(target, MethodValue) else target)
+        wraps = [wrap for wrap in analysis.wrapped if wrap.order < event.order and wrap.wrapper == "ddp"]
+        wrap = next((e for e in wraps if any(overlap(t, m) for t in options_of(e.inner) for m in modules)), None)
+        seed = seed_before(analysis, event)
+        if wrap is None or seed is None or any(_is_sent_later(analysis, each, event) for each in modules):
+            continue
+        yield RULE.finding(
+            event.location,
+            "each rank draws these weights from another seed, after DDP has sent the weights of rank 0",
+            evidence=[
+                *(f"{taint.text} ({taint.location})" for taint in seed.value.taints),
+                f"the seed depends on the rank ({seed.location})",
+                f"DDP wraps the model ({wrap.location})",
+            ],
+            related=[wrap.location, seed.location],
+            repair="initialize the weights before DDP wraps the model",
+        )
+
+
+def _initializes(event: Event) -> bool:
+    is_random = not event.name.endswith(("zeros_", "ones_", "constant_", "eye_", "dirac_"))
+    return event.name in ("reset_parameters", "init_weights") or (event.name.startswith("torch.nn.init.") and is_random)
 
 
 def _has_opposite(analysis: Analysis, event: Event) -> bool:

@@ -58,7 +58,7 @@ from samestep.findings import Finding
 from samestep.lint.events import Event
 from samestep.lint.module_trees import exchanges
 from samestep.lint.rule import Analysis, Rule
-from samestep.lint.training_steps import Accumulation, Factor, accumulation_option, accumulations, factors
+from samestep.lint.training_steps import Accumulation, Factor, accumulation_option, accumulations, factors, step_of
 from samestep.lint.values import MethodValue, TensorValue, Value, options_of
 
 _SCALING = ("div_", "mul_", "true_divide_")
@@ -71,6 +71,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             yield from _undivided(analysis, group)
     yield from _divided_twice(analysis)
     yield from _without_framework(analysis)
+    yield from _without_context(analysis)
     yield from _unprepared_optimizer(analysis)
 
 
@@ -164,6 +165,35 @@ def _is_same(value: Value, option: Value) -> bool:
         name = option.attribute if isinstance(option, MethodValue) else ""
         return value.attribute in (name, "gradient_accumulation_steps")
     return False
+
+
+def _without_context(analysis: Analysis) -> Iterator[Finding]:
+    """`accelerator.backward` divides by the option always; without `accumulate`, a step may follow every micro-batch."""
+    option = accumulation_option(analysis)
+    if option is None or not option.is_known or analysis.of("enter"):
+        return
+    for event in analysis.of("backward"):
+        step = step_of(analysis, event)
+        if event.via != "accelerator" or step is None or "uncalled" in event.contexts or not event.loops:
+            continue
+        is_each_time = step.loops == event.loops and set(step.guards) <= set(event.guards)
+        if is_each_time and not any(_scales_by(factor, option) for factor in factors(event.loss)):
+            yield RULE.finding(
+                event.location,
+                f"`accelerator.backward` divides the loss by {option.constant}, and every micro-batch takes a step",
+                evidence=[
+                    f"the Accelerator is to accumulate ({option.location})",
+                    f"the optimizer takes a step after each backward pass ({step.location})",
+                ],
+                related=[step.location],
+                consequence="the gradients are too small, and no step has the number of samples that it should",
+                repair="put the micro-batch into `with accelerator.accumulate(model):`",
+            )
+            return
+
+
+def _scales_by(factor: Factor, option: Value) -> bool:
+    return factor.operation == "*" and _is_same(factor.operand, option)
 
 
 def _without_framework(analysis: Analysis) -> Iterator[Finding]:
