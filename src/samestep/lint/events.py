@@ -49,6 +49,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "split": ("name", "generator", "arguments", "keywords"),
     "seed": ("value", "which"),
     "seed_generator": ("owner", "value"),  # owner: a generator of its own
+    "own_draw": ("name", "owner"),  # owner: a generator of its own
     "draw": ("name", "arguments", "generator"),
     # models and gradients
     "model_call": ("model", "arguments", "is_nested"),  # is_nested: inside of a forward

@@ -1,6 +1,7 @@
 """Which files a script writes and reads, and on which ranks."""
 
 import ast
+import re
 from typing import Final
 
 from samestep.lint.events import Event
@@ -8,6 +9,8 @@ from samestep.lint.rule import Analysis
 from samestep.lint.values import ChoiceValue, ExternalValue, Value
 
 _NOT_FILES: Final = ("io.BytesIO", "io.StringIO", "BytesIO", "StringIO", "sys.stdout", "sys.stderr", "tempfile")
+GLOBAL_RANK: Final = re.compile(r"\bget_rank\(|[\"']RANK[\"']|\bglobal_rank\b")
+"""Whether a script knows the rank among all ranks."""
 _SYNCHRONIZING: Final = ("collective", "init_group", "wrap", "prepare", "backward", "fit")
 
 

@@ -8,6 +8,7 @@ from samestep.lint.abstract_interpreter import Frame, Interpreter, function_loca
 from samestep.lint.events import Guard
 from samestep.lint.rank_names import RANK_DECORATORS, guess, named
 from samestep.lint.values import (
+    OWN_BATCH,
     ClassValue,
     ContainerValue,
     Function,
@@ -159,7 +160,7 @@ def unknown_arguments(function: FunctionValue) -> list[Value]:
     found = list[Value]()
     for name in names[1:] if function.owner is not None else names:
         if name in ("batch", "outputs", "output"):
-            found.append(TensorValue(location, (Taint("data", location, "each rank has its own batch"),)))
+            found.append(TensorValue(location, (Taint("data", location, OWN_BATCH),)))
         else:
             found.append(guess(name, location))
     return found

@@ -40,7 +40,9 @@ _VARIABLE: Final = "the rank comes from "
 def guess(name: str, location: Location) -> Value:
     """A value of unknown origin, by its name: `rank` is the rank, `world_size` the number of ranks."""
     if name in RANK_NAMES or name in MAIN_NAMES:
-        return Value(location, (Taint("rank", location, f"`{name}` is the rank", "local" in name, name == "node_rank"),))
+        return Value(
+            location, (Taint("rank", location, f"`{name}` is the rank", "local" in name, name == "node_rank"),)
+        )
     return Value(location, is_world=name in WORLD_NAMES)
 
 
@@ -73,5 +75,7 @@ def named_result(function: str, value: Value, location: Location) -> Value:
 def environment_value(name: str, location: Location) -> Value:
     """An environment variable, which may be one that a launcher sets."""
     if name in RANK_VARIABLES:
-        return Value(location, (Taint("rank", location, f"{_VARIABLE}{name}", "LOCAL" in name, name in _NODE_VARIABLES),))
+        return Value(
+            location, (Taint("rank", location, f"{_VARIABLE}{name}", "LOCAL" in name, name in _NODE_VARIABLES),)
+        )
     return Value(location, is_world=name in WORLD_VARIABLES)

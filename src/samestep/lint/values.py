@@ -17,6 +17,8 @@ TensorContent = Literal["", "parameter", "gradient", "buffer", "state"]
 """What a tensor is to its model; "state" is a parameter or a buffer of a state dict."""
 TaintKind = Literal["rank", "data"]
 """Why a value differs between ranks: it derives from the rank, or from data that each rank reads for itself."""
+OWN_BATCH: Final = "each rank has its own batch"
+"""The text of the taint of what Lightning passes to a step."""
 
 
 @dataclass(frozen=True)

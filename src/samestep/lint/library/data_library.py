@@ -5,7 +5,7 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
-from samestep.lint.library.partitions import IS_PART, join_taints, take_part
+from samestep.lint.library.partitions import IS_PART, SPLITS, join_taints, take_part
 from samestep.lint.project_calls import call_function
 from samestep.lint.rank_names import COUNTER
 from samestep.lint.values import (
@@ -192,6 +192,17 @@ def _range(call: Call) -> Value:
     )  # fmt: skip
 
 
+@known_function(*SPLITS)
+def _divide(call: Call) -> Value:
+    return TensorValue(call.location, call.taints, parts=tuple(call.inputs), name=call.name)
+
+
+@known_function("slice")
+def _slice(call: Call) -> Value:
+    """`slice(rank, None, world)` is an index that takes the part of a rank."""
+    return Value(call.location, _range(call).taints)
+
+
 @known_function("itertools.islice")
 def _islice(call: Call) -> Value:
     taints = merge_taints(call.arguments)
@@ -280,6 +291,16 @@ def _permute_with(call: Call, owner: Value) -> Value:
     """`numpy.random.default_rng(seed).permutation(n)`: the order depends on the generator."""
     name, taints = f"Generator.{call.last}", merge_taints([owner, *call.arguments])
     return TensorValue(call.location, taints, is_noise=True, name=name, clock=owner.clock)
+
+
+@known_method("value", "randn", "rand", "normal", "standard_normal", "uniform", "integers", "random", "random_sample")
+def _draw_with(call: Call, owner: Value) -> Value:
+    """`numpy.random.default_rng(seed).normal()`."""
+    if owner.name.rpartition(".")[2] not in ("default_rng", "RandomState", "Random"):
+        call.emit("call", name=call.name, arguments=call.arguments, keywords=call.keywords, owner=owner)
+        return call.unknown_result(owner)
+    call.emit("own_draw", name=call.name, owner=owner)
+    return call.unknown_result(owner)
 
 
 def _generator(call: Call) -> Value:

@@ -153,6 +153,11 @@ def _backward(call: Call, owner: Value) -> Value:
     return Value(call.location)
 
 
+@known_method("lightning", "optimizers")
+def _optimizers(call: Call, owner: Value) -> Value:
+    return OptimizerValue(call.location)
+
+
 @known_method("accelerator", "clip_grad_norm_", "clip_grad_value_")
 def _clip(call: Call, owner: Value) -> Value:
     call.emit("clip", parameters=call.get("parameters", 0))

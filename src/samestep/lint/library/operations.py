@@ -8,7 +8,7 @@ from typing import Any, Final
 from samestep.findings import Location
 from samestep.lint.abstract_interpreter import Interpreter
 from samestep.lint.library.call import find_attribute
-from samestep.lint.library.partitions import first_clock, is_floored, join_taints, slice_part
+from samestep.lint.library.partitions import first_clock, is_floored, join_taints, slice_part, split_part
 from samestep.lint.rank_names import COUNTER, GUESSED_NAMES, environment_value
 from samestep.lint.values import (
     UNSET,
@@ -296,7 +296,7 @@ def subscript(run: Interpreter, owner: Value, index: Value, node: ast.Subscript)
         return environment_value(str(index.constant), location)
     if index.name == "torch.device":
         index = replace(index, taints=())  # what is kept for the device of this rank need not differ
-    taints = join_taints([owner, index], slice_part(run, owner, node))
+    taints = join_taints([owner, index], slice_part(run, owner, node) or split_part(run, owner, index, node))
     if isinstance(owner, TensorValue):
         is_mask = isinstance(index, TensorValue) and index.name == COMPARISON and index.differs
         return replace(owner, location=location, taints=taints, selected=location if is_mask else owner.selected)

@@ -1,5 +1,6 @@
 """Built-in functions, containers, iterators and clocks."""
 
+import ast
 from dataclasses import replace
 from typing import Any, Final
 
@@ -160,6 +161,21 @@ def _sum(call: Call) -> Value:
         is_mean=any(each.is_mean for each in tensors), is_count=all(each.is_count for each in tensors),
         parts=tuple(tensors), name="sum",
     )  # fmt: skip
+
+
+@known_function("signal.signal")
+def _signal(call: Call) -> Value:
+    """What a handler sets: a signal reaches some processes, or all of them at different steps."""
+    own = Taint("data", call.location, "a signal reaches each process at another time")
+    flag = Value(call.location, (own,), name="signal")
+    for handler in options_of(call.get("handler", 1)):
+        if isinstance(handler, FunctionValue) and isinstance(handler.node, ast.FunctionDef) and handler.module:
+            shared = {name for each in ast.walk(handler.node) if isinstance(each, ast.Global) for name in each.names}
+            handler.module.scope.names |= dict.fromkeys(shared, flag)
+            for each in ast.walk(handler.node):
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and handler.owner is not None:
+                    call.run.set_attribute(handler.owner, each.attr, flag)
+    return Value(call.location)
 
 
 @known_function("print")

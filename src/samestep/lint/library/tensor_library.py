@@ -166,6 +166,14 @@ def _reduce(call: Call, owner: Value) -> Value:
     )  # fmt: skip
 
 
+@known_method("tensor", "median", "nanmedian", "quantile", "nanquantile", "std", "var")
+def _statistic(call: Call, owner: Value) -> Value:
+    """A number about all samples, which cannot be averaged over parts of them."""
+    result = tensor_method(call, owner) if isinstance(owner, TensorValue) else call.unknown_result(owner)
+    is_whole = "dim" not in call.keywords and not (call.arguments and call.last in ("median", "std", "var"))
+    return replace(result, is_ratio=True) if is_whole and isinstance(result, TensorValue) else result
+
+
 @known_method("tensor", "div", "mul", "true_divide")
 def _scale(call: Call, owner: Value) -> Value:
     if not isinstance(owner, TensorValue):

@@ -76,11 +76,12 @@ from samestep.lint.values import InstanceValue, MethodValue, ModelValue, Optimiz
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for models that are built or loaded differently on the ranks, and that nothing equalizes."""
-    if analysis.of("accelerator", "fabric", "trainer"):
+    if analysis.of("trainer"):
         return
-    yield from _seeded_by_rank(analysis)
     yield from _loaded_on_some_ranks(analysis)
-    yield from _initialized_after_wrapping(analysis)
+    if not analysis.of("accelerator", "fabric"):
+        yield from _seeded_by_rank(analysis)
+        yield from _initialized_after_wrapping(analysis)
 
 
 def _seeded_by_rank(analysis: Analysis) -> Iterator[Finding]:
@@ -120,7 +121,9 @@ def _loaded_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
             continue
         raw = raw_module(owners[0])
         later = [wrap for wrap in analysis.wrapped if wrap.order > event.order]
-        is_sent = any(overlap(tree, raw) for wrap in later for tree in options_of(wrap.inner))
+        prepared = [each for wrap in analysis.of("prepare") if wrap.order > event.order for each in wrap.arguments]
+        trees = [*(wrap.inner for wrap in later), *prepared]
+        is_sent = any(overlap(tree, raw) for each in trees for tree in options_of(each) if is_module(tree))
         is_sharded = any(
             wrap.wrapper == "fsdp" and contains(tree, raw)
             for wrap in analysis.wrapped

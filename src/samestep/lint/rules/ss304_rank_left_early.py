@@ -87,7 +87,11 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             continue
         reported.add(id(guard.node))
         needed = loops[id(loop)]
-        why = explain(guard) if guard.differs else [f"each process reads its own clock ({guard.clock})"]
+        why = (
+            explain(guard)
+            if guard.differs
+            else [f"each process reads its own clock, or looks for a file, at another time ({guard.clock})"]
+        )
         yield RULE.finding(
             guard.location,
             "a rank leaves this loop alone, and the others wait for it",

@@ -34,6 +34,7 @@ Source: NVIDIA/nccl#479, pytorch/pytorch#11275.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
@@ -43,7 +44,7 @@ from samestep.lint.rule import Analysis, Rule
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for a blocking send and receive that all ranks call in this order."""
     calls = [each for each in analysis.of("call") if each.name in ("torch.distributed.send", "torch.distributed.recv")]
-    for send, receive in zip(calls, calls[1:], strict=False):
+    for send, receive in pairwise(calls):
         is_exchange = send.name.endswith("send") and receive.name.endswith("recv") and send.frames == receive.frames
         if not is_exchange or send.guards != receive.guards or send.differing_guard is not None:
             continue

@@ -37,10 +37,16 @@ from typing import Final
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.file_access import is_on_all_ranks, is_shared, is_synchronized, path_text
+from samestep.lint.file_access import (
+    GLOBAL_RANK,
+    is_on_all_ranks,
+    is_same_path,
+    is_shared,
+    is_synchronized,
+    path_text,
+)
 from samestep.lint.rule import Analysis, Rule, explain
 
-_GLOBAL_RANK: Final = re.compile(r"\bget_rank\(|[\"']RANK[\"']|\bglobal_rank\b")
 _NODE_PATH: Final = re.compile(r"tmp|temp|cache|local|scratch|node", re.IGNORECASE)
 
 
@@ -56,7 +62,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             event.location,
             f"every rank writes `{path_text(event)}`",
             evidence=[f"`{event.how}` has no condition on the rank", *_launch(analysis)],
-            severity="warning" if "download" in event.how or "FileHandler" in event.how else None,
+            severity="warning" if any(word in event.how for word in ("download", "logging.")) else None,
         )
 
 
@@ -81,7 +87,7 @@ def _once_per_node(analysis: Analysis, event: Event) -> Iterator[Finding]:
 def _is_for_all_nodes(analysis: Analysis, event: Event) -> bool:
     """Whether it is a checkpoint that nothing reads, in a script that knows the rank among all ranks as well."""
     file = analysis.file_of(event.location)
-    if event.how != "torch.save" or file is None or not _GLOBAL_RANK.search(file.text) or analysis.of("spawn"):
+    if event.how != "torch.save" or file is None or not GLOBAL_RANK.search(file.text) or analysis.of("spawn"):
         return False
     is_read = any(is_same_path(event, read) for read in analysis.of("read"))
     return not is_read and not _NODE_PATH.search(path_text(event))

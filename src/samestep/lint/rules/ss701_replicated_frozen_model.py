@@ -98,8 +98,9 @@ def find(analysis: Analysis) -> Iterator[Finding]:
 
 def _is_copy_of_sharded(analysis: Analysis, model: InstanceValue) -> bool:
     """Whether it is a copy of a model that FSDP shards, so that the whole model is on every rank after all."""
-    sharded = [raw for event in analysis.wrapped if event.wrapper == "fsdp" and isinstance(raw := _raw(event.model), InstanceValue)]
-    return any(each is not model and each.arguments is model.arguments and each.children for each in sharded)
+    sharded = (_raw(event.model) for event in analysis.wrapped if event.wrapper == "fsdp")
+    trees = (each for each in sharded if isinstance(each, InstanceValue) and each is not model)
+    return any(each.arguments is model.arguments and each.children for each in trees)
 
 
 def _is_mapped(analysis: Analysis, model: InstanceValue) -> bool:
