@@ -332,6 +332,8 @@ def _evaluate_comparison(run: Interpreter, node: ast.Compare) -> Value:
     if has_ranks is not None:
         return Value(location, is_world=True, assumed=has_ranks)
     is_world = any_world(values)
+    if isinstance(node.ops[0], ast.In | ast.NotIn) and values[1].name == "torch.load":
+        taints = values[0].taints  # the checkpoints of all ranks have the same keys
     if (
         isinstance(node.ops[0], ast.Is | ast.IsNot)
         and values[1].constant is None
