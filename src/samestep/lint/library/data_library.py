@@ -28,6 +28,9 @@ DRAWS: Final = frozenset({
 })  # fmt: skip
 _GENERATORS: Final = ("seed", "manual_seed", "default_rng", "RandomState", "Random", "SystemRandom", "Generator")
 _UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom")
+UNSEEDED: Final = "so each process draws another number"
+"""The end of the text of a taint."""
+_CHOICES: Final = ("random", "randint", "randrange", "uniform", "choice", "rand")
 _SAMPLER_OPTIONS: Final = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
 _LOADER_OPTIONS: Final = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn")
 
@@ -283,7 +286,27 @@ def _draw(call: Call) -> Value:
     if call.last == "shuffle":
         for value in call.arguments[:1]:
             _shuffle(call, value)
-    return TensorValue(call.location, call.taints, is_noise=True, length=first_length(call), name=call.name)
+    taints = join_taints(call.inputs, _own_choice(call))
+    return TensorValue(call.location, taints, is_noise=True, length=first_length(call), name=call.name)
+
+
+def _own_choice(call: Call) -> tuple[Taint, ...]:
+    """Why each process draws another number, outside of a dataset: nothing seeds `random` or numpy on all ranks."""
+    library = "numpy" if call.package == "numpy.random" else call.package
+    if (
+        library not in ("random", "numpy")
+        or call.last not in _CHOICES
+        or {"dataset", "uncalled"} & {*call.run.contexts}
+    ):
+        return ()
+    for event in reversed(call.run.events):
+        is_call = event.kind == "call" and "seed" in str(event.name).lower()  # of a package, which may seed all
+        is_seed = event.kind == "seed" and (
+            event.which.startswith(library) or event.which.endswith(("seed_everything", "set_seed"))
+        )
+        if is_call or (is_seed and "worker_init" not in event.contexts):
+            return event.value.taints if is_seed else ()
+    return (Taint("data", call.location, f"nothing seeds `{library}`, {UNSEEDED}"),)
 
 
 @known_method("value", "permutation", "permuted")

@@ -70,6 +70,7 @@ from samestep.lint.module_trees import (
     raw_module,
     seed_before,
 )
+from samestep.lint.rank_decisions import rank_guard
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
 from samestep.lint.values import InstanceValue, MethodValue, ModelValue, OptimizerValue, Value, options_of
 
@@ -82,6 +83,45 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     if not analysis.of("accelerator", "fabric"):
         yield from _seeded_by_rank(analysis)
         yield from _initialized_after_wrapping(analysis)
+        yield from _initialized_on_some_ranks(analysis)
+
+
+def _initialized_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
+    """Weights that rank 0 draws in a script that averages gradients by itself."""
+    if not exchanges(analysis, "gradient"):
+        return
+    for event in analysis.of("call"):
+        guard = event.rank_guard
+        if (
+            guard is None
+            or "uncalled" in event.contexts
+            or not _initializes(event)
+            or _has_opposite_call(analysis, event)
+        ):
+            continue
+        for module in _initialized(event):
+            if not _is_equalized(analysis, module, event) and _runs_everywhere(analysis, module, event.order):
+                yield RULE.finding(
+                    event.location,
+                    "only some ranks initialize these weights, and nothing sends them to the others",
+                    evidence=explain(guard),
+                )
+                return
+
+
+def _has_opposite_call(analysis: Analysis, event: Event) -> bool:
+    own = event.rank_guard
+    return any(
+        _initializes(each) and own is not None and guard.node is own.node and guard.is_negated != own.is_negated
+        for each in analysis.of("call")
+        for guard in each.guards
+    )
+
+
+def _initialized(event: Event) -> list[Value]:
+    """The modules whose weights a call draws."""
+    target = event.owner if event.owner is not None else next(iter(event.arguments), None)
+    return modules_of(target.owner if isinstance(target, MethodValue) else target)
 
 
 def _seeded_by_rank(analysis: Analysis) -> Iterator[Finding]:
@@ -148,8 +188,7 @@ def _initialized_after_wrapping(analysis: Analysis) -> Iterator[Finding]:
     for event in analysis.of("call"):
         if event.rank_guard is not None or "uncalled" in event.contexts or not _initializes(event):
             continue
-        target = event.owner if event.owner is not None else next(iter(event.arguments), None)
-        modules = modules_of(target.owner if isinstance(target, MethodValue) else target)
+        modules = _initialized(event)
         wraps = [wrap for wrap in analysis.wrapped if wrap.order < event.order and wrap.wrapper == "ddp"]
         wrap = next((e for e in wraps if any(overlap(t, m) for t in options_of(e.inner) for m in modules)), None)
         seed = seed_before(analysis, event)
@@ -190,7 +229,7 @@ def _is_sent_later(analysis: Analysis, model: Value, event: Event) -> bool:
 def _runs_everywhere(analysis: Analysis, model: Value, order: int) -> bool:
     """Whether all ranks train the model after a line."""
     return any(
-        call.order > order and call.rank_guard is None and any(overlap(each, model) for each in options_of(call.model))
+        call.order > order and rank_guard(call) is None and any(overlap(each, model) for each in options_of(call.model))
         for call in analysis.of("model_call")
         if call.is_grad
     )
