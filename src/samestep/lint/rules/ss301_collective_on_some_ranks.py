@@ -55,7 +55,11 @@ def find(analysis: Analysis) -> Iterator[Finding]:
 def _is_made_once(event: Event) -> bool:
     """Whether a function makes a group when it is first called, which may be on all ranks, and keeps it."""
     texts = (guard.text for guard in event.guards)
-    return event.name == "new_group" and any("hasattr(" in each or each.endswith(" is None") for each in texts)
+    return (
+        event.kind == "collective"
+        and event.name == "new_group"
+        and any("hasattr(" in each or each.endswith(" is None") for each in texts)
+    )
 
 
 def _per_own_item(analysis: Analysis, event: Event) -> Iterator[Finding]:
