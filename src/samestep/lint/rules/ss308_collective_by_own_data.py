@@ -85,10 +85,11 @@ def _by_clock(analysis: Analysis, found: list[Event]) -> Iterator[Finding]:
     reported = set[int]()
     for event in found:
         guard = next((each for each in reversed(event.guards) if each.clock is not None and each.kind == "if"), None)
-        if guard is None or guard.is_negated or id(guard.node) in reported or event.differing_guard is not None:
+        if guard is None or guard.clock is None or guard.is_negated or id(guard.node) in reported:
             continue
-        file = analysis.file_of(guard.clock) if guard.clock is not None else None
-        if file is None or not _CLOCK.search(file.lines[guard.clock.line - 1]) or not event.loops:
+        file = analysis.file_of(guard.clock)
+        is_clock = file is not None and _CLOCK.search(file.lines[guard.clock.line - 1]) is not None
+        if not is_clock or not event.loops or event.differing_guard is not None:
             continue
         reported.add(id(guard.node))
         location = call_in_guard(event, guard)
