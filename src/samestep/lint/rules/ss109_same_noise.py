@@ -86,7 +86,7 @@ def _finding(seed: Event, draw: Event) -> Finding:
 
 
 def _of_generator(analysis: Analysis, event: Event) -> Iterator[Finding]:
-    """A generator of its own, whose seed is the same on all ranks."""
+    """A separate generator, whose seed is the same on all ranks."""
     seeds = [each for each in analysis.of("seed_generator") if each.owner is event.generator]
     loops = {id(loop) for _, loop, _ in training_loops(analysis)}
     if len(seeds) != 1 or event.generator.differs or seeds[0].order > event.order:

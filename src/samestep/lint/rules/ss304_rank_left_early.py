@@ -120,7 +120,7 @@ def _skipped_by_exceptions(analysis: Analysis, loops: dict[int, Event]) -> Itera
                 handler.location,
                 "an exception on one rank makes it skip a step that the others take",
                 evidence=[
-                    f"the rank goes on here ({event.location})",
+                    f"the rank continues here ({event.location})",
                     f"the step needs all ranks ({later[0].location})",
                 ],
                 related=[event.location, later[0].location],

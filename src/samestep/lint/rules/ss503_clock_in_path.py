@@ -100,7 +100,7 @@ def _named_after_metric(analysis: Analysis) -> Iterator[Finding]:
         if taint is not None and not event.path.depends_on_rank and is_on_all_ranks(event):
             yield RULE.finding(
                 event.location,
-                "every rank creates a folder that is named after a number of its own samples",
+                "every rank creates a folder that is named after a number that its samples give",
                 evidence=[f"{taint.text} ({taint.location})"],
                 related=list(event.frames[-1:]),
                 repair="reduce the number over all ranks before it gets into the name",
