@@ -188,8 +188,8 @@ v = build(["a b"])
     "bad_107_shuffle": r"""\
 dist.init_process_group("gloo")
 ds = data()
-idx = list(range(64)); random.shuffle(idx)
-tr, va = Subset(ds, idx[:48]), Subset(ds, idx[48:])  # SS107
+idx = list(range(64)); random.shuffle(idx)  # SS107
+tr, va = Subset(ds, idx[:48]), Subset(ds, idx[48:])
 """,
     "bad_108_range": r"""\
 dist.init_process_group("gloo")

@@ -508,7 +508,7 @@ def test_no_valid_file_ends_lint_or_takes_long(tmp_path, number):
 
 
 def test_a_file_that_cannot_be_read_is_a_problem_of_this_file(tmp_path):
-    (tmp_path / "broken.py").write_text("import torch\nspawn = (")
+    (tmp_path / "broken.py").write_text("import torch.distributed as dist\ndist.init_process_group(")
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00torch")
     (tmp_path / "good.py").write_text(HEADER + "if rank == 0:\n    dist.barrier()\n")
     result = lint([tmp_path])

@@ -22,6 +22,80 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 MARK = re.compile(r"# (SS\d+)$")
 
 SCRIPTS = {  # what follows HEAD; a comment names the rule that finds a fault in its line
+    "copy_of_a_model_that_may_be_wrapped": """
+import copy
+def average(net):
+    raw = net.module if hasattr(net, "module") else net
+    copied = copy.deepcopy(raw).eval()
+    for p in copied.parameters():
+        p.requires_grad_(False)
+    return copied
+net = nn.Linear(8, 1)
+ema = average(net) if rank == 0 else None
+wrapped = DDP(net)
+""",
+    "parameters_frozen_on_one_rank": """
+net = nn.Linear(8, 1)
+if rank == 0:
+    for p in net.parameters():
+        p.requires_grad_(False)  # SS201
+wrapped = DDP(net)
+""",
+    "keys_of_the_checkpoint_of_a_rank": """
+state = torch.load(f"rank-{rank}.pt", map_location="cpu")
+if "optimizer" in state:
+    optimizer.load_state_dict(state["optimizer"])
+""",
+    "state_that_one_rank_loads": """
+state = torch.load("last.pt", map_location="cpu")
+if rank == 0:
+    optimizer.load_state_dict(state["optimizer"])  # SS607
+""",
+    "group_that_is_made_once": """
+_group = None
+def group():
+    global _group
+    if _group is None:
+        _group = dist.new_group()
+    return _group
+group()
+if rank == 0:
+    print(group())
+""",
+    "group_of_one_rank": """
+if rank == 0:
+    group = dist.new_group()  # SS301
+""",
+    "spawned_function_that_is_called_directly": """
+import sys
+from torch.utils.tensorboard import SummaryWriter
+def worker(rank, count):
+    writer = SummaryWriter("runs") if rank == 0 else None
+    if rank == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+if len(sys.argv) > 1:
+    worker(rank=0, count=1)
+else:
+    torch.multiprocessing.spawn(fn=worker, args=(2,), nprocs=2)
+""",
+    "spawned_function_that_all_ranks_write_in": """
+def worker(rank, count):
+    torch.save(model.module.state_dict(), "model.pt")  # SS501
+torch.multiprocessing.spawn(worker, args=(2,), nprocs=2)
+""",
+    "module_that_is_inside_of_itself": """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.root = self
+    def forward(self, x):
+        return self.root.layer(x)
+net = DDP(Block())
+if rank == 0:
+    with torch.no_grad():
+        net(torch.zeros(1, 8))
+""",
     "only_file_of_a_folder": """
 names = os.listdir("data")
 assert len(names) == 1

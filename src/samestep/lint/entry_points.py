@@ -12,6 +12,7 @@ from samestep.lint.project_calls import call_function, unknown_arguments
 from samestep.lint.source_files import SourceFile
 from samestep.lint.statements import STATEMENTS
 from samestep.lint.values import (
+    OWN_BATCH,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -92,7 +93,7 @@ def _follow_method(
         if passed is not None and len(arguments) > 1:
             arguments[1] = passed
         if hook.endswith("_step") and arguments and hook != "optimizer_step":
-            arguments[0] = TensorValue(location, (Taint("data", location, "each rank has its own batch"),))
+            arguments[0] = TensorValue(location, (Taint("data", location, OWN_BATCH),))
     no_grad, context = HOOKS.get(hook) == "eval", f"hook:{hook}" if hook else "uncalled"
     with run.inside(*guards, context=context, no_grad=no_grad), run.at_most(_HOOK_STEPS if hook else _UNCALLED_STEPS):
         call_function(run, method, arguments, {}, node)

@@ -48,6 +48,8 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "set_epoch": ("target", "epoch"),
     "split": ("name", "generator", "arguments", "keywords"),
     "seed": ("value", "which"),
+    "seed_generator": ("owner", "value"),  # owner: a separate generator
+    "own_draw": ("name", "owner"),  # owner: a separate generator
     "draw": ("name", "arguments", "generator"),
     # models and gradients
     "model_call": ("model", "arguments", "is_nested"),  # is_nested: inside of a forward

@@ -11,7 +11,7 @@ from samestep.findings import Location
 from samestep.lint.abstract_interpreter import ExpressionTable, Frame, Interpreter, last_name
 from samestep.lint.events import Guard, Loop
 from samestep.lint.library import call_external, call_object
-from samestep.lint.library.operations import attribute_of, combine, element, single_items, subscript
+from samestep.lint.library.operations import COMPARISON, attribute_of, combine, element, single_items, subscript
 from samestep.lint.library.partitions import first_clock, number_items
 from samestep.lint.project_calls import call_function, create, decorators
 from samestep.lint.rank_names import environment_value, guess, named
@@ -332,6 +332,8 @@ def _evaluate_comparison(run: Interpreter, node: ast.Compare) -> Value:
     if has_ranks is not None:
         return Value(location, is_world=True, assumed=has_ranks)
     is_world = any_world(values)
+    if isinstance(node.ops[0], ast.In | ast.NotIn) and values[1].name == "torch.load":
+        taints = values[0].taints  # the checkpoints of all ranks have the same keys
     if (
         isinstance(node.ops[0], ast.Is | ast.IsNot)
         and values[1].constant is None
@@ -340,7 +342,7 @@ def _evaluate_comparison(run: Interpreter, node: ast.Compare) -> Value:
         taints = choice_taints(values[0])
     assumed = _assume(node) if is_world and not taints else UNSET
     if any(isinstance(each, TensorValue) for each in values) and not is_world:
-        return TensorValue(location, taints, parts=tuple(values))
+        return TensorValue(location, taints, parts=tuple(values), name=COMPARISON)
     return Value(location, taints, is_world=is_world, assumed=assumed, clock=first_clock(*values).clock)
 
 

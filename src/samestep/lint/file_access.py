@@ -1,6 +1,7 @@
 """Which files a script writes and reads, and on which ranks."""
 
 import ast
+import re
 from typing import Final
 
 from samestep.lint.events import Event
@@ -8,6 +9,8 @@ from samestep.lint.rule import Analysis
 from samestep.lint.values import ChoiceValue, ExternalValue, Value
 
 _NOT_FILES: Final = ("io.BytesIO", "io.StringIO", "BytesIO", "StringIO", "sys.stdout", "sys.stderr", "tempfile")
+GLOBAL_RANK: Final = re.compile(r"\bget_rank\(|[\"']RANK[\"']|\bglobal_rank\b")
+"""Whether a script knows the rank among all ranks."""
 _SYNCHRONIZING: Final = ("collective", "init_group", "wrap", "prepare", "backward", "fit")
 
 
@@ -79,11 +82,12 @@ def is_synchronized(analysis: Analysis, first: Event, second: Event) -> bool:
 
 
 def _waits(event: Event) -> bool:
-    """Whether a loop waits for something: it sleeps, or a call is named like a barrier."""
+    """Whether a loop waits for something: it sleeps until then, or a call is named like a barrier."""
     if event.kind != "call" or (event.rank_guard is not None and not event.rank_guard.is_negated):
         return False
     name = (event.name or "").lower()
-    return name.endswith("sleep") or any(word in name for word in ("barrier", "wait", "sync", "broadcast", "gather"))
+    is_polling = name.endswith("sleep") and bool(event.loops) and isinstance(event.loops[-1].node, ast.While)
+    return is_polling or any(word in name for word in ("barrier", "wait", "sync", "broadcast", "gather"))
 
 
 def is_tried(analysis: Analysis, event: Event) -> bool:

@@ -1,13 +1,15 @@
 """Calls of functions and classes of the project: arguments, decorators, and following their bodies."""
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from samestep.lint.abstract_interpreter import Frame, Interpreter, function_location, last_name
 from samestep.lint.events import Guard
-from samestep.lint.rank_names import RANK_DECORATORS, guess, named
+from samestep.lint.rank_names import RANK_DECORATORS, RANK_NAMES, guess, named
 from samestep.lint.values import (
+    OWN_BATCH,
     ClassValue,
     ContainerValue,
     Function,
@@ -111,6 +113,8 @@ def _bind(
             value = _default(run, defaults[name], function)
         else:
             value = Value(location)
+        if name in RANK_NAMES and value.is_known and _is_spawned(function):
+            value = Value(location)  # `worker(rank=0)` instead of `spawn(worker)`, if there is one GPU
         scope.names[name] = named(value, name, location) if location is not None else value
     if parameters.vararg is not None:
         rest = values[len(positional) :]
@@ -120,6 +124,13 @@ def _bind(
     if parameters.kwarg is not None:
         left = {name: value for name, value in keywords.items() if name not in scope.names}
         scope.names[parameters.kwarg.arg] = ContainerValue(taints=merge_taints(left.values()), items=dict(left))
+
+
+def _is_spawned(function: FunctionValue) -> bool:
+    """Whether the file of a function also passes it to `spawn`."""
+    name = getattr(function.node, "name", "")
+    text = function.module.file.text if function.module is not None else ""
+    return bool(name) and re.search(rf"(?:spawn|start_processes)\(\s*(?:fn\s*=\s*)?{name}\b", text) is not None
 
 
 def _with_owner(definition: Function, function: FunctionValue, arguments: Sequence[Value]) -> list[Value]:
@@ -159,7 +170,7 @@ def unknown_arguments(function: FunctionValue) -> list[Value]:
     found = list[Value]()
     for name in names[1:] if function.owner is not None else names:
         if name in ("batch", "outputs", "output"):
-            found.append(TensorValue(location, (Taint("data", location, "each rank has its own batch"),)))
+            found.append(TensorValue(location, (Taint("data", location, OWN_BATCH),)))
         else:
             found.append(guess(name, location))
     return found

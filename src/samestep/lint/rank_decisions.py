@@ -244,19 +244,23 @@ def evaluation_taint(taints: Iterable[Taint], loops: set[Location]) -> Taint | N
     return next((each for each in taints if each.loop in loops), None)
 
 
-def has_buffers(value: Value | None) -> bool | None:
-    """Whether a module has buffers, which DDP sends to all ranks in the forward pass; None if that is not known."""
+def has_buffers(value: Value | None, around: tuple[Value, ...] = ()) -> bool | None:
+    """Whether a module has buffers, which DDP sends to all ranks in the forward pass; None if that is not known.
+
+    `around` are the modules that it is inside of: an attribute may be one of them.
+    """
     raw = value.raw if isinstance(value, ModelValue) else value
     if not isinstance(raw, InstanceValue):
         return None
+    around = (*around, raw)
     if raw.class_value is None:
-        return _external_buffers(raw)
+        return _external_buffers(raw, around)
     names = {
         getattr(each, "attr", "") or getattr(each, "id", "") for each in ast.walk(raw.class_value.node or ast.Pass())
     }
     if "register_buffer" in names or any("BatchNorm" in name for name in names):
         return True
-    return _any_buffers(each for each in raw.attributes.values() if isinstance(each, InstanceValue | ModelValue))
+    return _any_buffers((e for e in raw.attributes.values() if isinstance(e, InstanceValue | ModelValue)), around)
 
 
 def may_have_buffers(value: Value | None) -> bool:
@@ -266,7 +270,7 @@ def may_have_buffers(value: Value | None) -> bool:
     return module is not None and any(word in module.file.text for word in ("register_buffer", "BatchNorm"))
 
 
-def _external_buffers(raw: InstanceValue) -> bool | None:
+def _external_buffers(raw: InstanceValue, around: tuple[Value, ...]) -> bool | None:
     name = raw.class_name
     if "BatchNorm" in name or any(part in name.lower() for part in _WITH_BATCH_NORM):
         return True
@@ -275,11 +279,12 @@ def _external_buffers(raw: InstanceValue) -> bool | None:
     if name not in _CONTAINERS:
         return None
     parts = [option for each in raw.arguments.values() for option in options_of(each)]
-    return _any_buffers(parts) if parts else None
+    return _any_buffers(parts, around) if parts else None
 
 
-def _any_buffers(parts: Iterable[Value]) -> bool | None:
-    known = [has_buffers(each) for each in parts]
+def _any_buffers(parts: Iterable[Value], around: tuple[Value, ...]) -> bool | None:
+    raw = (each.raw if isinstance(each, ModelValue) else each for each in parts)
+    known = [has_buffers(each, around) for each in raw if not any(each is outer for outer in around)]
     return True if True in known else None if None in known else False
 
 

@@ -24,8 +24,9 @@ RANK_DECORATORS: Final = frozenset({
 })  # fmt: skip
 RANK_VARIABLES: Final = frozenset({
     "RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
-    "PMI_RANK", "NODE_RANK", "GROUP_RANK",
+    "PMI_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_NODEID",
 })  # fmt: skip
+_NODE_VARIABLES: Final = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 WORLD_VARIABLES: Final = frozenset({
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_NNODES",
 })  # fmt: skip
@@ -39,7 +40,9 @@ _VARIABLE: Final = "the rank comes from "
 def guess(name: str, location: Location) -> Value:
     """A value of unknown origin, by its name: `rank` is the rank, `world_size` the number of ranks."""
     if name in RANK_NAMES or name in MAIN_NAMES:
-        return Value(location, (Taint("rank", location, f"`{name}` is the rank", "local" in name),))
+        return Value(
+            location, (Taint("rank", location, f"`{name}` is the rank", "local" in name, name == "node_rank"),)
+        )
     return Value(location, is_world=name in WORLD_NAMES)
 
 
@@ -72,5 +75,7 @@ def named_result(function: str, value: Value, location: Location) -> Value:
 def environment_value(name: str, location: Location) -> Value:
     """An environment variable, which may be one that a launcher sets."""
     if name in RANK_VARIABLES:
-        return Value(location, (Taint("rank", location, f"{_VARIABLE}{name}", "LOCAL" in name),))
+        return Value(
+            location, (Taint("rank", location, f"{_VARIABLE}{name}", "LOCAL" in name, name in _NODE_VARIABLES),)
+        )
     return Value(location, is_world=name in WORLD_VARIABLES)

@@ -77,12 +77,30 @@ def _in_same_loop(analysis: Analysis, backward: Event, step: Event) -> Accumulat
     return None
 
 
-def _group_size(condition: ast.AST | None, loop: Loop) -> ast.expr | None:
-    if condition is None:
+def accumulated_in_hook(analysis: Analysis, backward: Event) -> tuple[Event, ast.expr] | None:
+    """The step of a `training_step` that accumulates, `if (i + 1) % 4 == 0: optimizer.step()`, and the 4."""
+    step = step_of(analysis, backward)
+    if step is None or step.loops or backward.loops or "accumulate" in backward.contexts:
         return None
-    for node in ast.walk(condition):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            return node.right
+    if not all("hook:training_step" in each.contexts for each in (backward, step)):
+        return None
+    for guard in step.guards:
+        count = _modulus(resolve(analysis, guard.condition, guard.location)) if guard not in backward.guards else None
+        if count is not None:
+            return step, count
+    return None
+
+
+def _modulus(condition: ast.AST | None) -> ast.expr | None:
+    """The 4 of `(i + 1) % 4 == 0`."""
+    nodes = ast.walk(condition) if condition is not None else ()
+    return next((each.right for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod)), None)
+
+
+def _group_size(condition: ast.AST | None, loop: Loop) -> ast.expr | None:
+    found = _modulus(condition)
+    if found is not None:
+        return found
     counters = {
         node.target.id
         for node in ast.walk(loop.node)

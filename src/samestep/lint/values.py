@@ -17,6 +17,8 @@ TensorContent = Literal["", "parameter", "gradient", "buffer", "state"]
 """What a tensor is to its model; "state" is a parameter or a buffer of a state dict."""
 TaintKind = Literal["rank", "data"]
 """Why a value differs between ranks: it derives from the rank, or from data that each rank reads for itself."""
+OWN_BATCH: Final = "each rank has its own batch"
+"""The text of the taint of what Lightning passes to a step."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Taint:
     """Such as "`rank` comes from RANK"."""
     is_local: bool = False
     """Whether it is the rank on a node, not among all ranks."""
+    is_node: bool = False
+    """Whether it is the number of the node, which its ranks share."""
     loop: Location | None = None
     """Of samples of a loader: the loop that reads them."""
 
@@ -327,6 +331,7 @@ class TensorValue(Value):
     is_reduced: bool = False  # over all ranks
     is_noise: bool = False
     length: int | None = None  # of its first dimension
+    selected: Location | None = None  # where its rows were chosen by what the rank's own samples are
     parts: tuple[Value, ...] = ()  # what it is computed from
     operation: str = ""  # "/", "*", "+", "-" or "@" of its two parts
     content: TensorContent = ""

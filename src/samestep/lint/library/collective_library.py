@@ -215,9 +215,17 @@ def _clip_sharded(call: Call, owner: Value) -> Value:
 def _spawn(call: Call) -> Value:
     passed = call.get("args", 1)
     rank = Value(call.location, (Taint("rank", call.location, "mp.spawn passes the rank"),))
-    rest = list(passed.values()) if isinstance(passed, ContainerValue) else []
+    count = call.get("nprocs", 2)
+    rest = [_or_world(each, count) for each in passed.values()] if isinstance(passed, ContainerValue) else []
     call.emit("spawn", function=call.get("fn", 0))
     for function in options_of(call.get("fn", 0)):
         if isinstance(function, FunctionValue):
             call_function(call.run, function, [rank, *rest], {}, call.node)
     return Value(call.location)
+
+
+def _or_world(argument: Value, count: Value | None) -> Value:
+    """An argument of the ranks; the one that is equal to the number of processes is the number of ranks."""
+    is_number = count is not None and isinstance(count.constant, int) and count.constant > 1
+    is_same = is_number and count is not None and argument.constant == count.constant
+    return Value(argument.location, argument.taints, is_world=True) if is_same else argument

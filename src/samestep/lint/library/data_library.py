@@ -5,7 +5,7 @@ from typing import Final
 from samestep.findings import Location
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_attribute, known_function, known_functions, known_method
-from samestep.lint.library.partitions import IS_PART, join_taints, take_part
+from samestep.lint.library.partitions import IS_PART, SPLITS, join_taints, take_part
 from samestep.lint.project_calls import call_function
 from samestep.lint.rank_names import COUNTER
 from samestep.lint.values import (
@@ -28,6 +28,9 @@ DRAWS: Final = frozenset({
 })  # fmt: skip
 _GENERATORS: Final = ("seed", "manual_seed", "default_rng", "RandomState", "Random", "SystemRandom", "Generator")
 _UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom")
+UNSEEDED: Final = "so each process draws another number"
+"""The end of the text of a taint."""
+_CHOICES: Final = ("random", "randint", "randrange", "uniform", "choice", "rand")
 _SAMPLER_OPTIONS: Final = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
 _LOADER_OPTIONS: Final = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn")
 
@@ -192,6 +195,17 @@ def _range(call: Call) -> Value:
     )  # fmt: skip
 
 
+@known_function(*SPLITS)
+def _divide(call: Call) -> Value:
+    return TensorValue(call.location, call.taints, parts=tuple(call.inputs), name=call.name)
+
+
+@known_function("slice")
+def _slice(call: Call) -> Value:
+    """`slice(rank, None, world)` is an index that takes the part of a rank."""
+    return Value(call.location, _range(call).taints)
+
+
 @known_function("itertools.islice")
 def _islice(call: Call) -> Value:
     taints = merge_taints(call.arguments)
@@ -242,6 +256,7 @@ def _emit_seed(call: Call, which: str = "") -> None:
 def _seed_generator(call: Call, owner: Value) -> Value:
     """`generator.manual_seed(...)`: what it draws from now on depends on the seed."""
     owner.taints = merge_taints([owner, *call.arguments])
+    call.emit("seed_generator", owner=owner, value=call.get("seed", 0) or Value())
     return owner
 
 
@@ -271,7 +286,27 @@ def _draw(call: Call) -> Value:
     if call.last == "shuffle":
         for value in call.arguments[:1]:
             _shuffle(call, value)
-    return TensorValue(call.location, call.taints, is_noise=True, length=first_length(call), name=call.name)
+    taints = join_taints(call.inputs, _own_choice(call))
+    return TensorValue(call.location, taints, is_noise=True, length=first_length(call), name=call.name)
+
+
+def _own_choice(call: Call) -> tuple[Taint, ...]:
+    """Why each process draws another number, outside of a dataset: nothing seeds `random` or numpy on all ranks."""
+    library = "numpy" if call.package == "numpy.random" else call.package
+    if (
+        library not in ("random", "numpy")
+        or call.last not in _CHOICES
+        or {"dataset", "uncalled"} & {*call.run.contexts}
+    ):
+        return ()
+    for event in reversed(call.run.events):
+        is_call = event.kind == "call" and "seed" in str(event.name).lower()  # of a package, which may seed all
+        is_seed = event.kind == "seed" and (
+            event.which.startswith(library) or event.which.endswith(("seed_everything", "set_seed"))
+        )
+        if is_call or (is_seed and "worker_init" not in event.contexts):
+            return event.value.taints if is_seed else ()
+    return (Taint("data", call.location, f"nothing seeds `{library}`, {UNSEEDED}"),)
 
 
 @known_method("value", "permutation", "permuted")
@@ -279,6 +314,16 @@ def _permute_with(call: Call, owner: Value) -> Value:
     """`numpy.random.default_rng(seed).permutation(n)`: the order depends on the generator."""
     name, taints = f"Generator.{call.last}", merge_taints([owner, *call.arguments])
     return TensorValue(call.location, taints, is_noise=True, name=name, clock=owner.clock)
+
+
+@known_method("value", "randn", "rand", "normal", "standard_normal", "uniform", "integers", "random", "random_sample")
+def _draw_with(call: Call, owner: Value) -> Value:
+    """`numpy.random.default_rng(seed).normal()`."""
+    if owner.name.rpartition(".")[2] not in ("default_rng", "RandomState", "Random"):
+        call.emit("call", name=call.name, arguments=call.arguments, keywords=call.keywords, owner=owner)
+        return call.unknown_result(owner)
+    call.emit("own_draw", name=call.name, owner=owner)
+    return call.unknown_result(owner)
 
 
 def _generator(call: Call) -> Value:

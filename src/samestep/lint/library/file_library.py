@@ -1,5 +1,6 @@
 """Reads, writes, folders, paths, environment variables and devices."""
 
+from dataclasses import replace
 from typing import Final
 
 from samestep.lint.library.call import Call, known_function, known_functions, known_method
@@ -40,6 +41,14 @@ def _write(call: Call) -> Value:
     position = _TARGET_POSITIONS.get(call.name, 0)
     path = next((each for each in found if each is not None), None) or call.get("", position) or Value()
     call.emit("write", path=path, how=call.name)
+    return Value(call.location)
+
+
+@known_function("logging.basicConfig")
+def _log_file(call: Call) -> Value:
+    path = call.get("filename")
+    if path is not None and path.constant is not None:
+        call.emit("write", path=path, how=call.name)
     return Value(call.location)
 
 
@@ -142,6 +151,17 @@ def _is_on(call: Call, name: str, position: int) -> bool:
 # -- reads
 
 
+@known_function("os.path.exists", "os.path.isfile")
+def _exists(call: Call) -> Value:
+    """Each process looks at another time."""
+    return replace(call.unknown_result(), clock=call.location)
+
+
+@known_method("any", "exists", "is_file")
+def _path_exists(call: Call, owner: Value) -> Value:
+    return replace(call.unknown_result(owner), clock=call.location)
+
+
 @known_method("any", "read_text", "read_bytes")
 def _method_read(call: Call, owner: Value) -> Value:
     call.emit("read", path=owner, how=f".{call.last}()")
@@ -150,10 +170,20 @@ def _method_read(call: Call, owner: Value) -> Value:
 
 @known_function(
     "numpy.load", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet", "pandas.read_json", "joblib.load",
-    "safetensors.torch.load_file", "numpy.memmap", "numpy.genfromtxt", "pandas.read_pickle",
+    "safetensors.torch.load_file", "numpy.genfromtxt", "pandas.read_pickle",
 )  # fmt: skip
 def _read(call: Call) -> Value:
     call.emit("read", path=call.arguments[0] if call.arguments else Value(), how=call.name)
+    return call.unknown_result()
+
+
+@known_function("numpy.memmap", "numpy.lib.format.open_memmap")
+def _map_file(call: Call) -> Value:
+    """Mode "w+" creates the file, or empties it."""
+    mode = call.get("mode", 2 if call.last == "memmap" else 1)
+    is_new = mode is not None and isinstance(mode.constant, str) and mode.constant.startswith("w")
+    path = call.get("filename", 0) or Value()
+    call.emit("write" if is_new else "read", path=path, how=call.name)
     return call.unknown_result()
 
 

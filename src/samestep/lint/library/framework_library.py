@@ -153,6 +153,11 @@ def _backward(call: Call, owner: Value) -> Value:
     return Value(call.location)
 
 
+@known_method("lightning", "optimizers")
+def _optimizers(call: Call, owner: Value) -> Value:
+    return OptimizerValue(call.location)
+
+
 @known_method("accelerator", "clip_grad_norm_", "clip_grad_value_")
 def _clip(call: Call, owner: Value) -> Value:
     call.emit("clip", parameters=call.get("parameters", 0))
@@ -223,7 +228,7 @@ def _wait_function(call: Call) -> Value:
 def _compute_metric(call: Call, owner: Value) -> Value:
     syncs = owner.options.get("sync_on_compute") if isinstance(owner, ServiceValue) else None
     if syncs is not None and syncs.constant is False:
-        return TensorValue(call.location, owner.taints)
+        return TensorValue(call.location, owner.taints, is_ratio=True, name="metric.compute")
     group = owner.options.get("process_group") if isinstance(owner, ServiceValue) else None
     keywords = {} if group is None else {"group": group}
     call.emit("collective", name="compute", tensors=[], arguments=[], keywords=keywords, service=owner)

@@ -11,9 +11,11 @@ from samestep.lint.library.call import Call, known_attribute, known_function, kn
 from samestep.lint.library.operations import join_parameters
 from samestep.lint.project_calls import call_function
 from samestep.lint.values import (
+    ChoiceValue,
     ContainerValue,
     FunctionValue,
     InstanceValue,
+    MethodValue,
     ModelValue,
     OptimizerValue,
     ParametersValue,
@@ -119,6 +121,10 @@ def _copy(call: Call) -> Value:
 
 def _copied(value: Value, call: Call) -> Value:
     """A copy of a module has its own parameters; of other objects what is known of them stays the same."""
+    if isinstance(value, ChoiceValue):
+        return replace(value, options=tuple(_copied(each, call) for each in value.options))
+    if isinstance(value, MethodValue):  # an attribute, which may be a module that is not known
+        return replace(value, location=call.location)
     if isinstance(value, ModelValue):
         return replace(value, location=call.location, inner=_copied(value.inner, call) if value.inner else None)
     if isinstance(value, InstanceValue) and value.is_module:

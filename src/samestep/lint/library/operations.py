@@ -8,7 +8,7 @@ from typing import Any, Final
 from samestep.findings import Location
 from samestep.lint.abstract_interpreter import Interpreter
 from samestep.lint.library.call import find_attribute
-from samestep.lint.library.partitions import first_clock, is_floored, join_taints, slice_part
+from samestep.lint.library.partitions import first_clock, is_floored, join_taints, slice_part, split_part
 from samestep.lint.rank_names import COUNTER, GUESSED_NAMES, environment_value
 from samestep.lint.values import (
     UNSET,
@@ -39,6 +39,8 @@ CONTEXTS: Final = frozenset({
 })  # fmt: skip
 LOCK: Final = "lock"
 """The name of contexts that one rank enters after the other."""
+COMPARISON: Final = "comparison"
+"""The name of a tensor of truth values, which a comparison of tensors gives."""
 ARITHMETIC: Final = "arithmetic"
 """The name of a number that an operator computes."""
 _MAX_CONSTANT: Final = 10**15  # larger results are not computed
@@ -294,9 +296,10 @@ def subscript(run: Interpreter, owner: Value, index: Value, node: ast.Subscript)
         return environment_value(str(index.constant), location)
     if index.name == "torch.device":
         index = replace(index, taints=())  # what is kept for the device of this rank need not differ
-    taints = join_taints([owner, index], slice_part(run, owner, node))
+    taints = join_taints([owner, index], slice_part(run, owner, node) or split_part(run, owner, index, node))
     if isinstance(owner, TensorValue):
-        return replace(owner, location=location, taints=taints)
+        is_mask = isinstance(index, TensorValue) and index.name == COMPARISON and index.differs
+        return replace(owner, location=location, taints=taints, selected=location if is_mask else owner.selected)
     if isinstance(owner, ContainerValue):
         if owner.is_unordered and not index.is_known:
             run.emit("by_position", node, container=owner)

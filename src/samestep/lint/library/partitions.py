@@ -5,10 +5,21 @@ from typing import Final
 
 from samestep.lint.abstract_interpreter import Interpreter
 from samestep.lint.events import source_text
-from samestep.lint.values import ContainerValue, IteratorValue, Taint, Value, merge_taints, options_of, sources_of
+from samestep.lint.values import (
+    ContainerValue,
+    IteratorValue,
+    Taint,
+    TensorValue,
+    Value,
+    merge_taints,
+    options_of,
+    sources_of,
+)
 
 IS_PART: Final = "is the part of each rank"
 """The end of the text of a taint: each rank has taken its own part of something."""
+SPLITS: Final = ("numpy.array_split", "torch.tensor_split", "torch.chunk")
+"""Functions that divide something into a list of parts."""
 _POSITIONAL: Final = ("enumerate", "zip")
 _DISTINCT: Final = ("set", "frozenset", "Counter", "fromkeys", "unique")
 
@@ -34,6 +45,13 @@ def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Tai
     if _is_window(node.slice):
         how = "window"
     return (take_part(run, node, lower, Value(), owner, how),)
+
+
+def split_part(run: Interpreter, owner: Value, index: Value, node: ast.Subscript) -> tuple[Taint, ...]:
+    """Whether an item is the part of a rank: `numpy.array_split(x, world)[rank]`."""
+    if not isinstance(owner, TensorValue) or owner.name not in SPLITS or not owner.parts or not index.depends_on_rank:
+        return ()
+    return (take_part(run, node, index, Value(), owner.parts[0], "split"),)
 
 
 def _is_within(lower: Value, owner: Value) -> bool:

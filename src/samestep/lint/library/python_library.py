@@ -1,6 +1,8 @@
 """Built-in functions, containers, iterators and clocks."""
 
-from typing import Any
+import ast
+from dataclasses import replace
+from typing import Any, Final
 
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_method
@@ -26,6 +28,9 @@ from samestep.lint.values import (
     options_of,
     sources_of,
 )
+
+IS_OWN: Final = "differs between processes"
+"""The end of the text of a taint: each process chooses it for itself."""
 
 
 @known_function("dict")
@@ -158,6 +163,21 @@ def _sum(call: Call) -> Value:
     )  # fmt: skip
 
 
+@known_function("signal.signal")
+def _signal(call: Call) -> Value:
+    """What a handler sets: a signal reaches some processes, or all of them at different steps."""
+    own = Taint("data", call.location, "a signal reaches each process at another time")
+    flag = Value(call.location, (own,), name="signal")
+    for handler in options_of(call.get("handler", 1)):
+        if isinstance(handler, FunctionValue) and isinstance(handler.node, ast.FunctionDef) and handler.module:
+            shared = {name for each in ast.walk(handler.node) if isinstance(each, ast.Global) for name in each.names}
+            handler.module.scope.names |= dict.fromkeys(shared, flag)
+            for each in ast.walk(handler.node):
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and handler.owner is not None:
+                    call.run.set_attribute(handler.owner, each.attr, flag)
+    return Value(call.location)
+
+
 @known_function("print")
 def _print(call: Call) -> Value:
     call.emit("print", arguments=call.arguments)
@@ -179,7 +199,7 @@ def _clock(call: Call) -> Value:
     "platform.node",
 )  # fmt: skip
 def _own(call: Call) -> Value:
-    own = Taint("data", call.location, f"`{source_text(call.node)}` differs between processes")
+    own = Taint("data", call.location, f"`{source_text(call.node)}` {IS_OWN}")
     return Value(call.location, (own,), name=call.name)
 
 
@@ -269,6 +289,13 @@ def _get(call: Call, owner: Value) -> Value:
         if found is not None:
             return found
     return call.unknown_result(owner)
+
+
+@known_method("value", "items", "keys", "elements", "most_common")
+def _counted(call: Call, owner: Value) -> Value:
+    """`Counter(words).items()` has each word once, as the Counter has."""
+    result = call.unknown_result(owner)
+    return replace(result, name=owner.name) if is_distinct(owner) else result
 
 
 @known_method("container", "values", "keys", "items")

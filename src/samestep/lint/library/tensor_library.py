@@ -21,6 +21,9 @@ IS_SHARD: Final = "is the shard of this rank"
 """The end of the text of a taint."""
 NONLINEAR: Final = frozenset({"exp", "exp2", "expm1", "sqrt", "rsqrt", "log", "log2", "log10", "square"})
 """Functions of a number, of which the mean is not that of the number."""
+_SELECTING: Final = ("nonzero", "argwhere", "masked_select", "flatnonzero")
+"""Functions whose results have as many rows as samples satisfy a condition."""
+_LISTING: Final = ("tensor", "as_tensor", "cat", "concat", "stack", "hstack", "vstack", "clone")
 _JOINS: Final = ("cat", "concat", "stack", "_flatten_dense_tensors", "parameters_to_vector", "clone")
 _OUTPUTS: Final = ("loss", "logits", "last_hidden_state", "pooler_output", "T", "mT")
 
@@ -46,8 +49,17 @@ def _tensor(call: Call) -> Value:
         is_mean=call.last == "mean" or (first is not None and first.is_mean),
         is_ratio=first is not None and first.is_ratio, is_count=call.last in ("sum", "count_nonzero", "numel"),
         parts=tuple(inputs), length=first_length(call), name=call.name, content=content,
-        models=first.models if first is not None and is_join else (),
+        models=first.models if first is not None and is_join else (), selected=_selected(call, tensors),
     )  # fmt: skip
+
+
+def _selected(call: Call, tensors: list[Value]) -> Location | None:
+    """Where the rows of a result were chosen by a condition on samples, if they were."""
+    if call.last in _SELECTING and any(each.differs for each in call.arguments[:2]):
+        return call.location
+    if call.last not in _LISTING:
+        return None
+    return next((each.selected for each in tensors if isinstance(each, TensorValue) and each.selected), None)
 
 
 @known_function(
@@ -150,8 +162,16 @@ def _reduce(call: Call, owner: Value) -> Value:
     return replace(
         owner, location=call.location, is_mean=owner.is_mean or is_mean, is_ratio=owner.is_ratio or is_mean,
         is_count=call.last in ("sum", "numel", "size") and not owner.needs_grad, parts=(owner,), operation="",
-        content="", name=f"Tensor.{call.last}{over}",
+        content="", name=f"Tensor.{call.last}{over}", selected=owner.selected if over == "(dim)" else None,
     )  # fmt: skip
+
+
+@known_method("tensor", "median", "nanmedian", "quantile", "nanquantile", "std", "var")
+def _statistic(call: Call, owner: Value) -> Value:
+    """A number about all samples, which cannot be averaged over parts of them."""
+    result = tensor_method(call, owner) if isinstance(owner, TensorValue) else call.unknown_result(owner)
+    is_whole = "dim" not in call.keywords and not (call.arguments and call.last in ("median", "std", "var"))
+    return replace(result, is_ratio=True) if is_whole and isinstance(result, TensorValue) else result
 
 
 @known_method("tensor", "div", "mul", "true_divide")
@@ -179,4 +199,5 @@ def tensor_method(call: Call, owner: TensorValue) -> Value:
     return TensorValue(
         call.location, merge_taints(parts), needs_grad=needs_grad, is_mean=owner.is_mean, is_reduced=owner.is_reduced,
         is_noise=owner.is_noise, is_ratio=owner.is_ratio and call.last in NONLINEAR, parts=tuple(parts), name=call.last,
+        selected=call.location if call.last in _SELECTING and owner.differs else None,
     )  # fmt: skip

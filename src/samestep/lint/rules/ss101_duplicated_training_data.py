@@ -90,7 +90,7 @@ def _takes_own_rows(analysis: Analysis, loop: Loop) -> bool:
 def _finding(analysis: Analysis, loader: LoaderValue, event: Event) -> Finding:
     location = location_of(loader, event.location)
     evidence = [*where_wrapped(analysis), f"this loop trains on the loader ({event.location})"]
-    sampler = next((each for each in options_of(loader.sampler) if isinstance(each, SamplerValue)), None)
+    sampler = _innermost_sampler(loader.sampler)
     if is_iterable(loader.dataset):
         inner = _faulty_line(analysis, loader) or location
         return RULE.finding(
@@ -114,6 +114,14 @@ def _finding(analysis: Analysis, loader: LoaderValue, event: Event) -> Finding:
         is_here = 0 <= shuffle.location.line - location.line < _MAX_LINES and shuffle.location.file == location.file
     place = location_of(shuffle, location) if is_here else location
     return RULE.finding(place, _summary(analysis), evidence=evidence, repair=_repair(analysis))
+
+
+def _innermost_sampler(value: Value | None) -> SamplerValue | None:
+    """The sampler that chooses the samples: of a BatchSampler the one inside."""
+    sampler = next((each for each in options_of(value) if isinstance(each, SamplerValue)), None)
+    if sampler is not None and sampler.kind == "BatchSampler":
+        return _innermost_sampler(sampler.dataset) or sampler
+    return sampler
 
 
 def _summary(analysis: Analysis) -> str:

@@ -37,11 +37,15 @@ Source: vllm-project/speculators#427, NVIDIA/recsys-examples#95, huggingface/acc
 
 import ast
 from collections.abc import Iterator
+from typing import Final
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event
+from samestep.lint.file_access import GLOBAL_RANK
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import LoaderValue, SamplerValue, Value, options_of
+
+_DATA_FILES: Final = ("numpy.load", "numpy.memmap", "numpy.loadtxt", "pandas.read_csv", "pandas.read_parquet")
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -63,6 +67,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                     repair="take every `world_size`-th sample from `rank` on: `range(rank, n, world_size)`",
                 )
     yield from _divided_twice(analysis)
+    yield from _files_of_local_rank(analysis)
 
 
 def _of_numbers(
@@ -72,6 +77,13 @@ def _of_numbers(
         yield RULE.finding(
             event.location,
             "the data is divided by the local rank, which starts from 0 on every node",
+            evidence=_why(rank),
+            repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
+        )
+    elif rank is not None and _is_node(rank) and world is not None and not _is_number_of_nodes(event):
+        yield RULE.finding(
+            event.location,
+            "the data is divided by the number of the node, which all ranks of a node share",
             evidence=_why(rank),
             repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
         )
@@ -94,6 +106,33 @@ def _of_numbers(
 def _is_local(rank: Value) -> bool:
     taints = [taint for taint in rank.taints if taint.kind == "rank"]
     return bool(taints) and all(taint.is_local for taint in taints)
+
+
+def _files_of_local_rank(analysis: Analysis) -> Iterator[Finding]:
+    """Data in a file per rank, which is chosen by the local rank in a script that knows the other one."""
+    for event in analysis.of("read"):
+        file = analysis.file_of(event.location)
+        if event.how not in _DATA_FILES or file is None or not GLOBAL_RANK.search(file.text):
+            continue
+        if _is_local(event.path) and event.rank_guard is None and not _is_single_node(analysis):
+            yield RULE.finding(
+                event.location,
+                "the file is chosen by the local rank, which starts from 0 on every node",
+                evidence=_why(event.path),
+                repair="use the rank among all ranks, `dist.get_rank()`",
+                severity="warning",
+            )
+
+
+def _is_node(rank: Value) -> bool:
+    taints = [taint for taint in rank.taints if taint.kind == "rank"]
+    return bool(taints) and all(taint.is_node for taint in taints)
+
+
+def _is_number_of_nodes(event: Event) -> bool:
+    """Whether the data is meant to be divided among the nodes."""
+    text = ast.unparse(event.node).lower()
+    return any(word in text for word in ("nnodes", "num_nodes", "n_nodes", "group_world", "node_count"))
 
 
 def _is_constant(value: Value) -> bool:

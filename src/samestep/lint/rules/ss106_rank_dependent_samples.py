@@ -2,7 +2,7 @@
 
 The order of a set of strings depends on a seed that differs between processes, and the order in which a folder lists
 its files depends on the machine. If samples or classes get their numbers from such an order, the ranks train on
-contradicting samples or labels. So they do if each rank numbers the words or classes of its own part of the data.
+contradicting samples or labels. So they do if each rank numbers the words or classes in its part of the data.
 
 Bad:
 

@@ -65,14 +65,24 @@ def _of_global_generator(analysis: Analysis, event: Event) -> Iterator[Finding]:
     if seeds and seeds[-1].value.differs:
         taints = seeds[-1].value.taints
         reasons = [f"{taint.text} ({taint.location})" for taint in taints[:2]]
-        yield _finding(event, [*reasons, f"the seed of the split depends on it ({seeds[-1].location})"], seeds[-1])
+        where = f"the seed of the split depends on it ({seeds[-1].location})"
+        yield _finding(event, [*reasons, where], seeds[-1], _draw_of(analysis, event))
     elif not seeds and library != "torch":
-        yield _finding(event, [f"nothing seeds {library}, so each process draws other numbers"])
+        why = f"nothing seeds {library}, so each process draws other numbers"
+        yield _finding(event, [why], draw=_draw_of(analysis, event))
 
 
-def _finding(event: Event, evidence: list[str], seed: Event | None = None) -> Finding:
+def _draw_of(analysis: Analysis, event: Event) -> Event | None:
+    """Where the indices of a part were drawn; None if the split draws them itself."""
+    draws = [each for each in analysis.of("draw") if each.name == event.name and each.order < event.order]
+    return draws[-1] if draws and draws[-1].location.file == event.location.file else None
+
+
+def _finding(event: Event, evidence: list[str], seed: Event | None = None, draw: Event | None = None) -> Finding:
+    if draw is not None:
+        evidence = [*evidence, f"the parts are taken here ({event.location})"]
     return RULE.finding(
-        event.location,
+        draw.location if draw is not None else event.location,
         "every rank draws its own split into training and evaluation data",
         evidence=evidence,
         related=[seed.location] if seed is not None else [],

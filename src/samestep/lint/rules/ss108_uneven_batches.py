@@ -51,6 +51,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.events import Event, Loop
+from samestep.lint.library.data_library import UNSEEDED
 from samestep.lint.loader_loops import iteration_events, training_loops
 from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import InstanceValue, LoaderValue, Taint, Value, options_of
@@ -136,13 +137,14 @@ def _sources(value: Value | None) -> list[Value]:
 
 
 def _has_own_length(analysis: Analysis, event: Event) -> bool:
-    """Whether a training loop is `range(n)` with a number that derives from the rank."""
+    """Whether a training loop is `range(n)` with a number that each rank has for itself."""
     loop: Loop = event.loop
     node = loop.node.iter if isinstance(loop.node, ast.For) else None
     is_range = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
     if not is_range or not isinstance(node, ast.Call) or len(node.args) != 1 or loop.iterable is None:
         return False
-    if not loop.iterable.depends_on_rank or "uncalled" in event.contexts:
+    is_own = loop.iterable.depends_on_rank or any(UNSEEDED in each.text for each in loop.iterable.taints)
+    if not is_own or "uncalled" in event.contexts:
         return False
     return any(loop in each.loops for each in analysis.of("backward"))
 

@@ -66,18 +66,34 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if not _is_noise_of_step(analysis, event) or not _has_rows(event):
             continue
         if event.generator is not None and event.generator.constant is not None:
+            yield from _of_generator(analysis, event)
             continue
         library = "numpy" if event.name.startswith("numpy") else "torch"
         seeds = seeds_of(analysis, library, None if analysis.of("trainer") else event)
         last = seeds[-1:] if seeds and seeds[-1].which.endswith("set_rng_state") else seeds
         if seeds and not any(each.value.differs for each in last) and seeds[-1].rank_guard is None:
-            yield RULE.finding(
-                seeds[-1].location,
-                "this seed is the same on all ranks, and the training step draws its noise from it",
-                evidence=[f"`{event.name}` draws the noise of each sample ({event.location})"],
-                related=[event.location],
-            )
+            yield _finding(seeds[-1], event)
             return
+
+
+def _finding(seed: Event, draw: Event) -> Finding:
+    return RULE.finding(
+        seed.location,
+        "this seed is the same on all ranks, and the training step draws its noise from it",
+        evidence=[f"`{draw.name}` draws the noise of each sample ({draw.location})"],
+        related=[draw.location],
+    )
+
+
+def _of_generator(analysis: Analysis, event: Event) -> Iterator[Finding]:
+    """A separate generator, whose seed is the same on all ranks."""
+    seeds = [each for each in analysis.of("seed_generator") if each.owner is event.generator]
+    loops = {id(loop) for _, loop, _ in training_loops(analysis)}
+    if len(seeds) != 1 or event.generator.differs or seeds[0].order > event.order:
+        return
+    is_for_step = any(id(loop) in loops for loop in seeds[0].loops) or "hook:training_step" in seeds[0].contexts
+    if not is_for_step and seeds[0].rank_guard is None and seeds[0].value.clock is None:
+        yield _finding(seeds[0], event)
 
 
 def _is_noise_of_step(analysis: Analysis, event: Event) -> bool:

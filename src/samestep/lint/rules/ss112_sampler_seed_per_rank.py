@@ -98,6 +98,8 @@ def _of_global_generator(analysis: Analysis, event: Event, source: Value, locati
         return
     if draws[-1].generator is not None and draws[-1].generator.constant is not None:
         return
+    if draws[-1].location.file == event.location.file:
+        location = draws[-1].location
     seeds = seeds_of(analysis, library, draws[-1])
     where = f"the parts are taken here ({event.location})"
     if seeds and seeds[-1].value.differs:

@@ -63,6 +63,26 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             yield _finding(event, f"all workers of all ranks have the seed {event.value.constant}", True)
         elif _is_number_of_worker(event):
             yield _finding(event, "the workers of all ranks have the same seeds, in every epoch", False)
+    yield from _of_dataset(analysis)
+
+
+def _of_dataset(analysis: Analysis) -> Iterator[Finding]:
+    """A generator that a dataset seeds when it is created, and from which it draws for each sample."""
+    if analysis.of("samestep") or any("worker_init_fn" in each.loader.options for each in analysis.of("loader")):
+        return
+    for event in analysis.of("own_draw"):
+        seeded = event.owner.location
+        if seeded is None or event.owner.differs or seeded.file != event.location.file:
+            continue
+        if event.location.function.endswith("__getitem__") and seeded.function.endswith("__init__"):
+            yield RULE.finding(
+                seeded,
+                "the dataset of every rank and of every worker draws the same numbers, in this order",
+                evidence=[f"each sample draws from it, in the order in which samples are read ({event.location})"],
+                related=[event.location],
+                repair="make a generator per sample: `numpy.random.default_rng((seed, epoch, index))`",
+            )
+            return
 
 
 def _finding(event: Event, summary: str, is_constant: bool) -> Finding:

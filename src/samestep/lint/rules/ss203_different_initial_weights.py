@@ -64,21 +64,64 @@ from samestep.lint.module_trees import (
     is_module,
     is_trained,
     key_of,
+    modules_of,
     optimized,
     overlap,
     raw_module,
     seed_before,
 )
+from samestep.lint.rank_decisions import rank_guard
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
-from samestep.lint.values import InstanceValue, ModelValue, OptimizerValue, Value, options_of
+from samestep.lint.values import InstanceValue, MethodValue, ModelValue, OptimizerValue, Value, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for models that are built or loaded differently on the ranks, and that nothing equalizes."""
-    if analysis.of("accelerator", "fabric", "trainer"):
+    if analysis.of("trainer"):
         return
-    yield from _seeded_by_rank(analysis)
     yield from _loaded_on_some_ranks(analysis)
+    if not analysis.of("accelerator", "fabric"):
+        yield from _seeded_by_rank(analysis)
+        yield from _initialized_after_wrapping(analysis)
+        yield from _initialized_on_some_ranks(analysis)
+
+
+def _initialized_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
+    """Weights that rank 0 draws in a script that averages gradients by itself."""
+    if not exchanges(analysis, "gradient"):
+        return
+    for event in analysis.of("call"):
+        guard = event.rank_guard
+        if (
+            guard is None
+            or "uncalled" in event.contexts
+            or not _initializes(event)
+            or _has_opposite_call(analysis, event)
+        ):
+            continue
+        for module in _initialized(event):
+            if not _is_equalized(analysis, module, event) and _runs_everywhere(analysis, module, event.order):
+                yield RULE.finding(
+                    event.location,
+                    "only some ranks initialize these weights, and nothing sends them to the others",
+                    evidence=explain(guard),
+                )
+                return
+
+
+def _has_opposite_call(analysis: Analysis, event: Event) -> bool:
+    own = event.rank_guard
+    return any(
+        _initializes(each) and own is not None and guard.node is own.node and guard.is_negated != own.is_negated
+        for each in analysis.of("call")
+        for guard in each.guards
+    )
+
+
+def _initialized(event: Event) -> list[Value]:
+    """The modules whose weights a call draws."""
+    target = event.owner if event.owner is not None else next(iter(event.arguments), None)
+    return modules_of(target.owner if isinstance(target, MethodValue) else target)
 
 
 def _seeded_by_rank(analysis: Analysis) -> Iterator[Finding]:
@@ -118,7 +161,9 @@ def _loaded_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
             continue
         raw = raw_module(owners[0])
         later = [wrap for wrap in analysis.wrapped if wrap.order > event.order]
-        is_sent = any(overlap(tree, raw) for wrap in later for tree in options_of(wrap.inner))
+        prepared = [each for wrap in analysis.of("prepare") if wrap.order > event.order for each in wrap.arguments]
+        trees = [*(wrap.inner for wrap in later), *prepared]
+        is_sent = any(overlap(tree, raw) for each in trees for tree in options_of(each) if is_module(tree))
         is_sharded = any(
             wrap.wrapper == "fsdp" and contains(tree, raw)
             for wrap in analysis.wrapped
@@ -138,6 +183,35 @@ def _loaded_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
+def _initialized_after_wrapping(analysis: Analysis) -> Iterator[Finding]:
+    """Weights that each rank draws anew after DDP has sent those of rank 0."""
+    for event in analysis.of("call"):
+        if event.rank_guard is not None or "uncalled" in event.contexts or not _initializes(event):
+            continue
+        modules = _initialized(event)
+        wraps = [wrap for wrap in analysis.wrapped if wrap.order < event.order and wrap.wrapper == "ddp"]
+        wrap = next((e for e in wraps if any(overlap(t, m) for t in options_of(e.inner) for m in modules)), None)
+        seed = seed_before(analysis, event)
+        if wrap is None or seed is None or any(_is_sent_later(analysis, each, event) for each in modules):
+            continue
+        yield RULE.finding(
+            event.location,
+            "each rank draws these weights from another seed, after DDP has sent the weights of rank 0",
+            evidence=[
+                *(f"{taint.text} ({taint.location})" for taint in seed.value.taints),
+                f"the seed depends on the rank ({seed.location})",
+                f"DDP wraps the model ({wrap.location})",
+            ],
+            related=[wrap.location, seed.location],
+            repair="initialize the weights before DDP wraps the model",
+        )
+
+
+def _initializes(event: Event) -> bool:
+    is_random = not event.name.endswith(("zeros_", "ones_", "constant_", "eye_", "dirac_"))
+    return event.name in ("reset_parameters", "init_weights") or (event.name.startswith("torch.nn.init.") and is_random)
+
+
 def _has_opposite(analysis: Analysis, event: Event) -> bool:
     own = event.rank_guard
     return any(
@@ -155,7 +229,7 @@ def _is_sent_later(analysis: Analysis, model: Value, event: Event) -> bool:
 def _runs_everywhere(analysis: Analysis, model: Value, order: int) -> bool:
     """Whether all ranks train the model after a line."""
     return any(
-        call.order > order and call.rank_guard is None and any(overlap(each, model) for each in options_of(call.model))
+        call.order > order and rank_guard(call) is None and any(overlap(each, model) for each in options_of(call.model))
         for call in analysis.of("model_call")
         if call.is_grad
     )

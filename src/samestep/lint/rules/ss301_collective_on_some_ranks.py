@@ -44,12 +44,22 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         guard = rank_guard(event)
         if guard is None:
             yield from _per_own_item(analysis, event)
-        elif not is_matched(analysis, event, found):
+        elif not is_matched(analysis, event, found) and not _is_made_once(event):
             yield _finding(event, guard)
     for event in analysis.of("fit"):
         guard = rank_guard(event)
         if guard is not None and not _runs_alone(event, guard):
             yield _finding(event, guard)
+
+
+def _is_made_once(event: Event) -> bool:
+    """Whether a function makes a group when it is first called, which may be on all ranks, and keeps it."""
+    texts = (guard.text for guard in event.guards)
+    return (
+        event.kind == "collective"
+        and event.name == "new_group"
+        and any("hasattr(" in each or each.endswith(" is None") for each in texts)
+    )
 
 
 def _per_own_item(analysis: Analysis, event: Event) -> Iterator[Finding]:

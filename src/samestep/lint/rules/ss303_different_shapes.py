@@ -59,6 +59,7 @@ from samestep.lint.rule import Analysis, Rule
 from samestep.lint.values import LoaderValue, TensorValue, Value, computed_from, options_of
 
 _GATHERS: Final = {"all_gather": 1, "all_gather_into_tensor": 1, "gather": 0}
+_TENSORS: Final = {**_GATHERS, "all_reduce": 0, "reduce": 0, "broadcast": 0, "reduce_scatter_tensor": 1}
 _FIXED_SHAPE: Final = frozenset({
     "pad", "zeros", "new_zeros", "full", "new_full", "empty", "new_empty", "ones", "tensor", "as_tensor",
     "pad_sequence", "sum", "mean", "max", "min",
@@ -67,6 +68,7 @@ _FIXED_SHAPE: Final = frozenset({
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for gathered tensors whose length is the number of samples of a rank."""
+    yield from _of_selected_rows(analysis)
     uneven = uneven_shards(analysis)
     lines = {key for key in uneven if key not in _dropping(analysis)}
     for event in analysis.of("collective"):
@@ -86,6 +88,23 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             ],
             related=[shard.location],
         )
+
+
+def _of_selected_rows(analysis: Analysis) -> Iterator[Finding]:
+    """Tensors with the rows that satisfy a condition, of which each rank has another number."""
+    for event in analysis.of("collective"):
+        position = _TENSORS.get(event.name)
+        if position is None or event.service is not None or len(event.arguments) <= position:
+            continue
+        tensors = (each for each in options_of(event.arguments[position]) if isinstance(each, TensorValue))
+        selected = next((each.selected for each in tensors if each.selected is not None), None)
+        if selected is not None and event.rank_guard is None and not _exchanges_sizes(analysis, event):
+            yield RULE.finding(
+                event.location,
+                f"`{event.name}` gets a tensor whose length differs between ranks",
+                evidence=[f"its rows are those of this rank's samples that satisfy a condition ({selected})"],
+                related=[selected],
+            )
 
 
 def _has_length_of_data(value: Value) -> bool:

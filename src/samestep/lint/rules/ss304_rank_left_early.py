@@ -60,11 +60,13 @@ def train(dataset):
 Source: Lightning-AI/pytorch-lightning#5865, Project-MONAI/tutorials#1461.
 """
 
+import ast
 from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event, Guard, Loop
 from samestep.lint.rank_decisions import (
+    catches_failures,
     comes_from_reduce,
     exchanging_loops,
     is_about_sizes,
@@ -87,7 +89,11 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             continue
         reported.add(id(guard.node))
         needed = loops[id(loop)]
-        why = explain(guard) if guard.differs else [f"each process reads its own clock ({guard.clock})"]
+        why = (
+            explain(guard)
+            if guard.differs
+            else [f"each process reads its own clock, or looks for a file, at another time ({guard.clock})"]
+        )
         yield RULE.finding(
             guard.location,
             "a rank leaves this loop alone, and the others wait for it",
@@ -95,6 +101,40 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             related=[event.location, needed.location],
         )
     yield from _stopped_trainers(analysis)
+    yield from _skipped_by_exceptions(analysis, loops)
+
+
+def _skipped_by_exceptions(analysis: Analysis, loops: dict[int, Event]) -> Iterator[Finding]:
+    """`except ValueError: continue` before the backward pass: the exception comes on the rank with this sample."""
+    for event in analysis.of("continue", "break"):
+        handler = event.guards[-1] if event.guards else None
+        if handler is None or handler.kind != "except" or "join" in event.contexts:
+            continue
+        loop, node = next(own_loops(event), None), _handler(analysis, event)
+        needed = loops.get(id(loop)) if loop is not None else None
+        if loop is None or needed is None or node is None or not catches_failures(node) or loop.loader is None:
+            continue
+        later = [each for each in analysis.inside(loop, "backward") if each.order > event.order]
+        if later and event.rank_guard is None:
+            yield RULE.finding(
+                handler.location,
+                "an exception on one rank makes it skip a step that the others take",
+                evidence=[
+                    f"the rank continues here ({event.location})",
+                    f"the step needs all ranks ({later[0].location})",
+                ],
+                related=[event.location, later[0].location],
+                repair="let the exception end the run, or decide together with `dist.all_reduce` of a flag",
+                severity="warning",
+            )
+
+
+def _handler(analysis: Analysis, event: Event) -> ast.ExceptHandler | None:
+    file = analysis.file_of(event.location)
+    node = file.parents.get(event.node) if file is not None else None
+    while file is not None and node is not None and not isinstance(node, ast.ExceptHandler):
+        node = file.parents.get(node)
+    return node if isinstance(node, ast.ExceptHandler) else None
 
 
 def _stopped_trainers(analysis: Analysis) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.lint.events import Event, Guard
+from samestep.lint.module_trees import key_of
 from samestep.lint.rank_decisions import (
     comes_from_reduce,
     data_guard,
@@ -55,12 +56,18 @@ from samestep.lint.rank_decisions import (
     rank_guard,
 )
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain, is_wrapped
-from samestep.lint.values import ModelValue, options_of
+from samestep.lint.values import InstanceValue, ModelValue, options_of
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for wrapped models under conditions in which ranks differ."""
-    calls = [event for event in analysis.of("model_call") if is_wrapped(event.model) and not event.is_nested]
+    sharded = _sharded_in_place(analysis)
+    calls = [
+        event
+        for event in analysis.of("model_call")
+        if not event.is_nested
+        and (is_wrapped(event.model) or sharded.get(key_of(event.model), event.order) < event.order)
+    ]
     for event in calls:
         guard = rank_guard(event)
         if guard is None or "join" in event.contexts or is_matched(analysis, event, calls):
@@ -71,10 +78,21 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     yield from _skipped_steps(analysis)
 
 
+def _sharded_in_place(analysis: Analysis) -> dict[int, int]:
+    """The modules that `fully_shard` changes, and when it does."""
+    wraps = [wrap for wrap in analysis.wrapped if wrap.wrapper == "fsdp"]
+    return {
+        key_of(each): wrap.order
+        for wrap in wraps
+        for each in options_of(wrap.inner)
+        if isinstance(each, InstanceValue) and not isinstance(wrap.model, ModelValue)
+    }
+
+
 def _communicates(event: Event) -> bool | None:
     """Whether the forward pass of a wrapper communicates; None if that depends on its buffers, which are unknown."""
     found = [each for each in options_of(event.model) if isinstance(each, ModelValue)]
-    if event.is_grad or any(each.wrapper == "fsdp" for each in found):
+    if event.is_grad or not found or any(each.wrapper == "fsdp" for each in found):
         return True
     sends = [each.options.get("broadcast_buffers") for each in found]
     if any(each is not None and each.constant is False for each in sends):

@@ -38,9 +38,12 @@ def check(dataset):
 Source: Lightning-AI/pytorch-lightning#5865, Lightning-AI/pytorch-lightning#19045.
 """
 
+import re
 from collections.abc import Iterator
+from typing import Final
 
 from samestep.findings import Finding
+from samestep.lint.events import Event
 from samestep.lint.rank_decisions import (
     collective_name,
     collectives,
@@ -53,11 +56,14 @@ from samestep.lint.rank_decisions import (
 from samestep.lint.rule import Analysis, Rule, call_in_guard, explain
 from samestep.lint.values import ContainerValue, options_of
 
+_CLOCK: Final = re.compile(r"time|now\(|today|clock|perf_counter|monotonic")
+
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for collectives that depend on values of one rank."""
     yield from _of_own_names(analysis)
     found = collectives(analysis)
+    yield from _by_clock(analysis, found)
     for event in found:
         guard = data_guard(event)
         if guard is None or comes_from_reduce(guard.taints) or is_matched(analysis, event, found):
@@ -70,6 +76,27 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             location,
             f"`{collective_name(event)}`{where} is called only if this rank's own data says so",
             evidence=explain(guard),
+            related=[guard.location, event.location],
+        )
+
+
+def _by_clock(analysis: Analysis, found: list[Event]) -> Iterator[Finding]:
+    """Collectives that a rank calls when its own clock says that it is time."""
+    reported = set[int]()
+    for event in found:
+        guard = next((each for each in reversed(event.guards) if each.clock is not None and each.kind == "if"), None)
+        if guard is None or guard.clock is None or guard.is_negated or id(guard.node) in reported:
+            continue
+        file = analysis.file_of(guard.clock)
+        is_clock = file is not None and _CLOCK.search(file.lines[guard.clock.line - 1]) is not None
+        if not is_clock or not event.loops or event.differing_guard is not None:
+            continue
+        reported.add(id(guard.node))
+        location = call_in_guard(event, guard)
+        yield RULE.finding(
+            location,
+            f"`{collective_name(event)}` is called only if this rank's own clock says so",
+            evidence=[f"each process reads its own clock ({guard.clock})", f"the condition ({guard.location})"],
             related=[guard.location, event.location],
         )
 

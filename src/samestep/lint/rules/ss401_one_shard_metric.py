@@ -60,9 +60,21 @@ from samestep.findings import Finding, Location
 from samestep.lint.events import Event
 from samestep.lint.rank_decisions import evaluation_taint, metric_origin, rank_guard, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule
-from samestep.lint.values import ContainerValue, ServiceValue, TensorValue, Value, options_of
+from samestep.lint.values import (
+    OWN_BATCH,
+    ContainerValue,
+    InstanceValue,
+    ServiceValue,
+    Taint,
+    TensorValue,
+    Value,
+    options_of,
+)
 
 _MAX_STEPS: Final = 20
+_ENDS: Final = frozenset(
+    f"hook:{name}" for name in ("on_validation_epoch_end", "on_test_epoch_end", "on_validation_end", "on_test_end")
+)
 
 _LOGGING: Final = frozenset({
     "info", "warning", "debug", "log", "log_metrics", "add_scalar", "add_scalars", "write", "print", "dump",
@@ -73,7 +85,7 @@ _LOGGING: Final = frozenset({
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for output on one rank of values that come from its own evaluation samples."""
     loops = sharded_evaluation(analysis)
-    if not loops or analysis.uses_samestep:
+    if not (loops or analysis.is_lightning) or analysis.uses_samestep:
         return
     texts = {id(event.node): event for event in analysis.of("text")}
     evaluating = {
@@ -84,7 +96,8 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         if not _is_output(event) or not _is_on_one_rank(event):
             continue
         for value in _values(event, texts):
-            origin, taint = metric_origin(value) or _quotient(value), evaluation_taint(value.taints, loops)
+            origin = metric_origin(value) or _quotient(value)
+            taint = evaluation_taint(value.taints, loops) or _batch_taint(event, value)
             if origin is None or taint is None:
                 continue
             is_mixed = _is_reduced(origin.parts[0]) if origin.operation == "/" else False
@@ -100,6 +113,13 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 evidence=[f"{taint.text} ({taint.location})", f"one rank reports it ({event.location})"],
                 related=[event.location],
             )
+
+
+def _batch_taint(event: Event, value: Value) -> Taint | None:
+    """Why what Lightning computes at the end of an evaluation covers this rank's batches only."""
+    if not _ENDS.intersection(event.contexts):
+        return None
+    return next((each for each in value.taints if each.text == OWN_BATCH), None)
 
 
 def _is_reduced(value: Value) -> bool:
@@ -145,6 +165,8 @@ def _is_on_one_rank(event: Event) -> bool:
     if rank_guard(event) is not None:
         return True
     owner = event.data.get("owner")
+    if isinstance(owner, InstanceValue) and owner.class_value is not None and event.name == "print":
+        return owner.class_value.derives_from("LightningModule")
     return isinstance(owner, ServiceValue) and owner.kind in ("accelerator", "fabric")
 
 

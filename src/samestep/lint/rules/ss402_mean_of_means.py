@@ -64,7 +64,7 @@ from samestep.lint.values import ContainerValue, Taint, TensorValue, Value, comp
 _NONLINEAR: Final = frozenset({
     "f1_score", "fbeta_score", "precision_score", "recall_score", "roc_auc_score", "average_precision_score",
     "matthews_corrcoef", "cohen_kappa_score", "jaccard_score", "r2_score", "spearmanr", "pearsonr", "kendalltau",
-    "balanced_accuracy_score",
+    "balanced_accuracy_score", "median", "nanmedian", "quantile", "nanquantile", "std", "var",
 }) | NONLINEAR  # fmt: skip
 _MAX_STEPS: Final = 20
 _REDUCTIONS: Final = frozenset({"all_reduce", "reduce"})

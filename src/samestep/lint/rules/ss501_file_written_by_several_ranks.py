@@ -31,18 +31,29 @@ if dist.get_rank() == 0:
 Source: pytorch/tutorials#3065, pytorch/vision#8707, open-mmlab/mmpretrain#273.
 """
 
+import re
 from collections.abc import Iterator
+from typing import Final
 
 from samestep.findings import Finding
 from samestep.lint.events import Event
-from samestep.lint.file_access import is_on_all_ranks, is_shared, is_synchronized, path_text
+from samestep.lint.file_access import (
+    GLOBAL_RANK,
+    is_on_all_ranks,
+    is_same_path,
+    is_shared,
+    is_synchronized,
+    path_text,
+)
 from samestep.lint.rule import Analysis, Rule, explain
+
+_NODE_PATH: Final = re.compile(r"tmp|temp|cache|local|scratch|node", re.IGNORECASE)
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for files that all ranks write."""
     for event in analysis.of("write"):
-        yield from _once_per_node(event)
+        yield from _once_per_node(analysis, event)
         if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
         if _is_before_ranks(analysis, event) or _is_moved(event) or _is_done_before(analysis, event):
@@ -51,12 +62,15 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             event.location,
             f"every rank writes `{path_text(event)}`",
             evidence=[f"`{event.how}` has no condition on the rank", *_launch(analysis)],
-            severity="warning" if "download" in event.how or "FileHandler" in event.how else None,
+            severity="warning" if any(word in event.how for word in ("download", "logging.")) else None,
         )
 
 
-def _once_per_node(event: Event) -> Iterator[Finding]:
-    """A write under a condition on the local rank alone: one process of each node does it."""
+def _once_per_node(analysis: Analysis, event: Event) -> Iterator[Finding]:
+    """A write under a condition on the local rank alone: one process of each node does it.
+
+    That is right in a script for one node, and for what the ranks of a node read afterwards.
+    """
     guards = [guard for guard in event.guards if guard.depends_on_rank]
     taints = [taint for guard in guards for taint in guard.taints if taint.kind == "rank"]
     is_local = bool(taints) and all(taint.is_local for taint in taints) and guards[-1].kind == "if"
@@ -65,9 +79,18 @@ def _once_per_node(event: Event) -> Iterator[Finding]:
             event.location,
             f"one rank of every node writes `{path_text(event)}`",
             evidence=explain(guards[-1]),
-            severity="note",
+            severity="warning" if _is_for_all_nodes(analysis, event) else "note",
             repair="use the rank among all ranks, `if dist.get_rank() == 0:`, if the nodes share the folder",
         )
+
+
+def _is_for_all_nodes(analysis: Analysis, event: Event) -> bool:
+    """Whether it is a checkpoint that nothing reads, in a script that knows the rank among all ranks as well."""
+    file = analysis.file_of(event.location)
+    if event.how != "torch.save" or file is None or not GLOBAL_RANK.search(file.text) or analysis.of("spawn"):
+        return False
+    is_read = any(is_same_path(event, read) for read in analysis.of("read"))
+    return not is_read and not _NODE_PATH.search(path_text(event))
 
 
 def _is_before_ranks(analysis: Analysis, event: Event) -> bool:

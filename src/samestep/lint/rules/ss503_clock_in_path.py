@@ -37,14 +37,17 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.lint.file_access import is_on_all_ranks
+from samestep.lint.library.python_library import IS_OWN
 from samestep.lint.rank_decisions import evaluation_taint, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule
+from samestep.lint.values import Value
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for paths that several ranks use and that depend on a clock."""
     seen = set[Location]()
     yield from _named_after_metric(analysis)
+    yield from _read_elsewhere(analysis)
     spawns = analysis.of("spawn")
     for event in analysis.of("write", "folder"):
         clock = event.path.clock
@@ -62,6 +65,33 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
+def _read_elsewhere(analysis: Analysis) -> Iterator[Finding]:
+    """Files that one rank writes and all ranks read, in a folder that each process names for itself."""
+    for write in analysis.of("write"):
+        origin = _own_name(write.path)
+        if origin is None or write.rank_guard is None or "uncalled" in write.contexts:
+            continue
+        reads = (each for each in analysis.of("read") if each.order > write.order and is_on_all_ranks(each))
+        read = next((each for each in reads if _own_name(each.path) == origin), None)
+        if read is not None:
+            yield RULE.finding(
+                origin,
+                "one rank writes a file that all ranks read, to a path that every process names for itself",
+                evidence=[f"one rank writes it ({write.location})", f"all ranks read it ({read.location})"],
+                related=[write.location, read.location],
+                consequence="the other ranks look for the file under another name, and do not find it",
+            )
+            return
+
+
+def _own_name(path: Value) -> Location | None:
+    """Where a name is chosen that no other process has: after a clock, or by `tempfile`."""
+    if path.clock is not None:
+        return path.clock
+    own = (taint.location for taint in path.taints if taint.text.endswith(IS_OWN))
+    return None if path.depends_on_rank else next(own, None)
+
+
 def _named_after_metric(analysis: Analysis) -> Iterator[Finding]:
     """Folders that all ranks create and that are named after a metric of the rank's own samples."""
     loops = sharded_evaluation(analysis)
@@ -70,7 +100,7 @@ def _named_after_metric(analysis: Analysis) -> Iterator[Finding]:
         if taint is not None and not event.path.depends_on_rank and is_on_all_ranks(event):
             yield RULE.finding(
                 event.location,
-                "every rank creates a folder that is named after a number of its own samples",
+                "every rank creates a folder that is named after a number that its samples give",
                 evidence=[f"{taint.text} ({taint.location})"],
                 related=list(event.frames[-1:]),
                 repair="reduce the number over all ranks before it gets into the name",

@@ -58,7 +58,14 @@ from samestep.findings import Finding
 from samestep.lint.events import Event
 from samestep.lint.module_trees import exchanges
 from samestep.lint.rule import Analysis, Rule
-from samestep.lint.training_steps import Accumulation, Factor, accumulation_option, accumulations, factors
+from samestep.lint.training_steps import (
+    Factor,
+    accumulated_in_hook,
+    accumulation_option,
+    accumulations,
+    factors,
+    step_of,
+)
 from samestep.lint.values import MethodValue, TensorValue, Value, options_of
 
 _SCALING = ("div_", "mul_", "true_divide_")
@@ -68,9 +75,14 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for accumulated losses, and for what they are divided by."""
     if not _scales_gradients(analysis):
         for group in accumulations(analysis):
-            yield from _undivided(analysis, group)
+            yield from _undivided(analysis, group.backward, group.step, group.count, is_inner=group.is_inner)
+        for event in analysis.of("backward"):
+            found = accumulated_in_hook(analysis, event)
+            if found is not None:
+                yield from _undivided(analysis, event, *found)
     yield from _divided_twice(analysis)
     yield from _without_framework(analysis)
+    yield from _without_context(analysis)
     yield from _unprepared_optimizer(analysis)
 
 
@@ -114,20 +126,21 @@ def _is_divided(event: Event, count: object) -> bool:
     return any(_may_divide(factor, count) for each in options_of(event.loss) for factor in factors(each))
 
 
-def _undivided(analysis: Analysis, group: Accumulation) -> Iterator[Finding]:
-    event = group.backward
+def _undivided(
+    analysis: Analysis, event: Event, step: Event, size: ast.expr | None, *, is_inner: bool = False
+) -> Iterator[Finding]:
     if not _is_mean(event) or accumulation_option(analysis) is not None:
         return
-    count = group.count.value if isinstance(group.count, ast.Constant) else None
+    count = size.value if isinstance(size, ast.Constant) else None
     same = [each for each in analysis.of("backward") if each.node is event.node]  # an event per value that it may be
     if count == 1 or any(_is_divided(each, count) for each in same):
         return
-    where = "after the loop" if group.is_inner else "after several of them"
+    where = "after the loop" if is_inner else "after several of them"
     yield RULE.finding(
         event.location,
         "the loss of a micro-batch is a mean, and the gradients of several are added without a division",
-        evidence=[f"the optimizer takes a step {where} ({group.step.location})"],
-        related=[group.step.location],
+        evidence=[f"the optimizer takes a step {where} ({step.location})"],
+        related=[step.location],
     )
 
 
@@ -164,6 +177,35 @@ def _is_same(value: Value, option: Value) -> bool:
         name = option.attribute if isinstance(option, MethodValue) else ""
         return value.attribute in (name, "gradient_accumulation_steps")
     return False
+
+
+def _without_context(analysis: Analysis) -> Iterator[Finding]:
+    """`accelerator.backward` always divides; without `accumulate`, a step may follow every micro-batch."""
+    option = accumulation_option(analysis)
+    if option is None or not option.is_known or analysis.of("enter"):
+        return
+    for event in analysis.of("backward"):
+        step = step_of(analysis, event)
+        if event.via != "accelerator" or step is None or "uncalled" in event.contexts or not event.loops:
+            continue
+        is_each_time = step.loops == event.loops and set(step.guards) <= set(event.guards)
+        if is_each_time and not any(_scales_by(factor, option) for factor in factors(event.loss)):
+            yield RULE.finding(
+                event.location,
+                f"`accelerator.backward` divides the loss by {option.constant}, and every micro-batch takes a step",
+                evidence=[
+                    f"the Accelerator is to accumulate ({option.location})",
+                    f"the optimizer takes a step after each backward pass ({step.location})",
+                ],
+                related=[step.location],
+                consequence="the gradients are too small, and no step has the number of samples that it should",
+                repair="put the micro-batch into `with accelerator.accumulate(model):`",
+            )
+            return
+
+
+def _scales_by(factor: Factor, option: Value) -> bool:
+    return factor.operation == "*" and _is_same(factor.operand, option)
 
 
 def _without_framework(analysis: Analysis) -> Iterator[Finding]:

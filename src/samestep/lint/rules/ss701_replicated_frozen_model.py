@@ -80,7 +80,9 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         is_inside = any(id(loop) in loops for loop in event.loops) and not event.is_grad and not event.is_nested
         if not is_inside or event.rank_guard is not None or not isinstance(model, InstanceValue) or id(model) in seen:
             continue
-        if any(model is each for each in trained) or model.differs or not _is_large(model, largest, minimum):
+        if any(model is each for each in trained) or model.differs:
+            continue
+        if not _is_large(model, largest, minimum) and not _is_copy_of_sharded(analysis, model):
             continue
         if _is_mapped(analysis, model):
             continue
@@ -92,6 +94,13 @@ def find(analysis: Analysis) -> Iterator[Finding]:
             evidence=[f"the training step calls it without gradients ({event.location})"],
             related=[event.location],
         )
+
+
+def _is_copy_of_sharded(analysis: Analysis, model: InstanceValue) -> bool:
+    """Whether it is a copy of a model that FSDP shards, so that the whole model is on every rank after all."""
+    sharded = (_raw(event.model) for event in analysis.wrapped if event.wrapper == "fsdp")
+    trees = (each for each in sharded if isinstance(each, InstanceValue) and each is not model)
+    return any(each.arguments is model.arguments and each.children for each in trees)
 
 
 def _is_mapped(analysis: Analysis, model: InstanceValue) -> bool:
