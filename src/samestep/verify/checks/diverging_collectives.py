@@ -14,7 +14,9 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.rank_elsewhere import has_timed_out
 from samestep.verify.control_flow import (
+    LOOPS,
     Divergence,
     condition_of,
     differing_frame,
@@ -40,6 +42,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         return  # a rank that has left: another check
     if all(point is None or point.is_wrapper for point in points.values()):
         return
+    if has_timed_out(world) and any(point is None for point in points.values()):
+        return  # a rank that works longer than the others wait: another check
     location, extra, why = locate(world.ranks, divergence)
     if extra is not None and extra.is_wrapper:
         return
@@ -90,6 +94,9 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
                 return same[0], point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
         if condition:
             return line, None, f"; the ranks take different ways at `{condition}`"
+    longer = _longer_loop(ranks, divergence) if branch is None else None
+    if longer is not None:
+        return longer
     called = [point for point in divergence.points.values() if point is not None]
     if len(called) >= 2:
         candidates = [(differing_frame(a.site, b.site), a) for a in called for b in called if a is not b]
@@ -98,6 +105,19 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
             return guarded[0][0], guarded[0][1], ""
     point = next(iter(called), None)
     return (first(point.site) if point else None), point, ""
+
+
+def _longer_loop(
+    ranks: list[RankTrace], divergence: Divergence
+) -> tuple[Location | None, SyncPoint | None, str] | None:
+    """The collective in a loop that one rank repeats more often than another one."""
+    found = find_branch(ranks, divergence, LOOPS)
+    point = divergence.points[found[0].rank] if found is not None else None
+    if found is None or point is None or point.is_wrapper:
+        return None
+    inside = frame_inside(point.site, found[1], LOOPS)
+    text = f"; rank {found[0].rank} repeats it more often in `{condition_of(found[1])}` at {found[1]}"
+    return (inside, point, text) if inside is not None else None
 
 
 def describe(ranks: list[RankTrace], divergence: Divergence) -> str:

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from samestep.findings import Finding
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.control_flow import find_divergence
+from samestep.verify.rank_trace import WorldTrace
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
     """Report ranks that run while others wait."""
     world = worlds.many
-    if not (world.run.hung or world.run.timed_out):
+    if not (world.run.hung or world.run.timed_out or has_timed_out(world)):
         return
     divergence = find_divergence(world.ranks)
     if divergence is None:
@@ -34,6 +35,14 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         f"rank {rank} does not come to {point.name} at {first(point.site)}, in which rank {min(waiting)} waits: it is "
         f"at {position}",
         ranks=elsewhere,
+    )
+
+
+def has_timed_out(world: WorldTrace) -> bool:
+    """Whether a rank has failed since it waited longer than the timeout, while another one was in no collective."""
+    waited = any(word in trace.ending.message for trace in world for word in ("Timed out", "timeout"))
+    return waited and any(
+        trace.ending.code is None and all(call.is_complete for call in trace.collectives[-1:]) for trace in world
     )
 
 

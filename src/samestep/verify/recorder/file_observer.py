@@ -1,7 +1,7 @@
 """Which files a rank opens, renames and removes; and files that differ between ranks, to make hidden faults visible.
 
 A correct script does not depend on the order in which a folder lists its files, nor on how long rank 0 takes to write
-one. So every second rank lists folders in reverse, and rank 0 waits a moment before it writes.
+one. So every second rank lists folders in reverse, and rank 0 waits a moment before it writes, removes or creates one.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from samestep.verify.recorder.recorder import Recorder, wrap
 
 _WRITE_DELAY: Final = 0.25  # seconds, for the first write to a path
 _MAX_DELAYS: Final = 8
+_MAX_CHANGES: Final = 4  # removals and new folders that are delayed as well
 _MAX_FOUND: Final = 4000
 _IGNORED = re.compile(
     r"/__pycache__/|\.pyc(\.\d+)?$|^/(dev|proc|sys)/|/\.cache/|/torchinductor_|/\.triton/|/matplotlib/"
@@ -36,6 +37,7 @@ class FileObserver:
         self._delayed = set[str]()
         self._is_busy = False
         self._found = 0
+        self._changes = 0
 
     def install(self) -> None:
         """Observe files from now on, and list folders in another order on every second rank."""
@@ -137,8 +139,12 @@ class FileObserver:
             "action": action, "path": recorder.original_path(name), "mode": mode, "exclusive": exclusive,
             "site": recorder.site(2),
         }  # fmt: skip
-        if action in ("write", "rename") and recorder.rank == 0 and recorder.settings.world != "one":
-            self._delay(name, event)
+        if recorder.rank == 0 and recorder.settings.world != "one":
+            if action in ("write", "rename"):
+                self._delay(name, event)
+            elif self._changes < _MAX_CHANGES and (action == "remove" or (action == "mkdir" and not Path(name).exists())):
+                self._changes += 1
+                time.sleep(_WRITE_DELAY)  # another rank may remove or create the same
         recorder.write("file", **event)
 
     def _delay(self, name: str, event: dict[str, Any]) -> None:
