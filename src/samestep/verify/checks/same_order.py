@@ -10,6 +10,7 @@ Repair: `sampler.set_epoch(epoch)` at the beginning of each epoch.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
@@ -28,7 +29,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             orders = [epoch.samples for epoch in epochs]
             if len(orders) < 2 or len(orders[0]) < 4 or _is_sorted(orders[0]) or _is_unshuffled(epochs[0].loader):
                 continue
-            same = [_is_same(one, other) for one, other in zip(orders, orders[1:], strict=False)]
+            same = [_is_same(one, other) for one, other in pairwise(orders)]
             # epochs that all have the same order, or a sampler whose number was set too late: epoch 1 repeats epoch 0
             if all(same) or (epochs[0].loader.distributed is not None and same[0] and _are_set(trace)):
                 found = _describe(worlds, trace, epochs, all(same))

@@ -11,7 +11,6 @@ Fault: `torch.save(state, "checkpoints/last.pt")` on every rank. The file is usu
 Repair: write on rank 0: `if rank == 0: torch.save(...)`, or `checkpoint.save()`.
 """
 
-import re
 from collections.abc import Iterator
 
 from samestep.findings import Finding, Location, relative_path
@@ -21,7 +20,6 @@ from samestep.verify.rank_trace import WorldTrace
 from samestep.verify.trace_events import FileEvent
 
 _MOST = 5
-_EVENTS = re.compile(r"(/events\.out\.tfevents\.).*$")  # TensorBoard writes a file per process into one folder
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -52,7 +50,7 @@ def _written_by_several(world: WorldTrace, order: FileOrder) -> dict[Location | 
     for trace in world:
         for event in trace.files:
             if event.action in ("write", "rename") and event.path not in order.locks:
-                writes.setdefault(_EVENTS.sub(r"\1*", event.path), {}).setdefault(trace.rank, []).append(event)
+                writes.setdefault(event.path, {}).setdefault(trace.rank, []).append(event)
     found = dict[Location | None, tuple[str, list[int]]]()
     for path, by_rank in writes.items():
         ranks = sorted(by_rank)
