@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.control_flow import find_divergence
-from samestep.verify.rank_trace import WorldTrace
+from samestep.verify.rank_trace import RankTrace, WorldTrace
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -41,8 +41,16 @@ def find(worlds: Worlds) -> Iterator[Finding]:
 def has_timed_out(world: WorldTrace) -> bool:
     """Whether a rank has failed since it waited longer than the timeout, while another one was in no collective."""
     waited = any(word in trace.ending.message for trace in world for word in ("Timed out", "timeout"))
-    return waited and any(
-        trace.ending.code is None and all(call.is_complete for call in trace.collectives[-1:]) for trace in world
+    return waited and any(trace.ending.code is None and not _is_waiting(trace) for trace in world)
+
+
+def _is_waiting(trace: RankTrace) -> bool:
+    """Whether a rank is in a collective, or in a call at the line of the last one, such as new_group."""
+    position = trace.position
+    return any(not call.is_complete for call in trace.collectives[-1:]) or any(
+        not point.is_complete
+        or (position is not None and (position.file, position.line) in {(each.file, each.line) for each in point.site})
+        for point in trace.sync_points[-1:]
     )
 
 
