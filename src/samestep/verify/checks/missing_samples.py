@@ -4,8 +4,9 @@ What it compares: the samples of all ranks together with those that one rank rea
 training epoch may be dropped, up to one global batch, in a single epoch or with `drop_last=True`. An evaluation may
 only drop what one rank drops as well.
 
-Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, or slices of
-`len(dataset) // world_size` samples whose remainder no rank evaluates.
+Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, slices of
+`len(dataset) // world_size` samples whose remainder no rank evaluates, or a sampler of a smaller dataset than that of
+the loader.
 
 Repair: let the sampler take rank and number of replicas from the process group, and divide the remainder too.
 """

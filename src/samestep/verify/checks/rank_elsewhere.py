@@ -1,7 +1,8 @@
 """A rank does not come to a collective.
 
-What it compares: which collectives the ranks have called when they stop making progress. It is reported if a rank has
-neither called the collective in which the others wait, nor ended.
+What it compares: which collectives the ranks have called when they stop making progress, or when one of them has waited
+longer than the timeout of the process group. It is reported if a rank has neither called the collective in which the
+others wait, nor ended.
 
 Fault: rank 0 alone downloads, evaluates or converts for longer than the timeout, or waits for input.
 

@@ -4,7 +4,7 @@ What it compares: the order of the samples in consecutive epochs of training, on
 order, without shuffling, is not reported.
 
 Fault: a `DistributedSampler(dataset, shuffle=True)` whose `set_epoch` is never called. It shuffles with the same seed
-in each epoch.
+in each epoch. Or `set_epoch(epoch)` at the end of an epoch, so that the second one repeats the first one.
 
 Repair: `sampler.set_epoch(epoch)` at the beginning of each epoch.
 """
