@@ -152,6 +152,20 @@ def differing_frame(one: Site, other: Site) -> Location | None:
     return one[0] if one else None
 
 
+def is_branch_of_one_rank(ranks: Sequence[RankTrace], divergence: Divergence) -> bool:
+    """Whether a rank waits in a collective inside of a condition that the others have passed by and gone on."""
+    gone = [trace for trace in ranks if divergence.points[trace.rank] is None]
+    waiting = [point for point in divergence.points.values() if point is not None and not point.is_complete]
+    for location in (each for point in waiting if not point.is_wrapper for each in point.site):
+        statement = statement_at(location)
+        heads = [node.lineno for node in parents(statement) if isinstance(node, ast.If)] if statement else []
+        for trace in gone:
+            passed = any((location.file, line) in trace.executed for line in heads)
+            if passed and (location.file, location.line) not in trace.executed:
+                return True
+    return False
+
+
 def is_guarded(location: Location) -> bool:
     """Whether a line is inside of a condition, in its function."""
     statement = statement_at(location)

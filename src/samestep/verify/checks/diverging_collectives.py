@@ -24,6 +24,7 @@ from samestep.verify.control_flow import (
     find_divergence,
     frame_inside,
     in_same_function,
+    is_branch_of_one_rank,
     is_guarded,
 )
 from samestep.verify.rank_trace import RankTrace
@@ -34,11 +35,14 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     """Report the first collective in which the ranks differ, if the run failed."""
     world = worlds.many
     divergence = find_divergence(world.ranks, world.failed)
-    if divergence is None or divergence.is_shape_only or not is_root(world.ranks, divergence):
+    if divergence is None or divergence.is_shape_only:
+        return
+    is_certain = is_branch_of_one_rank(world.ranks, divergence)
+    if not is_certain and not is_root(world.ranks, divergence):
         return
     points = divergence.points
     gone = [world[rank] for rank, point in points.items() if point is None and world[rank].ending.code is not None]
-    if world.failed and not all(_was_in_collective(worlds, trace) for trace in gone):
+    if world.failed and not is_certain and not all(_was_in_collective(worlds, trace) for trace in gone):
         return  # a rank that has left: another check
     if all(point is None or point.is_wrapper for point in points.values()):
         return

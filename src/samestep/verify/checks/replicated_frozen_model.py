@@ -1,8 +1,8 @@
 """A large frozen model on every rank.
 
 What it compares: the size of modules without trainable parameters that every rank calls with the size of what is
-trained. A module inside of the trained one counts if it is called without gradients, and of a sharded module the part
-of a rank. It is reported from four times the size on, if the copies take memory at all: from 2 MiB on. Weights in shared
+trained. A module inside of the trained one counts if it is called without gradients, and of a sharded module its part
+on a rank. It is reported from four times the size on, if the copies take memory: from 2 MiB on. Weights in shared
 memory and weights that are mapped from a file, as by `torch.load(..., mmap=True)` or `run.teacher(placement="cpu")`, do
 not count: the ranks of a node have one copy of them. verify runs small models in place of large ones, so it cannot
 compare the size with the memory of a GPU: ignore this warning if the copies fit.
