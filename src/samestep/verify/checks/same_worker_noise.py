@@ -1,7 +1,7 @@
 """Data workers that draw the same random numbers.
 
 What it compares: the random numbers that the data workers of a rank draw, in their order, and those of all ranks, if
-the script seeds its workers itself. Workers of an iterable dataset that draw from a generator of their own are not
+the script seeds its workers itself. Workers of an iterable dataset that draw from a generator that they pass are not
 compared: all may make the same stream, of which each yields a part.
 
 Fault: `np.random.seed(42)` in `worker_init_fn`: all workers, in all epochs, augment with the same numbers. Or
