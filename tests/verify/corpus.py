@@ -1,4 +1,4 @@
-"""The corpus of faulty and correct scripts, and what a test expects of verify for each; three test files share it.
+"""The corpus of faulty and correct scripts, and what a test expects of verify for each; four test files share it.
 
 tests/corpus/shared was given to the project; tests/corpus/new was written for it before the checks had seen it. Every
 folder has a faulty script, its repair and meta.json, or a correct script that looks suspicious.

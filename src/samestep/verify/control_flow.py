@@ -14,6 +14,11 @@ from samestep.verify.trace_events import Site, SyncPoint
 _MAX_LINES = 3000  # of each rank since the last common call
 
 
+Kinds = tuple[type[ast.If | ast.While | ast.For], ...]
+BRANCHES: Kinds = (ast.If, ast.While)
+LOOPS: Kinds = (ast.For,)
+
+
 @dataclass(frozen=True)
 class Divergence:
     """The first call in which ranks differ: what each of them called, or None if it called nothing more."""
@@ -62,7 +67,9 @@ def _size(point: SyncPoint) -> object:
     )
 
 
-def find_branch(ranks: Sequence[RankTrace], divergence: Divergence) -> tuple[RankTrace, Location, Location] | None:
+def find_branch(
+    ranks: Sequence[RankTrace], divergence: Divergence, kinds: Kinds = BRANCHES
+) -> tuple[RankTrace, Location, Location] | None:
     """The branch at which two ranks took different ways for good: the rank that took the way of the minority of lines,
     the line of the branch, and the line that this rank executed next.
     """
@@ -83,7 +90,7 @@ def find_branch(ranks: Sequence[RankTrace], divergence: Divergence) -> tuple[Ran
         for trace, location in following:  # the condition may have called functions, so it is not the last common line
             branch = next((each for each in reversed(common) if in_same_function(each, location)), common[-1])
             statement = statement_at(branch)
-            if isinstance(statement, ast.If | ast.While) and _is_inside(location, statement.body):
+            if isinstance(statement, kinds) and _is_inside(location, statement.body):
                 return trace, branch, location
     return None
 
@@ -124,10 +131,10 @@ def _is_inside(location: Location, body: Sequence[ast.stmt]) -> bool:
     return bool(body) and body[0].lineno <= location.line <= (body[-1].end_lineno or body[-1].lineno)
 
 
-def frame_inside(site: Site, branch: Location) -> Location | None:
+def frame_inside(site: Site, branch: Location, kinds: Kinds = BRANCHES) -> Location | None:
     """The line of a stack that is inside of the branch of a condition, in the same function."""
     statement = statement_at(branch)
-    if not isinstance(statement, ast.If | ast.While):
+    if not isinstance(statement, kinds):
         return None
     for location in site:
         same = location.file == branch.file and location.function == branch.function
@@ -143,6 +150,20 @@ def differing_frame(one: Site, other: Site) -> Location | None:
         if mine != theirs:
             return mine if (mine.file, mine.function) == (theirs.file, theirs.function) else None
     return one[0] if one else None
+
+
+def is_branch_of_one_rank(ranks: Sequence[RankTrace], divergence: Divergence) -> bool:
+    """Whether a rank waits in a collective inside of a condition that the others have passed by and gone on."""
+    gone = [trace for trace in ranks if divergence.points[trace.rank] is None]
+    waiting = [point for point in divergence.points.values() if point is not None and not point.is_complete]
+    for location in (each for point in waiting if not point.is_wrapper for each in point.site):
+        statement = statement_at(location)
+        heads = [node.lineno for node in parents(statement) if isinstance(node, ast.If)] if statement else []
+        for trace in gone:
+            passed = any((location.file, line) in trace.executed for line in heads)
+            if passed and (location.file, location.line) not in trace.executed:
+                return True
+    return False
 
 
 def is_guarded(location: Location) -> bool:
@@ -161,7 +182,7 @@ def is_guarded(location: Location) -> bool:
 def condition_of(location: Location) -> str:
     """The text of the condition on a line, such as `if rank == 0`; empty if there is none."""
     statement = statement_at(location)
-    if isinstance(statement, ast.If | ast.While):
+    if isinstance(statement, (*BRANCHES, *LOOPS)):
         text = replace(location, line=statement.lineno).source.rstrip(":")
         return text if len(text) <= 80 else f"{text[:77]}..."
     return ""

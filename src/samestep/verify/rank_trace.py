@@ -144,6 +144,7 @@ def read_worker(path: Path) -> WorkerTrace:
         else:
             trace.draws.append(event["hash"])
             trace.site = trace.site or site
+            trace.has_generator = trace.has_generator or event["generator"]
     return trace
 
 
@@ -278,6 +279,8 @@ class _Reader:
         )  # fmt: skip
         if call.wrapper == "ddp" and self._trace.modules.get(call.module, {}).get("buffers"):
             self._add_point("DDP forward pass (its buffers)", "world", call.site, event)
+        if call.wrapper == "fsdp":
+            self._add_point("FSDP forward pass", "world", call.site, event)
         if call.is_evaluation:
             self._add_to_evaluation(call)
         else:
@@ -312,6 +315,7 @@ class _Reader:
 
     def _read_call_end(self, event: dict[str, Any]) -> None:
         self._complete_point("DDP forward")
+        self._complete_point("FSDP forward")
         if self._calls:
             self._calls[-1].rng_after = event["rng"]
             self._note_rng(event["rng"])

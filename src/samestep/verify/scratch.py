@@ -1,6 +1,6 @@
 """A mirror of the working folder for each world: the script reads the user's files and does not write to them.
 
-Folders above it have links to what is beside it, so that a script finds `../data` and modules of its project.
+Folders above it have links to what is next to it, so that a script finds `../data` and modules of its project.
 """
 
 import os
@@ -34,7 +34,7 @@ def find_root(folder: Path) -> Path:
 
 
 def link_beside(root: Path, source: Path, target: Path, left_out: Path) -> Path:
-    """Create the folders from `root` to `source` below `target`, with links to what is beside them.
+    """Create the folders from `root` to `source` below `target`, with links to what is next to them.
 
     Returns the one for `source`, which does not exist yet.
     """

@@ -209,8 +209,8 @@ class SyncPoint:
 
     @property
     def is_wrapper(self) -> bool:
-        """Whether it is a call of DDP, not a collective of the script."""
-        return self.name.startswith("DDP")
+        """Whether it is a call of DDP or FSDP, not a collective of the script."""
+        return self.name.startswith(("DDP", "FSDP"))
 
 
 @dataclass
@@ -271,3 +271,4 @@ class WorkerTrace:
     draws: list[str] = field(default_factory=list[str])  # hashes
     seeds: list[tuple[str, Site]] = field(default_factory=list[tuple[str, Site]])
     site: Site = ()  # of the first draw
+    has_generator: bool = False  # whether it draws from a generator that it passes

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.per_rank_mean import loss_location
 from samestep.verify.gradient_fit import fit_factor, fit_mean, median_factor
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import assigned, call_named
@@ -45,6 +46,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                     else f"is 1/{count} of the gradient of one batch of that size: the loss is divided by {count} twice"
                 )
                 location = first(step.backwards[-1].site)
+                if location is not None and call_named(location, ["backward"]) is None:
+                    location = loss_location(worlds, step)  # Lightning calls backward
                 yield CHECK.finding(
                     location if is_undivided or location is None else _division(location),
                     f"the gradient of {count} accumulated micro-batches {text} ({len(steps)} of {len(sums)} steps)",

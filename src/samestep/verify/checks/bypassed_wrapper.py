@@ -26,7 +26,9 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     step, raw = found
     name = ranks[0].modules[raw.module]["class"]
     wrapped = [event for event in ranks[0].of("wrap") if event.get("inner") in (None, raw.module)]
-    outside = [frame for frame in raw.site if not frame.function.startswith(f"{name}.")]
+    inner = {ranks[0].modules[event["inner"]]["class"] for event in ranks[0].of("wrap") if "inner" in event}
+    classes = tuple(f"{each}." for each in {name, *inner})  # whose methods a line outside of them has called
+    outside = [frame for frame in raw.site if not frame.function.startswith(classes)]
     yield CHECK.finding(
         first(tuple(outside) or raw.site),
         f"{name} is called directly in step {step.number}, not through its DDP wrapper, and the gradients differ "

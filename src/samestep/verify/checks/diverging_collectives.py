@@ -14,7 +14,9 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.checks.rank_elsewhere import has_timed_out
 from samestep.verify.control_flow import (
+    LOOPS,
     Divergence,
     condition_of,
     differing_frame,
@@ -22,6 +24,7 @@ from samestep.verify.control_flow import (
     find_divergence,
     frame_inside,
     in_same_function,
+    is_branch_of_one_rank,
     is_guarded,
 )
 from samestep.verify.rank_trace import RankTrace
@@ -32,14 +35,19 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     """Report the first collective in which the ranks differ, if the run failed."""
     world = worlds.many
     divergence = find_divergence(world.ranks, world.failed)
-    if divergence is None or divergence.is_shape_only or not is_root(world.ranks, divergence):
+    if divergence is None or divergence.is_shape_only:
+        return
+    is_certain = is_branch_of_one_rank(world.ranks, divergence)
+    if not is_certain and not is_root(world.ranks, divergence):
         return
     points = divergence.points
     gone = [world[rank] for rank, point in points.items() if point is None and world[rank].ending.code is not None]
-    if world.failed and not all(_was_in_collective(worlds, trace) for trace in gone):
+    if world.failed and not is_certain and not all(_was_in_collective(worlds, trace) for trace in gone):
         return  # a rank that has left: another check
     if all(point is None or point.is_wrapper for point in points.values()):
         return
+    if has_timed_out(world) and any(point is None for point in points.values()):
+        return  # a rank that works longer than the others wait: another check
     location, extra, why = locate(world.ranks, divergence)
     if extra is not None and extra.is_wrapper:
         return
@@ -90,6 +98,9 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
                 return same[0], point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
         if condition:
             return line, None, f"; the ranks take different ways at `{condition}`"
+    longer = _longer_loop(ranks, divergence) if branch is None else None
+    if longer is not None:
+        return longer
     called = [point for point in divergence.points.values() if point is not None]
     if len(called) >= 2:
         candidates = [(differing_frame(a.site, b.site), a) for a in called for b in called if a is not b]
@@ -98,6 +109,19 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
             return guarded[0][0], guarded[0][1], ""
     point = next(iter(called), None)
     return (first(point.site) if point else None), point, ""
+
+
+def _longer_loop(
+    ranks: list[RankTrace], divergence: Divergence
+) -> tuple[Location | None, SyncPoint | None, str] | None:
+    """The collective in a loop that one rank repeats more often than another one."""
+    found = find_branch(ranks, divergence, LOOPS)
+    point = divergence.points[found[0].rank] if found is not None else None
+    if found is None or point is None or point.is_wrapper:
+        return None
+    inside = frame_inside(point.site, found[1], LOOPS)
+    text = f"; rank {found[0].rank} repeats it more often in `{condition_of(found[1])}` at {found[1]}"
+    return (inside, point, text) if inside is not None else None
 
 
 def describe(ranks: list[RankTrace], divergence: Divergence) -> str:

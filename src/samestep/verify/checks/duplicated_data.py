@@ -19,6 +19,8 @@ from dataclasses import replace
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
+from samestep.verify.checks.leaked_samples import split_line
+from samestep.verify.checks.rank_dependent_samples import different_draw
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import (
     argument,
@@ -171,8 +173,9 @@ def _describe(worlds: Worlds, epochs: list[Epoch], number: int, shared: int, of:
         )
         if "seed" in differing:
             why = f"its samplers have different seeds ({', '.join(str(each['seed']) for each in values)})"
+        drawn = (different_draw(worlds) or split_line(worlds)) if differing == ["rank"] else None
         return CHECK.finding(
-            first(loader.sampler_site) or loader_location(worlds, loader), f"{text}: {why}", ranks=members
+            drawn or first(loader.sampler_site) or loader_location(worlds, loader), f"{text}: {why}", ranks=members
         )
     return CHECK.finding(
         _trainer_option(worlds)

@@ -32,7 +32,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if any(within):
         return
     yield CHECK.finding(
-        _split(worlds) or first(next(iter(worlds.many[0].loaders.values())).site),
+        split_line(worlds) or first(next(iter(worlds.many[0].loaders.values())).site),
         f"{len(overlap)} of {evaluated} evaluated samples are training samples of another rank",
     )
 
@@ -51,7 +51,8 @@ def _samples(trace: RankTrace, role: Role) -> set[tuple[str, str]]:
     }
 
 
-def _split(worlds: Worlds) -> Location | None:
+def split_line(worlds: Worlds) -> Location | None:
+    """The first executed line that splits data, or draws the order for it."""
     executed = worlds.executed()
     for file in worlds.files:
         for call in find_calls(file, _SPLITS):

@@ -9,11 +9,13 @@ rank and not on the others, and the weights drift apart.
 Repair: reduce the value over all ranks first, or broadcast that of rank 0.
 """
 
+import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
-from samestep.verify.source import find_calls, key_assignments
+from samestep.verify.source import find_calls, key_assignments, parents, statement_at
 from samestep.verify.trace_events import OptimizerStep
 
 
@@ -68,14 +70,23 @@ def _changing_location(worlds: Worlds, step: OptimizerStep) -> Location | None:
     if step.number == 0:
         return optimizer
     assigned = [
-        Location(file, line)
+        _condition(Location(file, line))
+        if any((file, line) not in lines for lines in executed)
+        else Location(file, line)
         for file in worlds.files
         for line in key_assignments(file, "lr")
-        if (file, line) in worlds.executed()
+        if any((file, line) in lines for lines in executed)
     ]
     created = [location for event in trace.of("new_scheduler") if (location := first(event["site"])) is not None]
     changing = [*assigned, *dict.fromkeys(created)]
     return changing[0] if len(changing) == 1 else optimizer
+
+
+def _condition(location: Location) -> Location:
+    """The condition around a line, by which only some ranks execute it."""
+    statement = statement_at(location)
+    around = [node for node in parents(statement) if isinstance(node, ast.If)] if statement is not None else []
+    return replace(location, line=around[0].lineno) if around else location
 
 
 CHECK = Check(

@@ -4,8 +4,9 @@ What it compares: the samples of all ranks together with those that one rank rea
 training epoch may be dropped, up to one global batch, in a single epoch or with `drop_last=True`. An evaluation may
 only drop what one rank drops as well.
 
-Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, or slices of
-`len(dataset) // world_size` samples whose remainder no rank evaluates.
+Fault: `DistributedSampler(dataset, num_replicas=8, rank=rank)` on 2 ranks, `rank=local_rank` on two nodes, slices of
+`len(dataset) // world_size` samples whose remainder no rank evaluates, or a sampler of a smaller dataset than that of
+the loader.
 
 Repair: let the sampler take rank and number of replicas from the process group, and divide the remainder too.
 """
@@ -29,7 +30,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     for world in (worlds.many, worlds.nodes):
         if world is None or len(world.ranks) < 2:
             continue
-        found = _too_many_replicas(world)
+        found = _wrong_sampler(world)
         for role in _ROLES:
             if found is None and worlds.one is not None and worlds.one.ranks:
                 found = _compare(worlds, world, worlds.one[0], role)
@@ -38,15 +39,23 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             return
 
 
-def _too_many_replicas(world: WorldTrace) -> Finding | None:
-    """A sampler that divides the data between more ranks than there are."""
-    for epoch in world[0].epochs_of("train"):
-        replicas = (epoch.loader.distributed or {}).get("replicas", 0)
-        if replicas > world.size:
+def _wrong_sampler(world: WorldTrace) -> Finding | None:
+    """A sampler that divides the data between more ranks than there are, or only a part of the data."""
+    for epoch in (*world[0].epochs_of("train"), *world[0].epochs_of("eval")):
+        sampler, length = epoch.loader.distributed or {}, epoch.loader.length
+        replicas, size = sampler.get("replicas", 0), sampler.get("length")
+        if replicas > world.size and epoch.role == "train":
             return CHECK.finding(
                 first(epoch.loader.sampler_site),
                 f"the sampler divides the data between {replicas} ranks, but there are {world.size}: "
                 f"{replicas - world.size} of {replicas} parts are read by no rank",
+            )
+        if size and length and size < length and epoch.loader.sampler == "DistributedSampler":
+            return CHECK.finding(
+                first(epoch.loader.sampler_site),
+                f"the sampler is that of {size} samples, but the loader reads a dataset of {length}: {length - size} "
+                "samples are read by no rank",
+                repair="create the sampler with the dataset that the loader reads",
             )
     return None
 

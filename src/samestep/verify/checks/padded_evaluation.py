@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, pair_by, reports
 from samestep.verify.checks.duplicated_data import loader_location
 from samestep.verify.rank_trace import RankTrace
@@ -44,12 +44,9 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         if is_sharded and repeated and _reaches_metric(worlds, epochs):
             location = first(loader.sampler_site) if loader.distributed else None
             is_framework = location is None or "Sampler" not in location.source
-            gathers = [
-                event["site"] for event in ranks[0].of("accelerate") if event["name"] == "gather" and event["site"]
-            ]
-            evaluating = [site for site in gathers if _is_evaluation(ranks[0], site)]
-            if evaluating:
-                location, is_framework = first(evaluating[0]), False
+            gathered = _gathered_at(ranks[0])
+            if gathered is not None:
+                location, is_framework = gathered, False
             yield CHECK.finding(
                 location if not is_framework else loader_location(worlds, loader),
                 f"an evaluation counted {counts.total()} samples of a set of {len(union)}: sample {repeated[0]} "
@@ -94,6 +91,15 @@ def _differ(many: list[list[CollectiveCall]], one: list[CollectiveCall]) -> bool
             if not math.isclose(value, sum(parts), rel_tol=_TOLERANCE):
                 return True
     return False
+
+
+def _gathered_at(trace: RankTrace) -> Location | None:
+    """The line of an evaluation at which Accelerate gathers or reduces what includes repeated samples."""
+    for name in ("gather", "reduce"):
+        for event in trace.of("accelerate"):
+            if event["name"] == name and event["site"] and _is_evaluation(trace, event["site"]):
+                return first(event["site"])
+    return None
 
 
 def _is_evaluation(trace: RankTrace, site: Site) -> bool:

@@ -74,7 +74,7 @@ def _processed_by_shard(worlds: Worlds) -> Iterator[Finding]:
         or not all(map(_is_repeated, worlds.many))
         or not all(columns)
         or not same_on_all(map(len, columns))
-        or _different_draw(worlds)
+        or different_draw(worlds)
     ):
         return
     kept, changed = 0, 0
@@ -181,7 +181,7 @@ def _describe(
     what = "content" if len(parts) == len(other[0]) else f"tensor {parts[0]} of the sample" if parts else "content"
     name = "one process" if worlds.one is not None and earlier in worlds.one.ranks else f"rank {earlier.rank}"
     unordered = unordered_line(worlds)
-    drawn = _different_draw(worlds) if unordered is None else None
+    drawn = different_draw(worlds) if unordered is None else None
     return CHECK.finding(
         unordered or drawn or first(next(iter(later.loaders.values())).site),
         f"sample {key[1]} of {key[0].partition(':')[0]} differs between {name} and rank {later.rank} ({what}), as do "
@@ -191,7 +191,7 @@ def _describe(
     )
 
 
-def _different_draw(worlds: Worlds) -> Location | None:
+def different_draw(worlds: Worlds) -> Location | None:
     """A line that draws other random numbers on every rank before the first step, and so makes other data."""
     for draws in zip(*(trace.draws for trace in worlds.many), strict=False):
         if draws[0].step == 0 and len({draw.hash for draw in draws}) == len(draws) and draws[0].site:

@@ -36,7 +36,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if len(equal) < _MIN_STEPS or have_same_data(ranks):
         return
     example = equal[0]
-    seed = _seed(ranks, example.step)
+    seed = _seed(ranks, example)
     yield CHECK.finding(
         seed or first(example.site),
         f"all {len(ranks)} ranks drew the same random numbers in each of {len(equal)} steps: "
@@ -58,14 +58,19 @@ def have_same_data(ranks: list[RankTrace]) -> bool:
     return bool(samples[0]) and all(each == samples[0] for each in samples[1:])
 
 
-def _seed(ranks: list[RankTrace], step: int) -> Location | None:
-    """The last seed that all ranks share, or state that all ranks restore, before a step."""
+def _seed(ranks: list[RankTrace], draw: Draw) -> Location | None:
+    """The last seed of the drawing library that all ranks share, or state that all ranks restore, before a draw."""
+    library = "numpy" if draw.name.startswith("numpy.") else "torch"
     shared = [
-        events[0]["site"]
-        for events in zip(*(trace.of("seed") for trace in ranks), strict=False)
-        if len({event["value"] for event in events}) == 1 and events[0]["s"] <= step and events[0]["site"]
+        (event["name"], event["site"][0])
+        for event, *others in zip(*(trace.of("seed") for trace in ranks), strict=False)
+        if all(other["value"] == event["value"] for other in others) and event["s"] <= draw.step and event["site"]
     ]
-    return first(shared[-1]) if shared else None
+    of_library = [location for name, location in shared if name.startswith(library)]
+    found = of_library or [location for _, location in shared]
+    # a framework may seed again on its own, in a line of the script that only starts the training
+    named = [location for location in found if "seed" in location.source or "state" in location.source]
+    return (named or found or [None])[-1]
 
 
 CHECK = Check(

@@ -4,12 +4,13 @@ What it compares: the order of the samples in consecutive epochs of training, on
 order, without shuffling, is not reported.
 
 Fault: a `DistributedSampler(dataset, shuffle=True)` whose `set_epoch` is never called. It shuffles with the same seed
-in each epoch.
+in each epoch. Or `set_epoch(epoch)` at the end of an epoch, so that the second one repeats the first one.
 
 Repair: `sampler.set_epoch(epoch)` at the beginning of each epoch.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, same_on_all
@@ -28,15 +29,28 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             orders = [epoch.samples for epoch in epochs]
             if len(orders) < 2 or len(orders[0]) < 4 or _is_sorted(orders[0]) or _is_unshuffled(epochs[0].loader):
                 continue
-            if all(order and order[: len(orders[0])] == orders[0][: len(order)] for order in orders[1:]):
-                found = _describe(worlds, trace, epochs)
+            same = [_is_same(one, other) for one, other in pairwise(orders)]
+            # epochs that all have the same order, or a sampler whose number was set too late: epoch 1 repeats epoch 0
+            if all(same) or (epochs[0].loader.distributed is not None and same[0] and _are_set(trace)):
+                found = _describe(worlds, trace, epochs, all(same))
                 if found is not None:
                     yield found
                     return
 
 
-def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding | None:
-    loader, text = epochs[0].loader, f"epochs 0 to {len(epochs) - 1} have the same order of samples on every rank"
+def _is_same(order: list[str], other: list[str]) -> bool:
+    return bool(other) and other[: len(order)] == order[: len(other)]
+
+
+def _are_set(trace: RankTrace) -> bool:
+    """Whether every call of set_epoch passes a new number, so that no epoch is repeated on purpose."""
+    numbers = [(call["site"], call["epoch"]) for call in trace.of("set_epoch")]
+    return len(numbers) > 1 and len(set(numbers)) == len(numbers)
+
+
+def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch], all_same: bool) -> Finding | None:
+    loader, last = epochs[0].loader, len(epochs) - 1 if all_same else 1
+    text = f"epochs 0 to {last} have the same order of samples on every rank"
     calls = [
         Location(file, call.lineno)
         for file in worlds.files
@@ -48,7 +62,7 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding 
         location = first(called[0]["site"]) if called else None
         return CHECK.finding(
             location or epoch_loop(epochs[1].site) or first(epochs[1].site),
-            f"{text}: DistributedSampler.set_epoch() {_was_called(called)}",
+            f"{text}: DistributedSampler.set_epoch() {_was_called(called, all_same)}",
             related=[sampler[0]] if sampler else [],
         )
     if calls:
@@ -59,9 +73,11 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch]) -> Finding 
     return None
 
 
-def _was_called(calls: list[dict[str, object]]) -> str:
+def _was_called(calls: list[dict[str, object]], all_same: bool) -> str:
     if not calls:
         return "was never called"
+    if not all_same:
+        return "is called after the epoch instead of before it"
     is_same = same_on_all(call["epoch"] for call in calls)
     return f"was called {len(calls)} times, with the same number" if is_same else "was called for another sampler"
 

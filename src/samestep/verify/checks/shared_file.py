@@ -2,7 +2,9 @@
 
 What it compares: the files that each rank writes, and whether anything orders these writes: a collective, as for ranks
 that take turns, a message, or a lock. Files that are opened to change parts of them (`r+`), databases of SQLite, which
-locks them itself, and caches are not reported. A folder that one rank removes while another one writes to it is.
+locks them itself, and caches are not reported. A folder that one rank removes while another one writes to it is, and so
+are a file that several ranks remove, a folder that several ranks create if one of them fails, and event files of
+TensorBoard that several ranks write to one folder.
 
 Fault: `torch.save(state, "checkpoints/last.pt")` on every rank. The file is usually right and sometimes corrupt.
 
@@ -36,7 +38,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             )
         if found:
             return
-        removal = next(_removals(world, order), None)
+        removal = next(_removals(world, order), None) or _changed_by_several(world, order)
         if removal is not None:
             yield removal
             return
@@ -57,6 +59,33 @@ def _written_by_several(world: WorldTrace, order: FileOrder) -> dict[Location | 
             event = next(iter(by_rank.values()))[0]
             found.setdefault(first(event.site), (path, sorted(by_rank)))
     return found
+
+
+def _changed_by_several(world: WorldTrace, order: FileOrder) -> Finding | None:
+    """A file that several ranks remove, or a folder that they create, if a rank has failed there."""
+    for action, error, what in (("remove", "", "removed"), ("mkdir", "FileExistsError", "created")):
+        failed = [trace.ending.site[0] for trace in world if trace.ending.error == error and trace.ending.site]
+        for trace in world:
+            for event in (each for each in trace.files if each.action == action and each.path not in order.locks):
+                if error and not any(location in event.site for location in failed):
+                    continue
+                ranks = [
+                    other.rank
+                    for other in world
+                    for each in other.files
+                    if other is not trace
+                    and (each.action, each.path) == (action, event.path)
+                    and _are_concurrent(order, trace.rank, [event], other.rank, [each])
+                ]
+                if ranks:
+                    return CHECK.finding(
+                        first(event.site),
+                        f"{relative_path(event.path)} is {what} by {len(ranks) + 1} ranks at the same time",
+                        ranks=sorted({trace.rank, *ranks}),
+                        consequence="a rank fails if another one was faster",
+                        repair="let rank 0 alone do it, and call dist.barrier() before others use the folder",
+                    )
+    return None
 
 
 def _removals(world: WorldTrace, order: FileOrder) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding, relative_path
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.control_flow import find_divergence, is_branch_of_one_rank
 from samestep.verify.file_order import FileOrder
 from samestep.verify.trace_events import FileEvent
 
@@ -36,7 +37,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                 if not order.is_ordered(rank, write, trace.rank, event)
                 and not order.is_ordered(trace.rank, event, rank, write)
             ]
-            if races:
+            if races and not _has_own_barrier(worlds):
                 rank, write = races[0]
                 yield CHECK.finding(
                     first(event.site),
@@ -46,6 +47,12 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                     related=[each for each in [first(write.site)] if each],
                 )
                 return
+
+
+def _has_own_barrier(worlds: Worlds) -> bool:
+    """Whether the writer waits in a collective that the reader leaves out: this is another check."""
+    divergence = find_divergence(worlds.many.ranks) if worlds.many.failed else None
+    return divergence is not None and is_branch_of_one_rank(worlds.many.ranks, divergence)
 
 
 CHECK = Check(

@@ -1,10 +1,10 @@
-"""A DDP model that not all ranks call.
+"""A DDP or FSDP model that not all ranks call.
 
-What it compares: the calls in which DDP communicates (the forward pass of a model with buffers, and the backward pass)
-with what the other ranks call at the same time.
+What it compares: the calls in which DDP communicates (the forward pass of a model with buffers, and the backward pass),
+and the forward passes of FSDP, with what the other ranks call at the same time.
 
 Fault: `if rank == 0: validate(model, loader)` with a DDP model that has BatchNorm. Its forward pass broadcasts the
-buffers, and the other ranks are in `dist.barrier()`.
+buffers, and the other ranks are in `dist.barrier()`. Or a model in FSDP that generates until each rank has its own end.
 
 Repair: validate with `model.module` on one rank, or with the wrapper on all ranks.
 """
@@ -18,7 +18,7 @@ from samestep.verify.control_flow import find_divergence
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
-    """Report a call of DDP in which the ranks differ, if the run failed."""
+    """Report a call of a wrapper in which the ranks differ, if the run failed."""
     world = worlds.many
     divergence = find_divergence(world.ranks) if world.failed else None
     if divergence is None or divergence.is_shape_only or not is_root(world.ranks, divergence):
@@ -43,7 +43,7 @@ CHECK = Check(
     "SS305",
     "wrapper-on-some-ranks",
     "error",
-    "DDP communicates in this call, so the ranks wait for each other until the timeout",
+    "the wrapper communicates in this call, so the ranks wait for each other until the timeout",
     "call model.module where one rank works alone, or call the wrapper on every rank",
     find,
 )

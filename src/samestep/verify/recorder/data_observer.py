@@ -214,7 +214,7 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
     if isinstance(sampler, DistributedSampler):
         values["distributed"] = {
             "replicas": sampler.num_replicas, "rank": sampler.rank, "shuffle": sampler.shuffle, "seed": sampler.seed,
-            "drop_last": sampler.drop_last, "site": sampler.__dict__.get(_NAME),
+            "drop_last": sampler.drop_last, "site": sampler.__dict__.get(_NAME), "length": _length(sampler.dataset),
         }  # fmt: skip
     return values
 

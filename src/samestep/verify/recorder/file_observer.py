@@ -1,7 +1,8 @@
 """Which files a rank opens, renames and removes; and files that differ between ranks, to make hidden faults visible.
 
 A correct script does not depend on the order in which a folder lists its files, nor on how long rank 0 takes to write
-one. So every second rank lists folders in reverse, and rank 0 waits a moment before it writes.
+one. So every second rank lists folders in reverse, rank 0 waits a moment before it writes, and every rank before it
+removes a file or creates a folder.
 """
 
 import fcntl
@@ -18,8 +19,10 @@ import torch
 from samestep.verify.recorder.fingerprints import is_part, leaves
 from samestep.verify.recorder.recorder import Recorder, wrap
 
+EVENTS: Final = "events.out.tfevents"  # how the names of TensorBoard's files begin
 _WRITE_DELAY: Final = 0.25  # seconds, for the first write to a path
 _MAX_DELAYS: Final = 8
+_MAX_CHANGES: Final = 4  # removals and new folders that are delayed as well
 _MAX_FOUND: Final = 4000
 _IGNORED = re.compile(
     r"/__pycache__/|\.pyc(\.\d+)?$|^/(dev|proc|sys)/|/\.cache/|/torchinductor_|/\.triton/|/matplotlib/"
@@ -36,6 +39,7 @@ class FileObserver:
         self._delayed = set[str]()
         self._is_busy = False
         self._found = 0
+        self._changes = 0
 
     def install(self) -> None:
         """Observe files from now on, and list folders in another order on every second rank."""
@@ -94,6 +98,17 @@ class FileObserver:
 
         wrap(module.File, "__init__", create)
 
+    def observe_tensorboard(self, module: Any) -> None:
+        """Observe the writers of TensorBoard, whose threads open a file per process in a folder."""
+
+        def create(original: Any, writer: Any, logdir: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(logdir, str | os.PathLike) and not self._recorder.is_quiet:
+                with self._recorder.quiet():
+                    self._write("write", f"{os.fspath(logdir)}/{EVENTS}")
+            return original(writer, logdir, *args, **kwargs)
+
+        wrap(module.EventFileWriter, "__init__", create)
+
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if (
             event not in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree", "sqlite3.connect")
@@ -137,8 +152,14 @@ class FileObserver:
             "action": action, "path": recorder.original_path(name), "mode": mode, "exclusive": exclusive,
             "site": recorder.site(2),
         }  # fmt: skip
-        if action in ("write", "rename") and recorder.rank == 0 and recorder.settings.world != "one":
-            self._delay(name, event)
+        if recorder.settings.world != "one":
+            if action in ("write", "rename") and recorder.rank == 0:
+                self._delay(name, event)
+            elif self._changes < _MAX_CHANGES and (
+                action == "remove" or (action == "mkdir" and not Path(name).exists())
+            ):
+                self._changes += 1
+                time.sleep(_WRITE_DELAY)  # all ranks have looked for it before one of them removes or creates it
         recorder.write("file", **event)
 
     def _delay(self, name: str, event: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_MAX_ROWS: Final = 256
+_MAX_ROWS: Final = 1024
 _MAX_LEAF_BYTES: Final = 64 * 2**20
 _SKETCHES: Final = 4
 _MAX_ELEMENTS: Final = 2**16  # of a tensor in a sketch; of a larger one, evenly spaced elements

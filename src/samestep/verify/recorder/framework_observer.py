@@ -29,6 +29,8 @@ class FrameworkObserver:
             "torchmetrics.metric": self._observe_torchmetrics,
             "accelerate.scheduler": self._observe_accelerate_scheduler,
             "h5py._hl.files": self._files.observe_hdf5,
+            "tensorboard.summary.writer.event_file_writer": self._files.observe_tensorboard,
+            "tensorboardX.event_file_writer": self._files.observe_tensorboard,
             "lightning.fabric.fabric": self._observe_fabric,
             "lightning_fabric.fabric": self._observe_fabric,
         }

@@ -1,5 +1,6 @@
 """What a rank computes: calls of modules, wrappers, backward passes and the scale of the loss in each of them."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,6 +17,7 @@ from samestep.verify.recorder.fingerprints import (
     hash_tensor,
     is_tracing,
     leaves,
+    local_part,
     mapped_bytes,
     rng_state,
 )
@@ -33,6 +35,7 @@ _MEAN_LOSSES: Final = (
     "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss",
 )  # fmt: skip
 _MEAN: Final = 1  # of torch's enumeration of reductions
+_MIN_INSIDE_BYTES: Final = 2**20
 _MAX_HASHED_BYTES: Final = 256 * 2**20
 
 
@@ -50,6 +53,8 @@ class ModelObserver:
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules with trainable parameters that were called with gradients."""
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with those that lead to the loss
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called without gradients while one is trained
+        self._is_training = False  # whether the outermost call is one with gradients
         self._results: dict[tuple[str, ...], nn.Module] = {}  # modules without parameters by what they have computed
         self.before_training: Callable[[nn.Module], None] = lambda module: None
         """Is called with a sharded module before a call that trains it."""
@@ -64,6 +69,8 @@ class ModelObserver:
 
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if observer._depth or observer._recorder.is_quiet or is_tracing():
+                if observer._is_training and not torch.is_grad_enabled() and module not in observer._inside:
+                    observer._note_inside(module)
                 return call(module, *args, **kwargs)
             return observer._call(call, module, args, kwargs)
 
@@ -147,6 +154,7 @@ class ModelObserver:
             "trainable": sum(each.numel() for each in parameters if each.requires_grad),
             "frozen": sum(each.numel() for each in parameters if not each.requires_grad),
             "bytes": sum(each.numel() * each.element_size() for each in parameters),
+            "local": sum(local_part(each).numel() * each.element_size() for each in parameters),
             "mapped": mapped_bytes(parameters),
             "batchnorm": _count_batchnorm(module),
             "buffers": sum(1 for _ in module.buffers()),
@@ -158,7 +166,10 @@ class ModelObserver:
 
     def wrapper(self, module: nn.Module) -> str:
         """How a module is distributed: "ddp", "fsdp", "inside ddp" or ""."""
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) or isinstance(
+            getattr(module, "_forward_module", None),  # of Fabric
+            DistributedDataParallel,
+        ):
             return "ddp"
         if any(each.__name__.startswith("FSDP") for each in type(module).__mro__) or _is_fsdp1(module):
             return "fsdp"
@@ -190,6 +201,7 @@ class ModelObserver:
             self._trained.update(fed for key, fed in self._results.items() if key in map(tuple, hashes))
             self._results.clear()
         self._depth += 1
+        self._is_training = trains
         try:
             result = call(module, *args, **kwargs)
             if trains and module not in self._trained and any(True for _ in module.buffers()):
@@ -197,9 +209,22 @@ class ModelObserver:
             return result
         finally:
             self._depth -= 1
+            self._is_training = False
             with recorder.quiet():
                 after = rng_state()
             recorder.write("call_end", module=self._modules.get(module), rng=after)
+
+    def _note_inside(self, module: nn.Module) -> None:
+        """Note a frozen module that another one calls without gradients while it is trained, such as its teacher."""
+        self._inside.add(module)
+        parameters = list(module.parameters())
+        size = sum(local_part(each).numel() * each.element_size() for each in parameters)
+        if self._recorder.is_quiet or size < _MIN_INSIDE_BYTES or any(each.requires_grad for each in parameters):
+            return
+        with self._recorder.quiet():
+            is_repeated = _is_checkpointed()
+        if not is_repeated:
+            self._recorder.write("frozen_inside", module=self.number(module), site=self._recorder.site(2))
 
     def _note_result(self, module: nn.Module, result: Any) -> None:
         """Note whether the loss depends on a module without parameters: not on one that computes a metric."""
@@ -260,6 +285,16 @@ class ModelObserver:
 def _inner(module: nn.Module) -> nn.Module:
     """The module inside of DDP, which may have been put into another mode than the wrapper."""
     return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _is_checkpointed() -> bool:
+    """Whether this is a forward pass that activation checkpointing runs without gradients, and later again."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_plain(parameter: Any) -> bool:

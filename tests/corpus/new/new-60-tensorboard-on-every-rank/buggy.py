@@ -1,0 +1,40 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.tensorboard import SummaryWriter
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    writer = SummaryWriter("runs/fit")
+    g = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 6, generator=g), torch.randn(64, 1, generator=g))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            if writer:
+                writer.add_scalar("loss", mean / dist.get_world_size(), step)
+            step += 1
+    if writer:
+        writer.close()
+    dist.destroy_process_group()
+
+
+main()

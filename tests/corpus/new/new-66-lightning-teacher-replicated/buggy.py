@@ -1,0 +1,44 @@
+import os
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def trainer(**options):
+    return L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        strategy="ddp",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+
+
+class Distillation(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(16, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 4))
+        self.teacher.requires_grad_(False).eval()
+        self.student = nn.Linear(16, 4)
+
+    def training_step(self, batch, index):
+        x, targets = batch
+        with torch.no_grad():
+            targets = self.teacher(x)
+        return F.mse_loss(self.student(x), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+L.seed_everything(0)
+g = torch.Generator().manual_seed(0)
+x = torch.randn(64, 16, generator=g)
+data = TensorDataset(x, torch.zeros(64, 4))
+trainer(max_epochs=1).fit(Distillation(), DataLoader(data, batch_size=8, shuffle=True))
