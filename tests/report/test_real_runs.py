@@ -93,7 +93,7 @@ def test_one_and_two_ranks_are_the_same_and_every_sample_counted_once(finished, 
     assert page.colored_pixels("train/loss") > 100
     assert 0 <= int(page.hover("train/loss", 0.5)["step"]) < 60
     shares = page.page.locator("#time tbody").first.inner_text()
-    for part in ("forward", "backward", "optimizer", "data", "evaluation", "checkpoint", "waiting"):
+    for part in ("forward", "backward", "optimizer", "data", "evaluation", "checkpoint", "communication"):
         assert part in shares, part
 
 

@@ -74,16 +74,19 @@ def read_metrics(path: str | Path, by_step: bool = False) -> list[dict[str, floa
     return [merged[step] for step in sorted(merged)]
 
 
-def iterate_metrics(path: str | Path) -> Iterator[dict[str, float]]:
-    """The records of a metrics.jsonl, one after the other: a file may be larger than the memory."""
+def iterate_metrics(path: str | Path, skipped: list[int] | None = None) -> Iterator[dict[str, float]]:
+    """The records of a metrics.jsonl, one after the other: a file may be larger than the memory.
+
+    A line that is not a record raises LogError, or its number is added to `skipped`.
+    """
     path = Path(path)
     if not path.is_file():
         raise LogError(f"{path} does not exist: pass the metrics.jsonl in a run's folder")
     with path.open("rb") as file:
-        yield from _records(path, file)
+        yield from _records(path, file, skipped)
 
 
-def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
+def _records(path: Path, lines: Iterable[bytes], skipped: list[int] | None) -> Iterator[dict[str, float]]:
     for number, line in enumerate(lines, start=1):
         text = line.strip(b"\0\r\n ")  # blocks that were not written before a crash read as zeros
         if not text:
@@ -95,6 +98,9 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
                 continue
             record = None
         if not isinstance(record, dict) or "step" not in record:
+            if skipped is not None:
+                skipped.append(number)
+                continue
             example = '{"step": 12, "train/loss": 0.43}'
             raise LogError(f"{path}, line {number} is not a record like {example}: pass the metrics.jsonl of a run")
         if b"null" in text:

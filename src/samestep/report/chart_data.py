@@ -1,14 +1,18 @@
 """What the charts of the page draw: the curves of one or several runs, thinned out to a size that a mail can carry."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.report.curves import Curve, Difference, compare, thin_out
-from samestep.report.run_data import RunData
+from samestep.report.facts import planned
+from samestep.report.run_data import RunData, Start
+from samestep.report.verdict import has_gpus
 
 _MOST_POINTS: Final = 4000  # of a curve
 _ALL_POINTS: Final = 60_000  # of all curves: about 40 bytes each
@@ -19,6 +23,7 @@ _USAGE: Final[Mapping[str, tuple[str, float]]] = {
     "gpu_percent": ("GPU utilization, %", 1.0),
 }
 """Columns of times.jsonl: the title of their chart, and the unit."""
+_TITLES: Final = {WAIT_PREFIX.rstrip("/"): "seconds per step for which each rank makes the others wait"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Chart:
     series: list[dict[str, Any]]
     logarithmic: bool = False
     x: str = "step"  # or "time", if it has no steps
+    note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -46,13 +52,30 @@ def metric_charts(runs: Sequence[RunData]) -> list[Chart]:
     charts = list[Chart]()
     for title, members in groups.items():
         series = [
-            _series(run.curves[name], index, run, most, name.removeprefix(WAIT_PREFIX) if len(members) > 1 else "")
+            _series(run.curves[name], index, run, most, _wait_label(name) if len(members) > 1 else "")
             for index, run in enumerate(runs)
             for name in members
             if name in run.curves
         ]
-        charts.append(Chart(title, title, series))
+        charts.append(Chart(title, _TITLES.get(title, title), series, note=_not_finite_text(runs, members)))
     return charts
+
+
+def _wait_label(name: str) -> str:
+    """`rank 3`, or `mean` of many ranks."""
+    label = name.removeprefix(WAIT_PREFIX)
+    return f"rank {label}" if label.isdigit() else label
+
+
+def _not_finite_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    """How many values a chart cannot show, and where the first one is."""
+    curves = [run.curves[name] for run in runs for name in names if name in run.curves]
+    lost = [curve.steps[~np.isfinite(curve.values)] for curve in curves]
+    count = sum(map(len, lost))
+    if not count:
+        return ""
+    first = min(int(steps[0]) for steps in lost if len(steps))
+    return f"{count:,} of {sum(map(len, curves)):,} values are NaN or infinite, the first at step {first:,}"
 
 
 def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Difference, Chart]]:
@@ -71,15 +94,30 @@ def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Diffe
     return found
 
 
-def usage_charts(run: RunData, number: int = 0) -> list[Chart]:
-    """What the ranks of a run use, over time."""
+def usage_charts(run: RunData, number: int = 0, run_name: str = "") -> list[Chart]:
+    """What the ranks of a run use, over time; of several runs with the name of the run in the title."""
     charts = list[Chart]()
     for column, (title, unit) in _USAGE.items():
         rows = [(record["time"], record[column]) for record in run.times if record.get(column)]
         if rows:
             series = [{**each, "run": number} for each in _usage_series(rows, unit, run)]
-            charts.append(Chart(f"usage {column} {number}", title, series, x="time"))
+            if column == "memory_bytes" and (forecast := _memory_forecast(run)) is not None:
+                begin = _begin(run)
+                ends = [round(rows[0][0] - begin, 3), round(rows[-1][0] - begin, 3)]
+                line = {"time": ends, "value": [forecast / unit] * 2, "label": "forecast of the plan", "run": number}
+                series.append({**line, "isForecast": True})
+            shown = f"{run_name}: {title}" if run_name else title
+            charts.append(Chart(f"usage {column} {number}", shown, series, x="time"))
     return charts
+
+
+def _memory_forecast(run: RunData) -> float | None:
+    """The memory per GPU that the plan forecasts; None without a plan or without GPUs."""
+    plan = planned(run)
+    if plan is None or not has_gpus(run):
+        return None
+    memory = plan["chosen"]["memory"]
+    return memory["total"] - memory["overhead"]
 
 
 def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -89,11 +127,16 @@ def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             "run": index,
             "step": start.first_step,
             "time": round(start.time - run.first.time, 3),
-            "text": f"start {number} on {start.ranks} rank(s)",
+            "text": f"start {number}{_change_text(before, start)}",
         }
         for index, run in enumerate(runs)
-        for number, start in enumerate(run.starts[1:], 2)
+        for number, (before, start) in enumerate(pairwise(run.starts), 2)
     ]
+
+
+def _change_text(before: Start, start: Start) -> str:
+    """The new number of ranks, if it has changed."""
+    return f": {before.ranks} to {start.ranks} rank{'s' * (start.ranks != 1)}" if start.ranks != before.ranks else ""
 
 
 def points_per_curve(curves: int) -> int:
@@ -142,9 +185,15 @@ def _usage_series(rows: Sequence[tuple[float, Any]], unit: float, run: RunData) 
         for name, value in named.items():
             by_name.setdefault(name, []).append((time, float("nan") if value is None else value / unit))
     for name, points in by_name.items():
-        times, values = (np.array(column) for column in zip(*points, strict=True))
+        times, values = (np.array(column) for column in zip(*_with_gaps(points, run), strict=True))
         thin = thin_out(Curve(np.arange(len(times)), values, times), points_per_curve(3 * len(by_name))).points
         yield {"time": np.round(thin.times - begin, 3).tolist(), "value": _finite(thin.values), "label": name}
+
+
+def _with_gaps(points: Sequence[tuple[float, float]], run: RunData) -> list[tuple[float, float]]:
+    """The points, with a gap where the run started again."""
+    gaps = [(start.time, math.nan) for start in run.starts[1:] if points[0][0] < start.time < points[-1][0]]
+    return sorted([*points, *gaps], key=lambda point: point[0])
 
 
 def _begin(run: RunData) -> float:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from samestep.loggers.run_files import WAIT_PREFIX, is_learning_rate
 from samestep.messages import format_bytes, format_duration, format_list, format_seconds
 from samestep.report.run_data import Record, RunData
 from samestep.report.time_shares import peak
 from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_done
 
 _SHOWN = 4
+_RESULTS = 3  # of evaluations
+_PER_SECOND = " samples/s"
 _COMMIT_DIGITS = 12
 
 
@@ -45,6 +48,30 @@ def facts_of(run: RunData) -> dict[str, str]:
         "launched by": ", job ".join(filter(None, (last["launcher"], last["job"]))),
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def tiles_of(run: RunData) -> dict[str, str]:
+    """The few facts that are shown first, and the last results."""
+    if not run.starts:
+        return {}
+    seconds, used = active_seconds(run), peak(run.times, "memory_bytes")
+    tiles = {
+        "duration": format_duration(seconds),
+        "steps": f"{steps_done(run):,}",
+        "samples per second": _throughput(run).removesuffix(_PER_SECOND),
+        "GPU-hours" if has_gpus(run) else "rank-hours": f"{rank_hours(run):.3g}",
+        "peak memory per GPU" if has_gpus(run) else "peak memory per process": format_bytes(used) if used else "",
+    }
+    found = last_metrics(run)
+    others = [name for name in found if not name.startswith(("train/", WAIT_PREFIX))]
+    results = [name for name in others if is_result(name) and not is_learning_rate(name)]
+    chosen = [*(["train/loss"] if "train/loss" in found else []), *results[:_RESULTS]]
+    return {name: text for name, text in tiles.items() if text} | {name: f"{found[name]:.4g}" for name in chosen}
+
+
+def is_result(name: str) -> bool:
+    """Whether a metric is a result of the training, and no measurement, which differs from run to run."""
+    return name.rpartition("/")[2] not in ("samples_per_s", "memory_bytes", "seconds")
 
 
 def last_metrics(run: RunData) -> dict[str, float]:
@@ -125,7 +152,7 @@ def _throughput(run: RunData) -> str:
     if curve is None or not len(curve):
         return ""
     known = [value for value in curve.values.tolist() if math.isfinite(value)]
-    return f"{statistics.median(known):,.0f} samples/s (median)" if known else ""
+    return f"{statistics.median(known):,.0f}{_PER_SECOND}" if known else ""
 
 
 def _memory(run: RunData) -> str:

@@ -19,6 +19,7 @@ from typing import Final
 from samestep import __version__
 from samestep.disk import write_atomically
 from samestep.report import chart_data, sections, time_sections
+from samestep.report.head import page_head
 from samestep.report.markup import Markup, element, join
 from samestep.report.run_data import RunData
 from samestep.report.verdict import describe_run
@@ -38,24 +39,32 @@ def build_page(runs: Sequence[RunData], out: Path) -> str:
     """The text of the page; links in it are relative to `out`."""
     names = run_names(runs)
     charts = chart_data.metric_charts(runs)
-    usage = [chart for number, run in enumerate(runs) for chart in chart_data.usage_charts(run, number)]
+    usage = [
+        chart
+        for number, (run, name) in enumerate(zip(runs, names, strict=True))
+        for chart in chart_data.usage_charts(run, number, name if names[1:] else "")
+    ]
     compared = chart_data.difference_charts(runs) if len(runs) > 1 else []
+    failures = sections.failure_section(runs, names, out)
+    is_good = all(describe_run(run).is_good for run in runs)
+    shown = [
+        failures if not is_good else None,
+        sections.differences(compared, runs, names),
+        sections.curves(charts, runs, names),
+        time_sections.time_section(runs, names, usage),
+        time_sections.plan_section(runs, names),
+        sections.data_section(runs, names),
+        sections.timeline_section(runs, names),
+        failures if is_good else None,  # it was resumed since
+        sections.checkpoint_section(runs, names),
+        sections.warning_section(runs, names),
+    ]
+    found = [each for each in shown if each is not None]
     body = join(
         [
-            element("header", element("h1", " and ".join(names)), sections.head(runs, names)),
-            element(
-                "main",
-                sections.failure_section(runs, names, out),
-                sections.differences(compared, runs, names),
-                sections.curves(charts, names),
-                sections.values_table(runs, names),
-                time_sections.time_section(runs, names, usage),
-                time_sections.plan_section(runs, names),
-                sections.data_section(runs, names),
-                sections.timeline_section(runs, names),
-                sections.checkpoint_section(runs, names),
-                sections.warning_section(runs, names),
-            ),
+            element("header", page_head(runs, names)),
+            element("nav", *(each.link() for each in found), aria_label="Sections") if found else None,
+            element("main", *(each.to_markup() for each in found)),
             _footer(runs),
         ]
     )

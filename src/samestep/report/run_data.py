@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from samestep.checkpoint.checkpoint_folder import list_newest_first
+from samestep.checkpoint.checkpoint_folder import is_lower_better, list_newest_first
 from samestep.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from samestep.data.audit import AuditReport, audit
 from samestep.environment.processes import process_runs
@@ -100,6 +100,8 @@ class RunData:
     launches: Sequence[Record]  # events of the launchers of all nodes, by time
     summary: Record = field(default_factory=dict[str, Any])
     """summary.json of the last start that ended; empty if none did."""
+    skipped: Sequence[int] = ()
+    """Numbers of lines of metrics.jsonl that are not records."""
 
     @property
     def name(self) -> str:
@@ -143,7 +145,8 @@ def read_run(folder: str | Path) -> RunData:
     """Read the folder of a run, or that of its launcher; raises ReportError if it is neither."""
     path = find_run_folder(Path(folder))
     events = sorted(read_records(path / EVENTS_FILE), key=lambda event: event["time"])
-    curves, epochs = read_curves(path / METRICS_FILE)
+    read = read_curves(path / METRICS_FILE)
+    curves = read.by_name
     times = list(read_records(path / TIMES_FILE))
     written = [np.array([record["time"] for record in times]), *(curve.times for curve in curves.values())]
     starts = _starts(events, np.sort(np.concatenate(written)))
@@ -153,7 +156,7 @@ def read_run(folder: str | Path) -> RunData:
         raise ReportError(f"{path} is not the folder of a run: it has neither {EVENTS_FILE} nor {METRICS_FILE}")
     summary = read_summary(path / SUMMARY_FILE)
     launches.sort(key=lambda event: event["time"])
-    return RunData(path, starts, curves, epochs, times, launches, summary)
+    return RunData(path, starts, curves, read.epochs, times, launches, summary, read.skipped)
 
 
 def find_run_folder(folder: Path) -> Path:
@@ -193,6 +196,17 @@ def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
         until = max(own[-1]["time"], float(written[last - 1]) if last else 0.0)
         found.append(Start(own[0], own, until))
     return found
+
+
+def best_checkpoints(found: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """For each metric that `keep_best` compares, the checkpoint with the best value; the oldest if several have it."""
+    rated = [(each.metric, each) for each in found if each.metric is not None and not each.error]
+    best = dict[str, tuple[float, SavedCheckpoint]]()
+    for (metric, value), each in rated:
+        signed = value if is_lower_better(metric) else -value
+        if metric not in best or signed < best[metric][0]:
+            best[metric] = signed, each
+    return [each for _, each in best.values()]
 
 
 def _list(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """What has become of a run, in words: finished, failed with its cause, preempted, killed, or running."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,9 @@ def _restarts_text(starts: Sequence[Start]) -> str:
         return ""
     sizes = list(dict.fromkeys(start.ranks for start in starts))
     on = f", on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks" if len(sizes) > 1 else ""
-    return f", in {len(starts)} starts{on}"
+    ended = Counter(start.status for start in starts[:-1])
+    how = ", ".join(f"{status} {count} times" if count > 1 else status for status, count in ended.items())
+    return f", in {len(starts)} starts{on} ({how} before)"
 
 
 def _of_launcher(event: Record) -> FailureRecord:
